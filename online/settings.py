@@ -160,6 +160,8 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source} is not valid TOML ({error}); strings need quotes") from error
+    except RecursionError as error:
+        raise ValueError(f"{source} is not valid TOML: its values are nested too deep") from error
 
 
 def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path]) -> Any:

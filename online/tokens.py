@@ -8,7 +8,9 @@ import re
 import secrets
 from pathlib import Path
 
-_TOKEN = re.compile(r"[ -~]+")
+_TOKEN = re.compile(r"[!-~]([ -~]*[!-~])?")
+MIN_TOKEN_CHARS = 16
+"""A shorter token could be guessed: `write_token` writes 64 characters."""
 
 
 def read_token(path: Path) -> str:
@@ -22,10 +24,24 @@ def read_token(path: Path) -> str:
         # Of the open file: the path could name another one by the time it is read.
         _require_private(path, os.fstat(file.fileno()).st_mode)
         token = file.read().strip()
-    if not token:
-        raise ValueError(f"{path} is empty: `redraft fleet token FILE` makes a token")
+    return check_token(token, str(path))
+
+
+def check_token(token: str, source: str) -> str:
+    """The token, which `source` holds.
+
+    Raises:
+        ValueError: if it is none, or a short one.
+    """
+    if not token.strip():
+        raise ValueError(f"{source} is empty: `redraft fleet token FILE` makes a token")
     if not _TOKEN.fullmatch(token):  # it could not be sent as a header
-        raise ValueError(f"{path} holds no token: it must be one line of ASCII")
+        raise ValueError(f"{source} holds no token: it must be one line of ASCII")
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ValueError(
+            f"{source} holds a token of {len(token)} characters, which is easy to guess: it needs "
+            f"{MIN_TOKEN_CHARS} or more; `redraft fleet token FILE` makes one"
+        )
     return token
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from redraft.online.records.nats_config import Nats
 from redraft.online.records.outlet import Recording, Sample
 from redraft.online.records.states import HiddenFormat
-from redraft.online.tokens import read_token
+from redraft.online.tokens import check_token, read_token
 
 PLUGIN_NAME = "redraft"
 LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB: NATS takes messages of up to 8 MiB.
@@ -132,7 +132,7 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
     return PluginConfig(
         targets=targets,
         registry=registry,
-        token=environment.get("REDRAFT_TOKEN") or (read_token(file) if file else None),
+        token=_read_token(environment.get("REDRAFT_TOKEN"), file),
         allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
         capture=_read_capture(environment),
         swap=SwapConfig(cache=_read_choice(environment, "SWAP_CACHE", get_args(SwapCache), "auto")),
@@ -189,3 +189,9 @@ def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
             environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"
         ),
     )
+
+
+def _read_token(token: str | None, file: Path | None) -> str | None:
+    if token:
+        return check_token(token, "REDRAFT_TOKEN")
+    return read_token(file) if file else None

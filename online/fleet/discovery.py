@@ -31,7 +31,7 @@ from redraft.online.fleet.server import (
     trusted_certificates,
 )
 from redraft.online.records.origin import require_label
-from redraft.online.tokens import read_token
+from redraft.online.tokens import check_token, read_token
 
 AnyServer = TypeVar("AnyServer", bound=FleetServer)
 
@@ -74,10 +74,12 @@ class FleetConfig:
         """
         if not (self.servers or self.file or self.name):
             raise ValueError("there is no server: set fleet.servers, fleet.file or fleet.name")
-        token = read_token(self.token_file) if self.token_file else os.environ.get("REDRAFT_TOKEN")
+        if self.token_file:
+            return read_token(self.token_file)
+        token = os.environ.get("REDRAFT_TOKEN")
         if not token:
             raise ValueError("no token for the servers: set fleet.token_file or REDRAFT_TOKEN")
-        return token
+        return check_token(token, "REDRAFT_TOKEN")
 
 
 def _has_port(url: str) -> bool:

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -408,7 +409,12 @@ class Registry:
             # `cp -rL` makes a folder of the link. It is moved aside, not removed, because it holds
             # a whole draft.
             link.rename(self.folder / f".current.copied.{uuid.uuid4().hex[:8]}")
-        partial = self.folder / ".current.partial"
+        for left in self.folder.glob(".current.*.partial"):
+            with suppress(OSError):
+                if time.time() - left.lstat().st_mtime > artifact.ABANDONED_S:
+                    left.unlink()
+        # The id keeps processes apart.
+        partial = self.folder / f".current.{os.getpid()}.partial"
         partial.unlink(missing_ok=True)
         partial.symlink_to(version)  # relative: the registry may be moved
         partial.replace(link)

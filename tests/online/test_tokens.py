@@ -73,9 +73,24 @@ def make_token(folder, mode):
 
 
 @pytest.mark.parametrize(("content", "told"), [("", "`redraft fleet token FILE`"), ("a\nb", "ASCII"),
-                                               ("päss", "ASCII")])  # fmt: skip
+                                               ("päss", "ASCII"), (" ", "empty"), ("a", "16"),
+                                               ("fifteen letters", "16")])  # fmt: skip
 def test_a_file_without_a_token_is_refused(tmp_path, content, told):
     (tmp_path / "token").write_text(content)
     (tmp_path / "token").chmod(0o600)
     with pytest.raises(ValueError, match=told):
         read_token(tmp_path / "token")
+
+
+@pytest.mark.parametrize(
+    "content", [" ", "a", "fifteen letters", "a" * 16 + "\n", "pässwords of old"]
+)
+def test_the_variable_holds_a_token_that_a_file_could_hold(monkeypatch, content):
+    monkeypatch.setenv("REDRAFT_TOKEN", content)
+    for read in (
+        lambda: read_config({"REDRAFT_TOKEN": content}),
+        lambda: FleetConfig(servers=("http://a:1",)).token(),
+    ):
+        with pytest.raises(ValueError, match=r"^REDRAFT_TOKEN ") as error:
+            read()
+        assert "fifteen" not in str(error.value)

@@ -144,7 +144,7 @@ def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
     environment = {
         entry["name"]: entry["value"] for entry in container("Deployment", "vllm")["env"]
     }
-    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").write_text("a-secret-for-tests")
     (tmp_path / "token").chmod(0o600)
     here = {"REDRAFT_REGISTRY": str(tmp_path), "REDRAFT_TOKEN_FILE": str(tmp_path / "token")}
     for name in ("REDRAFT_NATS_CREDENTIALS", "REDRAFT_NATS_CA"):

@@ -784,7 +784,11 @@ def states_server(served_pair: tuple[Path, Path], storage: Path) -> Iterator[Vll
     """A real vLLM that sends the streams after layers 0 and 1 of the target, and after its last, 2."""
     extra = server_args((0, 1), num_layers=2, storage=str(storage))
     targets = f"{storage.parent}:{served_pair[0]}"
-    env = {"VLLM_PLUGINS": "redraft", "REDRAFT_TOKEN": "trainer", "REDRAFT_TARGETS": targets}
+    env = {
+        "VLLM_PLUGINS": "redraft",
+        "REDRAFT_TOKEN": "a-token-for-tests",
+        "REDRAFT_TARGETS": targets,
+    }
     log = storage.parent / "vllm.log"
     with vllm_server(
         served_pair[0], log=log, max_model_len=512, extra_args=extra, extra_env=env
@@ -902,7 +906,10 @@ def test_a_server_whose_weights_are_others_of_the_lineage_or_have_moved_is_refus
     save_file(changed, moved / "model.safetensors", {"format": "pt"})
 
     def move(folder: Path, label: str) -> None:
-        body, headers = {"path": str(folder), "version": label}, {"Authorization": "Bearer trainer"}
+        body, headers = (
+            {"path": str(folder), "version": label},
+            {"Authorization": "Bearer a-token-for-tests"},
+        )
         httpx.post(
             f"{states_server.url}/redraft/target", json=body, headers=headers, timeout=600
         ).raise_for_status()

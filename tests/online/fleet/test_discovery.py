@@ -39,13 +39,16 @@ def write_fleet(path, *servers):
 
 
 def test_a_file_lists_the_servers_of_every_domain(tmp_path):
-    (tmp_path / "special").write_text("another token\n")
+    (tmp_path / "special").write_text("a token of one server\n")
     (tmp_path / "special").chmod(0o600)
     path = tmp_path / "fleet.toml"
     write_fleet(path, ("http://a:8000/", "code"), ("http://b:8000", "prose"))
     with path.open("a") as file:
         file.write('[[servers]]\nurl = "http://c:8000"\ndomain = "code"\ntoken_file = "special"\n')
-    assert read_fleet(path, "code", "t") == {"http://a:8000": "t", "http://c:8000": "another token"}
+    assert read_fleet(path, "code", "t") == {
+        "http://a:8000": "t",
+        "http://c:8000": "a token of one server",
+    }
     assert list(read_fleet(path, "", "t")) == ["http://a:8000", "http://b:8000", "http://c:8000"]
     assert read_fleet(path, "maths", "t") == {}
 

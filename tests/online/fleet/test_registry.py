@@ -68,6 +68,27 @@ def test_a_folder_that_was_copied_in_part_is_no_version_and_keeps_its_number(reg
     assert publish(registry) == "v000003"
 
 
+def promote_again_and_again(folder, version):
+    for _ in range(100):
+        Registry(folder)._point_current_at(version)
+
+
+def test_two_processes_that_promote_do_not_meet(registry):
+    versions = [publish(registry), publish(registry)]
+    registry.promote(versions[0])
+    work = [
+        multiprocessing.Process(target=promote_again_and_again, args=(registry.folder, version))
+        for version in versions
+    ]
+    for process in work:
+        process.start()
+    for process in work:
+        process.join()
+    assert [process.exitcode for process in work] == [0, 0]
+    assert os.readlink(registry.folder / "current") in versions
+    assert not list(registry.folder.glob(".current*"))
+
+
 def test_promotion_moves_one_relative_link(registry, tmp_path):
     publish(registry)
     registry.promote("v000001")

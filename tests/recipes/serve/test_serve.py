@@ -362,7 +362,7 @@ def test_a_registry_alone_serves_its_current_version(tmp_path):
 
 
 def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
-    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").write_text("a-secret-for-tests")
     (tmp_path / "token").chmod(0o600)
     cfg = parse(
         *(
@@ -388,7 +388,7 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     config = read_config(environment)
     assert is_enabled(environment)
     assert config.registry == tmp_path
-    assert config.token == "secret"
+    assert config.token == "a-secret-for-tests"
     assert config.allow_remote
     assert config.targets == (tmp_path, tmp_path.parent)
     assert (config.capture.fraction, config.capture.tenants) == (0.1, ("a", "b"))
