@@ -31,25 +31,35 @@ class AnswerCounter:
     """
 
     def __init__(self, runner: Any, draft: Live) -> None:
-        self.draft = draft
+        self.draft, self.runner = draft, runner
         self.counts = Counter[
             str
         ]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
-        self.may_count: Callable[[Any], bool] = lambda request: (
-            False
-        )  # Set by the plugin: honours opt-outs.
+        # The owner of a request's text; None if nobody may be drafted it. The plugin sets it.
+        self.find_owner: Callable[[Any], bytes | None] = lambda request: None
+        self._owners: dict[str, bytes | None] = {}  # Of running requests that were asked for.
         self._ended: dict[str, Text] = {}
-        self._waiting = deque[Iterator[None]]()
+        self._waiting = deque[tuple[bytes, Iterator[None]]]()
         self._removed, runner._on_request_state_removed = runner._on_request_state_removed, self.end
         runner.redraft_counter = self
+
+    def owner(self, name: str, request: Any) -> bytes | None:
+        """The owner of the text that is drafted for a request, and of its answer."""
+        if name not in self._owners:
+            self._owners[name] = None
+            with self._surviving():
+                self._owners[name] = self.find_owner(request)
+        return self._owners[name]
 
     def end(self, name: str, request: Any) -> None:
         """Queue the answer of a finished request."""
         self._removed(name, request)
+        owner = None if request is None else self.owner(name, request)
+        self._owners.pop(name, None)
         if request is None or request.prompt_token_ids is None:
             return
         with self._surviving():
-            if not self.may_count(request):
+            if owner is None:
                 self.counts["not_allowed"] += 1
                 return
             prompt, answer = (
@@ -57,9 +67,24 @@ class AnswerCounter:
                 cut_answer(request.output_token_ids, request.sampling_params),
             )
             ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
-            self._ended[name] = Text(
-                ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer)
-            )
+            is_label = np.arange(len(ids)) >= len(ids) - len(answer)
+            self._ended[name] = Text(ids=ids, is_label=is_label, owner=owner)
+
+    def forget(self, beginning: bytes) -> int:
+        """Drop all text of owners whose names begin so. Returns the number of runs.
+
+        Their running requests are counted for nobody.
+        """
+
+        def keeps(owner: bytes | None) -> bool:
+            return owner is None or not owner.startswith(beginning)
+
+        for name, request in self.runner.requests.items():
+            if not keeps(self.owner(name, request)):
+                self._owners[name] = None
+        self._ended = {name: text for name, text in self._ended.items() if keeps(text.owner)}
+        self._waiting = deque(item for item in self._waiting if keeps(item[0]))
+        return self.draft.counts.forget(beginning)
 
     def learn(self) -> None:
         """Count queued answers for under 1 ms."""
@@ -68,13 +93,13 @@ class AnswerCounter:
             is_taken = len(self._waiting) < MOST_WAITING
             self.counts["counted" if is_taken else "passed_over"] += 1
             if is_taken:
-                self._waiting.append(self.draft.learn(text))
+                self._waiting.append((text.owner, self.draft.learn(text)))
         self._ended.clear()
         with self._surviving():
             for _ in range(COUNTED_AT_ONCE):
                 if not self._waiting:
                     break
-                if next(self._waiting[0], self) is self:
+                if next(self._waiting[0][1], self) is self:
                     self._waiting.popleft()
 
     @contextmanager

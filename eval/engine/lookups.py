@@ -13,7 +13,7 @@ from typing import Any
 
 from redraft.eval.engine import lookup_first
 from redraft.eval.engine.answer_counter import AnswerCounter
-from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Ids, Live, Retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Live, Retrieval
 
 VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
 """Keys of a config with counted answers, and the environment variables by which they reach the
@@ -55,21 +55,22 @@ class Counted:
         `sampled` has the step's new tokens of each request, none of one whose prompt is not read
         whole.
         """
-        batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
+        most = scheduled.num_spec_tokens_to_schedule
         return [
-            self._propose(
-                batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled)
-            )
-            if tokens
-            else []
+            self._propose(row, most, len(sampled)) if tokens else []
             for row, tokens in enumerate(sampled)
         ]
 
-    def _propose(self, ids_T: Ids, num_tokens: int, most: int, num_requests: int) -> list[int]:
+    def _propose(self, row: int, most: int, num_requests: int) -> list[int]:
+        batch = self.runner.input_batch
+        ids_T, num_tokens = batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row])
+        owner: bytes | None = None
+        if self.counter:
+            name = batch.req_ids[row]
+            owner = self.counter.owner(name, self.runner.requests[name])
         # a draft does not reach beyond the longest request
-        return self.draft.propose(
-            ids_T[:num_tokens], min(most, len(ids_T) - num_tokens), num_requests
-        )
+        most = min(most, len(ids_T) - num_tokens)
+        return self.draft.propose(ids_T[:num_tokens], most, num_requests, owner)
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft, o
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
+MOST_IDS = (1 << 20) - 1  # token ids that `as_text` tells apart, a power of 2 less 1
 MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
@@ -89,6 +90,8 @@ class Text:
 
     ids: Ids
     is_label: NDArray[np.bool_]  # Tokens written by the target.
+    owner: bytes = b""
+    """The name of its owner. Names have one length, and no owner is drafted another's text."""
 
 
 class Retrieval:
@@ -110,24 +113,32 @@ class Retrieval:
         self.run_probability = list(run_probability)
         self.least_first = 0.0  # If the first token is less probable, the head drafts.
 
-    def propose(self, ids: Ids, most: int, num_requests: int = 1) -> list[int]:
+    def propose(
+        self, ids: Ids, most: int, num_requests: int = 1, owner: bytes | None = b""
+    ) -> list[int]:
         """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests`
         requests.
+
+        Live counts draft the text of this `owner` alone, and none if it is None. A request's own
+        text is drafted in any case.
         """
         # Every request of the step pays for a row of this one, so a busy server drafts only likely
         # tokens.
         floor = min(1.0, self.config.verify_cost * num_requests)
-        # Bytes, because `bytes.find` is one fast call. The machine's order is taken to be
-        # little-endian.
-        data, drafted, probability = ids.tobytes(), list[int](), 1.0
+        # The machine's order of bytes is taken to be little-endian.
+        last_bytes = TOKEN_BYTES * self.config.max_run
+        last = ids[-self.config.max_run :].tobytes()
+        text, drafted, probability = as_text(ids), list[int](), 1.0
         while len(drafted) < most:
             # The first of equals, so the request wins a tie.
-            token, its = max(self._in_request(data), self._in_answers(data), key=itemgetter(1))
+            found = self._in_request(text), self._in_answers(last, owner)
+            token, its = max(found, key=itemgetter(1))
             probability *= its
             if token < 0 or probability < (floor if drafted else max(floor, self.least_first)):
                 break
             drafted.append(token)
-            data += token.to_bytes(TOKEN_BYTES, "little")
+            text += chr(token + 1)
+            last = (last + token.to_bytes(TOKEN_BYTES, "little"))[-last_bytes:]
         return drafted
 
     def blocks(
@@ -140,19 +151,15 @@ class Retrieval:
         for end in range(first, first + num_prefixes):
             yield self.propose(whole[:end], num_speculative_tokens)
 
-    def _in_request(self, data: bytes) -> tuple[int, float]:
-        length, after = find_run(data, self.config.max_run)
-        if not length:
-            return NOTHING
-        return int.from_bytes(data[after : after + TOKEN_BYTES], "little"), self.run_probability[
-            length
-        ]
+    def _in_request(self, text: str) -> tuple[int, float]:
+        length, after = find_run(text, self.config.max_run)
+        return (ord(text[after]) - 1, self.run_probability[length]) if length else NOTHING
 
-    def _in_answers(self, data: bytes) -> tuple[int, float]:
-        last = _last(data, self.config.max_run)
-        # The longest run first: last[0:], last[1:], ...
+    def _in_answers(self, last: bytes, owner: bytes | None) -> tuple[int, float]:
+        run = _as_run(last)
+        # The longest run first: run[0:], run[1:], ...
         return next(
-            (self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING
+            (self.entries[run[i:]] for i in range(len(run)) if run[i:] in self.entries), NOTHING
         )
 
     @staticmethod
@@ -235,33 +242,35 @@ def is_retrieval(folder: str | Path) -> bool:
     )
 
 
-def find_run(data: bytes, max_run: int) -> tuple[int, int]:
-    """The longest run of last tokens, up to `max_run`, that stands earlier too.
+def as_text(ids: Ids) -> str:
+    """A character per token, the token's id + 1.
 
-    (length, offset in bytes of the token after its first place). (0, 0) if not even the last token
-    does. `data` has 4 bytes per token.
+    `str.find` searches it in C, whatever the tokens. In bytes it would stop at every hit across two
+    tokens, and a client chooses how many there are.
     """
+    # numpy's strings end before a last 0, so no token is 0; ids above MOST_IDS wrap around
+    return str(((ids & MOST_IDS) + 1).view(f"<U{len(ids)}").item()) if len(ids) else ""
+
+
+def find_run(text: str, max_run: int, end: int | None = None) -> tuple[int, int]:
+    """The longest run of last tokens of text[:end], up to `max_run`, that stands there earlier too.
+
+    (length, index of the token after its first place). (0, 0) if not even the last token does.
+    `text` is `as_text`'s.
+    """
+    end = len(text) if end is None else end
     found, start = (0, 0), 0
-    for length in range(1, min(max_run, len(data) // TOKEN_BYTES) + 1):
-        run = data[-TOKEN_BYTES * length :]
+    for length in range(1, min(max_run, end) + 1):
         # a longer run ends where a shorter one does, or later; a token must follow it
-        start = _find_aligned(data, run, max(start - TOKEN_BYTES, 0))
+        start = text.find(text[end - length : end], max(start - 1, 0), end - 1)
         if start < 0:
             break
-        found = length, start + len(run)
+        found = length, start + length
     return found
 
 
-def _last(data: bytes, most: int) -> Run:
-    return tuple(np.frombuffer(data[-TOKEN_BYTES * most :], np.int32).tolist())
-
-
-def _find_aligned(data: bytes, run: bytes, start: int) -> int:
-    """Offset of `run` as whole tokens in all but the last token of `data`, -1 if it is not there."""
-    # An unaligned hit straddles two tokens. -1 % 4 is 3, so a miss needs the second condition.
-    while (at := data.find(run, start, len(data) - TOKEN_BYTES)) % TOKEN_BYTES and at >= 0:
-        start = at + 1
-    return at
+def _as_run(run: bytes) -> Run:
+    return tuple(np.frombuffer(run, np.int32).tolist())
 
 
 def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
@@ -302,31 +311,43 @@ class Counts:
 
     def learn(self, text: Text) -> Iterator[None]:
         """Count a text; yield between steps."""
-        labels = np.flatnonzero(text.is_label).tolist()
-        ids, data, most = (
-            text.ids.tolist(),
-            text.ids.astype(np.int32).tobytes(),
-            self.config.max_run,
-        )
+        labels, most = np.flatnonzero(text.is_label).tolist(), self.config.max_run
+        ids, data, chars = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), as_text(text.ids)
         self.num_texts += bool(labels)
         for at in labels:
-            length, after = find_run(data[: TOKEN_BYTES * at], most)
+            length, after = find_run(chars, most, at)
             if length:
-                self._note(length, ids[after // TOKEN_BYTES] == ids[at])
-            if found := self._find(data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at]):
+                self._note(length, ids[after] == ids[at])
+            last = data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at]
+            if found := self._find(last, text.owner):
                 kind, token = found
                 self._note(kind, token == ids[at])
             yield
         for at in labels:
-            self._add(data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at], ids[at])
+            last = data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at]
+            self._add(last, ids[at], text.owner)
             yield
 
-    def predict(self, last: bytes) -> tuple[int, float]:
-        """The token after the longest counted run at the end of `last`, and its probability."""
-        if not (found := self._find(last)):
+    def predict(self, last: bytes, owner: bytes = b"") -> tuple[int, float]:
+        """The token after the owner's longest counted run at the end of `last`.
+
+        With its probability.
+        """
+        if not (found := self._find(last, owner)):
             return NOTHING
         kind, token = found
         return token, self._probability(kind)
+
+    def forget(self, beginning: bytes) -> int:
+        """Drop the runs of all owners whose names begin so. Returns how many."""
+        num_dropped = 0
+        for shards in (self._newer, self._older):
+            for place, shard in enumerate(shards):
+                shards[place] = {
+                    run: row for run, row in shard.items() if not run.startswith(beginning)
+                }
+                num_dropped += len(shard) - len(shards[place])
+        return num_dropped
 
     def by_length(self) -> list[float]:
         """The probability of the token after a run's first place in the request, by length."""
@@ -341,26 +362,25 @@ class Counts:
             if item[1] < TEXTS
         ]
         found = {
-            _last(run, len(run)): (row >> 5, self._probability(_kind(run, row)))
-            for run, row in rows
+            _as_run(run): (row >> 5, self._probability(_kind(len(run), row))) for run, row in rows
         }
         return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
 
-    def _find(self, last: bytes) -> tuple[tuple[int, int], int] | None:
+    def _find(self, last: bytes, owner: bytes) -> tuple[tuple[int, int], int] | None:
         for begin in range(0, len(last), TOKEN_BYTES):
-            run = last[begin:]
+            run = owner + last[begin:]
             shard = zlib.crc32(run) % self._num_shards
             row = self._newer[shard].get(run)
             if row is None:
                 row = self._older[shard].get(run, TEXTS)
             if row < TEXTS:
-                return _kind(run, row), row >> 5
+                return _kind(len(last) - begin, row), row >> 5
         return None
 
-    def _add(self, last: bytes, token: int) -> None:
+    def _add(self, last: bytes, token: int, owner: bytes) -> None:
         """Count `token` after every run at the end of `last`."""
         for begin in range(0, len(last), TOKEN_BYTES):
-            run = last[begin:]
+            run = owner + last[begin:]
             shard = (
                 zlib.crc32(run) % self._num_shards
             )  # `hash` would differ between the ranks of a server
@@ -404,14 +424,17 @@ class Counts:
         return (hits + 0.5) / (total + 1)
 
 
-def _kind(run: bytes, row: Row) -> tuple[int, int]:
-    return len(run) // TOKEN_BYTES, (
+def _kind(num_bytes: int, row: Row) -> tuple[int, int]:
+    return num_bytes // TOKEN_BYTES, (
         row & VOTES
     ).bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
 
 
 class Live(Retrieval):
-    """Counts that start empty and learn while serving."""
+    """Counts that start empty and learn while serving.
+
+    Each owner has its own runs. Hit rates, which are numbers, are those of all texts.
+    """
 
     def __init__(self, config: Config) -> None:
         self.counts = Counts(config, REMEMBERED)
@@ -422,5 +445,5 @@ class Live(Retrieval):
         yield from self.counts.learn(text)
         self.run_probability = self.counts.by_length()
 
-    def _in_answers(self, data: bytes) -> tuple[int, float]:
-        return self.counts.predict(data[-TOKEN_BYTES * self.config.max_run :])
+    def _in_answers(self, last: bytes, owner: bytes | None) -> tuple[int, float]:
+        return NOTHING if owner is None else self.counts.predict(last, owner)

@@ -106,6 +106,10 @@ class EngineCalls:
             "pace": await self.read_pace(),
         }
 
+    async def forget(self, tenant: str) -> dict[str, Any]:
+        """Drop a tenant's text from the live counts of all ranks."""
+        return {"live_runs": sum(await self.ask("redraft_forget", tenant))}
+
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """The answers of the replicas' engines: `collective_rpc` returns only the first one's."""
         if self._ask_all is None:

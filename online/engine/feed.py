@@ -9,6 +9,7 @@ R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of th
 requests, L = hidden states of one token, D = size of each.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep, StepPart
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
 from redraft.online.records.record import Sampling
+
+OWNER_BYTES = 12  # of a tenant in the name of its live counts, and of its salt and adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +258,26 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def may_count(config: CaptureConfig, request: Any) -> bool:
-    """Whether live counts may learn from a request: its words may then be proposed in others."""
+def find_owner(config: CaptureConfig, request: Any) -> bytes | None:
+    """The name of the live counts that draft for a request and take its answer.
+
+    Requests of one tenant, cache salt and adapter share them. None: it has no part in them.
+    """
     origin = read_origin_arguments(request.sampling_params.extra_args)
-    if origin is None or origin.opt_out or request.lora_request is not None:
-        return False
-    return not config.find_skip_reason(origin.tenant, b"")
+    if origin is None or origin.opt_out or config.find_skip_reason(origin.tenant, b""):
+        return None
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return name_owner(origin.tenant) + _hash(f"{origin.cache_salt}\0{adapter}")
+
+
+def name_owner(tenant: str) -> bytes:
+    """The beginning of the names of a tenant's live counts."""
+    return _hash(tenant)
+
+
+def _hash(name: str) -> bytes:
+    # Alike on all ranks; too long to find another name of the same hash.
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:OWNER_BYTES]
 
 
 def _read_sampling(params: Any) -> Sampling:

@@ -1,6 +1,6 @@
 """Routes in vLLM's API process.
 
-`GET /redraft/status`, and `POST` to `/redraft/swap`, `target` and `pace`.
+`GET /redraft/status`, and `POST` to `/redraft/swap`, `target`, `pace` and `forget`.
 """
 
 import asyncio
@@ -24,7 +24,12 @@ from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.pace import PaceMetrics, is_asked
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
-from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_headers
+from redraft.online.records.origin import (
+    EXTRA_ARGS_KEY,
+    Origin,
+    read_origin_headers,
+    stored_name,
+)
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -70,6 +75,7 @@ class Endpoint:
         app.add_api_route("/redraft/swap", self.swap, methods=["POST"], response_model=None)
         app.add_api_route("/redraft/target", self.move, methods=["POST"], response_model=None)
         app.add_api_route("/redraft/pace", self.pace, methods=["POST"], response_model=None)
+        app.add_api_route("/redraft/forget", self.forget, methods=["POST"], response_model=None)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         can = can_pause(engine_client.vllm_config)
@@ -131,6 +137,16 @@ class Endpoint:
         told = 'send a JSON body {"pace": "auto"}, with off or a number of draft tokens'
         pace = await self._read(request, lambda body: check_pace(str(body["pace"])), told)
         return await _run(self.swaps.calls.take_pace, pace)
+
+    async def forget(self, request: Request) -> dict[str, Any]:
+        """Drop the text of a tenant, `{"tenant": "acme"}`, from the live counts.
+
+        Returns `live_runs`, the runs dropped on all ranks. Its running requests are counted no
+        more; those that begin later are.
+        """
+        told = 'send a JSON body {"tenant": "acme"}'
+        tenant = await self._read(request, lambda body: stored_name(body["tenant"]), told)
+        return await _run(self.swaps.calls.forget, tenant)
 
     async def _read(self, request: Request, parse: Callable[[Any], T], told: str) -> T:
         """The parsed body of a request that may use the routes. Raises: HTTPException."""
@@ -229,7 +245,9 @@ def forward_origin(engine_client: Any) -> None:
 
     def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         origin = _origin.get(None)
-        written = origin._asdict() if origin else None
+        is_plain = isinstance(prompt, dict)
+        salt = prompt.get("cache_salt") if is_plain else getattr(prompt, "cache_salt", None)
+        written = origin._replace(cache_salt=salt or "")._asdict() if origin else None
         sampling_params.extra_args = (sampling_params.extra_args or {}) | {EXTRA_ARGS_KEY: written}
         return generate(prompt, sampling_params, *args, **kwargs)
 

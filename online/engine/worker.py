@@ -20,7 +20,7 @@ from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
-from redraft.online.engine.feed import may_count
+from redraft.online.engine.feed import find_owner, name_owner
 from redraft.online.engine.reread import Rereader
 from redraft.online.engine.runners import (
     describe_runner,
@@ -158,7 +158,7 @@ def register_worker() -> None:
         redraft_commit,
     )
     of_a_target = (name_target, load_target, update_rank, doubt_target)
-    for method in (redraft_status, redraft_move, *of_a_swap, *of_a_target):
+    for method in (redraft_status, redraft_forget, redraft_move, *of_a_swap, *of_a_target):
         setattr(WorkerBase, f"redraft_{method.__name__.removeprefix('redraft_')}", method)
     initialize = WorkerWrapperBase.initialize_from_config
 
@@ -186,7 +186,7 @@ def install(worker: Any) -> None:
     with _switching_off(state, "capture", "swap"):
         config = read_config()
         if counter := getattr(worker.model_runner, "redraft_counter", None):
-            counter.may_count = partial(may_count, config.capture)
+            counter.find_owner = partial(find_owner, config.capture)
     with _switching_off(state, "capture"):
         if worker.vllm_config.speculative_config and _is_last_stage():
             install_proposers(worker.model_runner)
@@ -367,6 +367,12 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "reread_error": state.rereader.error if state.rereader else "",
         "capture": state.capture.status() if state.capture else None,
     }
+
+
+def redraft_forget(worker: Any, tenant: str) -> int:
+    """Drop a tenant's text from the live counts. Returns the number of runs dropped."""
+    counter = getattr(worker.model_runner, "redraft_counter", None)
+    return counter.forget(name_owner(tenant)) if counter else 0
 
 
 def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = "") -> dict[str, Any]:

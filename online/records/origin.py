@@ -18,6 +18,7 @@ class Origin(NamedTuple):
     tenant: str = ""
     domain: str = ""
     opt_out: bool = False
+    cache_salt: str = ""  # vLLM's, of the body: requests of other salts share no cached text
 
 
 OPT_OUT_NO = ("", "0", "false", "no")

@@ -39,7 +39,8 @@ def make_runner(*rows: list[int], length: int = 8) -> Any:
         token_ids_cpu=ids,
         num_tokens_no_spec=np.array([len(row) for row in rows]),
     )
-    return SimpleNamespace(input_batch=batch, drafter=None)
+    requests = {name: SimpleNamespace(tenant=b"acme") for name in batch.req_ids}
+    return SimpleNamespace(input_batch=batch, requests=requests, drafter=None)
 
 
 def test_vllm_gets_its_ngrams_and_the_plugin_the_folder(tmp_path: Path) -> None:
@@ -133,13 +134,20 @@ def make_live(
     for name, value in lookup_env(config).items():
         monkeypatch.setenv(name, value)
     install(runner)
-    runner.redraft_counter.may_count = lambda request: True
+    runner.redraft_counter.find_owner = lambda request: request.tenant
     return runner
 
 
-def make_request(prompt: list[int] | None, answer: list[int]) -> Any:
+def make_request(
+    prompt: list[int] | None, answer: list[int], tenant: bytes | None = b"acme"
+) -> Any:
     params = SimpleNamespace(stop_token_ids=[0], eos_token_id=None, max_tokens=len(answer))
-    return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=answer, sampling_params=params)
+    return SimpleNamespace(
+        prompt_token_ids=prompt,
+        output_token_ids=answer,
+        sampling_params=params,
+        tenant=tenant,
+    )
 
 
 def test_answers_that_end_are_counted_a_little_in_each_step(
@@ -157,14 +165,64 @@ def test_answers_that_end_are_counted_a_little_in_each_step(
     assert propose() == [[4, 5, 6]]
     runner._on_request_state_removed("embeddings", make_request(None, [3, 9]))
     runner._on_request_state_removed("unknown", None)
-    runner.redraft_counter.may_count = lambda request: False
     for _ in range(20):
-        runner._on_request_state_removed("opted out", make_request([2], [3, 9]))
+        runner._on_request_state_removed("opted out", make_request([2], [3, 9], None))
         assert propose() == [[4, 5, 6]]
     assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], (
         "the wrapped hook is called"
     )
     assert runner.redraft_counter.counts == {"counted": 1, "not_allowed": 20}
+
+
+def test_a_request_is_drafted_its_tenants_text_and_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_live(monkeypatch, [2, 3], [2, 3], [2, 3])
+    for name, tenant in (("0", b"victim"), ("1", b"other!"), ("2", None)):
+        runner.requests[name].tenant = tenant
+    for number in range(3):
+        secret = make_request([1, 2], [3, 7, 8], b"victim")
+        runner._on_request_state_removed(f"secret {number}", secret)
+    for _ in range(10):
+        drafts = runner.propose_draft_token_ids(Scheduled(), [[3], [3], [3]])
+    assert drafts == [[7, 8], [], []]
+    runner._on_request_state_removed("own", make_request([1, 2], [3, 9], b"other!"))
+    for _ in range(10):
+        drafts = runner.propose_draft_token_ids(Scheduled(), [[3], [3], [3]])
+    assert drafts == [[7, 8], [9], []]
+
+
+def test_a_forgotten_tenant_is_forgotten_in_all_that_waits_and_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_live(monkeypatch, [2, 3], [2, 3])
+    counter = runner.redraft_counter
+    for name, tenant in (("0", b"acme"), ("1", b"acm2")):
+        runner.requests[name].tenant = tenant
+
+    def end(*names: str, answer: list[int]) -> None:
+        for name in names:
+            for tenant in (b"acme", b"acm2"):
+                runner._on_request_state_removed(
+                    f"{name} {tenant!r}", make_request([1, 2], answer, tenant)
+                )
+
+    end("counted", answer=[3, 4])
+    for _ in range(10):
+        counter.learn()
+    end("being counted", answer=[3, 5, 5, 5, 5, 5, 5])
+    counter.learn()
+    end("ended", answer=[3, 6])
+    assert counter.forget(b"acme") >= 2
+    # one that ran
+    runner._on_request_state_removed("0", make_request([1, 2], [3, 7], b"acme"))
+    for _ in range(20):
+        drafts = runner.propose_draft_token_ids(Scheduled(), [[3], [3]])
+    assert drafts == [[], [6]], "the other's, of whom all was counted"
+    runs = counter.draft.counts
+    assert runs.forget(b"acme") == 0
+    assert runs.forget(b"acm2") > 0
+    assert counter.counts["not_allowed"] == 1
 
 
 def test_nobody_is_counted_before_the_plugin_has_said_who_may_be(
@@ -212,7 +270,7 @@ def test_an_error_of_counting_costs_an_answer_and_not_the_engine(
     assert runner.propose_draft_token_ids(Scheduled(), [[3]]) == [[]]
     counter.draft.learn = count
     runner._on_request_state_removed(
-        "no parameters", SimpleNamespace(prompt_token_ids=[1], output_token_ids=[3])
+        "no parameters", SimpleNamespace(prompt_token_ids=[1], output_token_ids=[3], tenant=b"acme")
     )
     runner._on_request_state_removed("no token", make_request([1, 2], [3, 2**40]))
     runner._on_request_state_removed("b", text)
@@ -264,7 +322,7 @@ def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(
     assert counts["counted"] + counts["passed_over"] == 1000
     assert MOST_WAITING <= counts["counted"] < 100
     assert draft.counts.num_texts >= 500 // 21, "each is counted to its end"
-    assert draft.propose(np.array([17, 18], np.int32), 1) == [4000]
+    assert draft.propose(np.array([17, 18], np.int32), 1, owner=b"acme") == [4000]
 
 
 def test_a_head_above_its_limit_of_requests_costs_no_second_lookup(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +15,11 @@ import pytest
 
 from redraft.heads.families.retrieval import (
     MOST_VOTES,
-    TOKEN_BYTES,
     Config,
     Live,
     Retrieval,
     Text,
+    as_text,
     count_answers,
     find_run,
     is_retrieval,
@@ -52,8 +55,51 @@ def test_the_longest_run_is_found_at_its_first_place(vocabulary: tuple[int, ...]
     for _ in range(300):
         # tokens such as 256 and 65536 have equal bytes at other offsets
         tokens = rng.choice(vocabulary, rng.integers(1, 40)).tolist()
-        length, after = find_run(make_ids(tokens).tobytes(), 5)
-        assert (length, after // TOKEN_BYTES) == find_by_hand(tokens, 5), tokens
+        assert find_run(as_text(make_ids(tokens)), 5) == find_by_hand(tokens, 5), tokens
+        end = rng.integers(0, len(tokens) + 1)
+        assert find_run(as_text(make_ids(tokens)), 5, end) == find_by_hand(tokens[:end], 5), tokens
+
+
+def time_ms(act: Callable[[], object]) -> float:
+    """The least CPU time of a call in five."""
+    times = []
+    for _ in range(5):
+        begin_s = time.thread_time()
+        act()
+        times.append(1e3 * (time.thread_time() - begin_s))
+    return min(times)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [*[256] * 16383, 1],  # in bytes, the last token stands across any two
+        [*[257, 513, 769, 1025] * 4096, (1 << 16) + 1],  # whose low byte is everybody's
+        [*[0xD900] * 16383, 0xDA00],  # no characters of their own in Unicode
+        [*[5, 5, 5, 5, 5, 6] * 2730, 5, 5, 5, 6, 5, 5],
+    ],
+)
+def test_no_text_makes_a_lookup_or_counting_much_slower(ids: list[int]) -> None:
+    usual = np.random.default_rng(0).integers(2, 30_000, 16_384).astype(np.int32)
+    chosen = make_ids(ids)
+
+    def count(ids: np.ndarray) -> None:
+        is_label = np.arange(4096) >= 3996
+        learn(Live(Config()), Text(ids=ids[-4096:], is_label=is_label))
+
+    draft = Live(Config())
+    # a step looks at most 12 tokens up
+    most = 12 * time_ms(lambda: draft.propose(usual, 12)) + 1
+    assert time_ms(lambda: draft.propose(chosen, 12)) < most
+    assert time_ms(lambda: count(chosen)) < 5 * time_ms(lambda: count(usual)) + 1
+
+
+def test_a_token_of_any_number_is_looked_up() -> None:
+    for token in (0, 1, 255, 0xD800, 0xFFFF, 0x10000, 262_143):
+        assert Live(Config()).propose(make_ids([5, token, 7, 5]), 1) == [token]
+        draft = Retrieval(Config(), {(token,): (0, 0.9)}, [0.0] * 7)
+        assert draft.propose(make_ids([3, token]), 1) == [0]
+    assert Live(Config()).propose(make_ids([-1, 2**31 - 2]), 3) == [], "no error ends the engine"
 
 
 def vote_by_hand(tokens: list[int], most: int) -> int:
@@ -159,6 +205,37 @@ def test_live_counts_begin_with_the_request_and_learn_answers() -> None:
         "newer answers displace older ones"
     )
     assert draft.run_probability[1] != before
+
+
+def test_an_owners_text_is_drafted_for_nobody_else() -> None:
+    draft = Live(Config())
+    text = make_text([1, 2], [3, 4, 5, 6])
+    for _ in range(3):
+        learn(draft, replace(text, owner=b"acme"))
+    ids = make_ids([1, 2, 3])
+    assert draft.propose(ids, 3, owner=b"acme") == [4, 5, 6]
+    for owner in (b"acm2", b"", None):
+        assert draft.propose(ids, 3, owner=owner) == []
+    assert draft.propose(make_ids([3, 9, 3]), 1, owner=None) == [9], "its own words"
+    # a text whose tokens are the other owner's name is no way round it
+    name = np.frombuffer(b"acme", np.int32).tolist()
+    assert draft.propose(make_ids([*name, 3]), 3, owner=b"acm2") == []
+
+
+def test_a_forgotten_owner_leaves_no_run() -> None:
+    draft, alone = Live(Config()), Live(Config())
+    for number in range(60):
+        text = make_text([1], [10 + number, 2, 3])
+        for owner in (b"acme", b"acm2"):
+            learn(draft, replace(text, owner=owner))
+        learn(alone, replace(text, owner=b"acm2"))
+    runs = draft.counts.list_entries().keys()
+    assert draft.counts.forget(b"acme") > 100
+    kept = draft.counts.list_entries().keys()
+    assert kept == alone.counts.list_entries().keys() < runs
+    assert draft.propose(make_ids([1, 10]), 2, owner=b"acme") == []
+    assert draft.propose(make_ids([1, 10]), 2, owner=b"acm2") == [2, 3]
+    assert draft.counts.forget(b"nobody") == 0
 
 
 def test_counting_leaves_the_garbage_collector_nothing_and_frees_little_at_once() -> None:

@@ -22,7 +22,7 @@ from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.config import CaptureConfig
-from redraft.online.engine.feed import may_count
+from redraft.online.engine.feed import find_owner, name_owner
 from redraft.online.records.origin import Origin, read_origin_arguments
 
 
@@ -165,9 +165,32 @@ def test_live_counts_learn_from_no_request_that_opts_out(origin, config, is_coun
     request = SimpleNamespace(
         sampling_params=SimpleNamespace(extra_args=arguments), lora_request=None
     )
-    assert may_count(config, request) == is_counted
-    request.lora_request = "an adapter is another target"
-    assert not may_count(config, request)
+    owner = find_owner(config, request)
+    assert (owner is not None) == is_counted
+    if owner is not None:
+        assert owner.startswith(name_owner("a"))
+        request.lora_request = SimpleNamespace(lora_name="an adapter is another target")
+        assert find_owner(config, request) != owner
+
+
+def test_tenants_salts_and_adapters_have_live_counts_of_their_own():
+    owners = [
+        find_owner(
+            CaptureConfig(),
+            SimpleNamespace(
+                sampling_params=SimpleNamespace(
+                    extra_args={"redraft": Origin(tenant, cache_salt=salt)._asdict()}
+                ),
+                lora_request=SimpleNamespace(lora_name=adapter) if adapter else None,
+            ),
+        )
+        for tenant in ("", "a", "b")
+        for salt in ("", "x", "a")
+        for adapter in ("", "x")
+    ]
+    assert len(set(owners)) == 18
+    assert len({len(owner) for owner in owners}) == 1
+    assert sum(owner.startswith(name_owner("a")) for owner in owners) == 6
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,12 @@ from redraft.online.engine.routes import Endpoint, OriginMiddleware, forward_ori
 from redraft.online.engine.swap import Layout, require_same_layout
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps
 from redraft.online.fleet.registry import Registry, hash_manifest
-from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
+from redraft.online.records.origin import (
+    EXTRA_ARGS_KEY,
+    Origin,
+    read_origin_arguments,
+    to_label,
+)
 
 READ = ["redraft_stage", "redraft_staged"]
 LOADED = {"ok": True, "load_ms": 3.0, "checksum_before": "a", "checksum_after": "a"}
@@ -92,7 +97,7 @@ class Engine:
             "target_version": "17@a",
         }
         status |= {"capture": None, "asleep": self.is_asleep, "swap_cache": self.cache}
-        if method in ("redraft_load_target", "redraft_name_target"):
+        if method in ("redraft_load_target", "redraft_name_target", "redraft_forget"):
             self.told.append(args[0])
         answer = {
             "redraft_status": [status] * 2,
@@ -873,6 +878,22 @@ def test_flags_beside_which_something_does_not_work_are_noted(method, embeds, st
     assert plugin_routes.list_notes(config, SimpleNamespace(disable_log_stats=stats_off)) == notes
 
 
+# --- live counts
+
+
+def test_a_tenant_is_forgotten_on_all_ranks_under_the_name_of_its_records(registry):
+    engine, long = Engine({"redraft_forget": [3, 4]}), "a" * 100
+    client = make_client(registry, engine)
+    answer = client.post("/redraft/forget", json={"tenant": long})
+    assert (answer.status_code, answer.json()) == (200, {"live_runs": 7})
+    assert engine.told == [to_label(long)]
+    for body in ({"tenant": " "}, {"tenant": 5}, {}, []):
+        assert client.post("/redraft/forget", json=body).status_code == 400
+    headers = {"Authorization": "Bearer x"}
+    assert client.post("/redraft/forget", json={"tenant": "a"}, headers=headers).status_code == 401
+    assert engine.calls == ["redraft_forget"]
+
+
 # --- the pace
 
 
@@ -1116,8 +1137,14 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
         params = SimpleNamespace(
             extra_args={"other": 1, EXTRA_ARGS_KEY: Origin("forged")._asdict()}
         )
-        engine.generate("a", sampling_params=params)
+        engine.generate(prompts.pop(0), sampling_params=params)
 
+    prompts: list[Any] = [
+        {"prompt_token_ids": [1], "cache_salt": "s"},
+        SimpleNamespace(cache_salt="s"),
+        "a",
+        {"prompt_token_ids": [1]},
+    ]
     app = FastAPI()
     app.add_middleware(OriginMiddleware)
 
@@ -1137,6 +1164,6 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
         with client.websocket_connect("/websocket", headers=more) as socket:
             socket.receive()
     generate()  # of a caller whose headers the middleware has not read
-    told = Origin("acme", opt_out=True)
+    told = Origin("acme", opt_out=True, cache_salt="s")
     assert list(map(read_origin_arguments, given)) == [told, told, Origin(), None]
     assert all(arguments["other"] == 1 for arguments in given)

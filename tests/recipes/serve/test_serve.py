@@ -22,7 +22,7 @@ from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import CaptureConfig, is_enabled, make_table, read_config
-from redraft.online.engine.feed import may_count
+from redraft.online.engine.feed import find_owner
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import (
@@ -404,7 +404,8 @@ def test_live_counts_heed_the_tenants_with_and_without_capture(spool):
     counted = []
     for tenant in ("a", "b", "c", ""):
         params = SimpleNamespace(extra_args={EXTRA_ARGS_KEY: Origin(tenant)._asdict()})
-        if may_count(config.capture, SimpleNamespace(sampling_params=params, lora_request=None)):
+        request = SimpleNamespace(sampling_params=params, lora_request=None)
+        if find_owner(config.capture, request) is not None:
             counted.append(tenant)
     assert counted == ["a", "b"]
 

@@ -59,6 +59,7 @@ from redraft.online.journal import (
     SwapEntry,
     to_stderr,
 )
+from redraft.online.tokens import write_token
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_parts
 from redraft.recipes.serve.serve_config import Config as ServeConfig
@@ -558,10 +559,10 @@ def read_status(folder: Path, port: str) -> dict[str, Any]:
     return httpx.get(f"http://127.0.0.1:{port}/redraft/status", headers=headers, timeout=600).json()
 
 
-def answer(port: str, prompt: list[int], **headers: str) -> list[int]:
+def answer(port: str, prompt: list[int], salt: str | None = None, **headers: str) -> list[int]:
     """24 greedy tokens."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    body |= {"return_token_ids": True}
+    body |= {"return_token_ids": True, "cache_salt": salt}
     found = httpx.post(
         f"http://127.0.0.1:{port}/v1/completions", json=body, headers=headers, timeout=600
     )
@@ -612,10 +613,11 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
 
 
 @pytest.mark.vllm
-def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out(
+def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_forgotten(
     tiny_target, tmp_path
 ):
-    port, drafts = str(free_port()), tmp_path / "drafts"
+    port, drafts, token = str(free_port()), tmp_path / "drafts", tmp_path / "token"
+    write_token(token)
     up.write_new_head(tiny_target, drafts, 3)
     command = [
         sys.executable,
@@ -625,15 +627,17 @@ def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out
         str(tiny_target),
         "--draft",
         f"live+{drafts}",
+        "--token-file",
+        str(token),
     ]
     run = Running(tmp_path / "log", [*command, *up_command(tiny_target, port)[5:]])
     asked = {"heard": list(range(20, 60)), "private": list(range(120, 160))}
     private = {"X-Redraft-Opt-Out": "1"}
 
-    def accept(prompt: list[int], **headers: str) -> tuple[list[int], int]:
+    def accept(prompt: list[int], salt: str | None = None, **headers: str) -> tuple[list[int], int]:
         """The answer, and how many of its tokens were drafted."""
         before = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        found = answer(port, prompt, **headers)
+        found = answer(port, prompt, salt, **headers)
         after = httpx.get(f"http://127.0.0.1:{port}/metrics").text
         counts = find_counts(after) or AcceptanceCounts.zero()
         new = counts.since(find_counts(before) or AcceptanceCounts.zero()) or counts
@@ -645,6 +649,19 @@ def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out
         for _ in range(4):  # later steps count finished answers
             again = accept(asked["heard"])
         later = accept(asked["private"], **private)
+        strangers = [
+            accept(asked["heard"], **private),
+            accept(asked["heard"], **{"X-Redraft-Tenant": "spy"}),
+            accept(asked["heard"], "a salt"),
+        ]
+        accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
+        found = httpx.post(
+            f"http://127.0.0.1:{port}/redraft/forget",
+            json={"tenant": "spy"},
+            headers={"Authorization": f"Bearer {token.read_text().strip()}"},
+        )
+        forgotten = accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
+        kept = accept(asked["heard"])
         prompts = [
             list(range(first, first + 5 + 3 * number))
             for number, first in enumerate(range(200, 2600, 200))
@@ -660,6 +677,11 @@ def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out
     assert again[1] >= 15 > first[1], "of 24 tokens, three in four steps of four"
     assert later[0] == others[0]
     assert later[1] < 10, "nothing was learned from it"
+    for stranger in (*strangers, forgotten):
+        assert stranger[0] == first[0]
+        assert stranger[1] < 10, "others are not drafted what one was answered"
+    assert (found.status_code, found.json()["live_runs"] > 20) == (200, True), found.text
+    assert kept[1] >= 15
     assert together == [alone] * 3
 
 
