@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
 from redraft.heads.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
+from redraft.online.engine.trainer_files import describe_tensors
 
 COLUMNS = 4093  # sums of the checksum at once; a prime, so no row is a multiple
 HASH_CHUNK_BYTES = 16 << 20
@@ -43,15 +44,12 @@ class Layout:
     def read(folder: Path) -> Layout:
         """The layout of the draft in a folder. Reads config.json and the headers of the weights."""
         config = read_config(folder)
-        headers = [safetensors_header(path) for path in _find_weights(folder)]
         return Layout(
             folder=folder,
             settings={
                 key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS
             },
-            tensors={
-                name: _describe(entry) for header in headers for name, entry in header.items()
-            },
+            tensors=describe_tensors(_find_weights(folder)),
         )
 
     def with_shared(self, shared: set[str]) -> Layout:
@@ -74,13 +72,6 @@ class Layout:
                 f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server"
             )
         return replace(self, shared=_hash_tensors(_find_weights(self.folder), shared))
-
-
-FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means another number
-
-
-def _describe(entry: Mapping[str, Any]) -> str:
-    return f"{entry['shape']} of {'floats' if entry['dtype'] in FLOATS else entry['dtype']}"
 
 
 def require_same_layout(current: Layout, candidate: Layout) -> None:
@@ -201,13 +192,15 @@ def loading(worker: Any) -> Iterator[None]:
         yield
 
 
-def watch_pushes(worker: Any) -> None:
+def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
     """Name drafts pushed by a vLLM update `pushed-1` and so on.
 
-    Records of these judge no version of the registry.
+    Records of these judge no version of the registry. Updates from files may name those within
+    `roots`.
     """
     state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
-    worker.weight_transfer_engine.worker = worker  # ours loads through it
+    # ours loads through it
+    worker.weight_transfer_engine.worker, worker.weight_transfer_engine.roots = worker, roots
     is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
     kept = {} if is_ours or worker.model_runner.get_draft_model() is None else _keep_pushes(worker)
 
@@ -255,14 +248,15 @@ def count_cache(draft: nn.Module, target: nn.Module) -> int:
     reads.
     """
 
-    def find(model: nn.Module) -> dict[int, int]:
-        tensors = tree_leaves([getattr(module, "kv_cache", ()) for module in model.modules()])
-        return {
-            tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)
-        }
+    theirs = _find_cache(target)
+    return sum(mine.nbytes for place, mine in _find_cache(draft).items() if place not in theirs)
 
-    theirs = find(target)
-    return sum(num_bytes for place, num_bytes in find(draft).items() if place not in theirs)
+
+def _find_cache(*models: nn.Module | None) -> dict[int, Tensor]:
+    """The tensors of the KV cache that models read, by place in memory."""
+    modules = [module for model in models if model is not None for module in model.modules()]
+    tensors = tree_leaves([getattr(module, "kv_cache", ()) for module in modules])
+    return {tensor.data_ptr(): tensor for tensor in tensors if isinstance(tensor, Tensor)}
 
 
 @contextmanager
@@ -311,6 +305,21 @@ def checksum(model: nn.Module) -> str:
     ):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {pair}".encode())
     return digest.hexdigest()
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Whether all values are finite numbers: [] bool on the tensor's device."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    # NaN propagates; no copy, as `isfinite` of all values would be
+    least, most = torch.aminmax(tensor.detach())
+    return least.isfinite() & most.isfinite()
+
+
+def clear_cache(*models: nn.Module | None) -> None:
+    """Write zeros over the keys and values of models."""
+    for tensor in _find_cache(*models).values():
+        tensor.zero_()
 
 
 def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from redraft.heads.files.folder import lineage
 from redraft.heads.files.provenance import Provenance, read_provenance
 from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
+from redraft.online.engine.trainer_files import OutsideError, list_files, read_through
 from redraft.online.fleet.registry import hash_manifest, read_id
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ VERSION = re.compile(r"v[0-9]{6,18}")
 STAGE_TIMEOUT_S = 200.0  # to read a version into memory; serving continues meanwhile
 STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
 PAUSE_TIMEOUT_S = 60.0  # of the pause, with the weights' copies; then the engine resumes anyway
-TARGET_TIMEOUT_S = 1200.0  # The same if the target weights are read from files within the pause.
+TARGET_TIMEOUT_S = 1200.0  # to read target weights before the pause, and once more within it
 RESUME_TIMEOUT_S = 30.0
 RESUME_POLL_S = 0.5  # between attempts to resume: vLLM refuses until its pause is complete
 CACHE_CURE = (
@@ -223,11 +224,11 @@ class Swaps:
             )
         status = await self.calls.status()
         try:
-            async with asyncio.timeout(STAGE_TIMEOUT_S):
+            async with asyncio.timeout(TARGET_TIMEOUT_S):
                 folder, found = await self._read(Path(name), partial(_read_lineage, self.targets))
         except TimeoutError:
             raise RefusedError(
-                504, f"reading {name} took longer than {STAGE_TIMEOUT_S:.0f} s"
+                504, f"reading {name} took longer than {TARGET_TIMEOUT_S:.0f} s"
             ) from None
         if found != status.get("target_lineage"):
             raise RefusedError(
@@ -578,17 +579,17 @@ def _read_version(folder: Path) -> _Found:
 
 
 def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
-    """(the folder without links, the lineage in it).
+    """(the folder without links, the lineage in it), once all of its weights could be read.
 
     Blocking; raises RefusedError outside of `targets`.
     """
     try:
-        found = folder.resolve()
-        if not any(found.is_relative_to(root.resolve()) for root in targets):
-            raise RefusedError(
-                403, f"{folder} is outside of REDRAFT_TARGETS: restart the server to allow it"
-            )
-        return found, lineage(found)
+        files = list_files(folder, targets)
+        found = lineage(folder)
+        read_through(file for file in files if file.suffix == ".safetensors")
+        return folder.resolve(), found
+    except OutsideError as error:
+        raise RefusedError(403, str(error)) from error
     except FileNotFoundError as error:
         raise RefusedError(404, f"{folder} has no weights in safetensors: {error}") from error
     except (ValueError, OSError, AttributeError, RecursionError) as error:

@@ -24,11 +24,17 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine.copies import repack_tied_heads
-from redraft.online.engine.swap import compute_sums, find_weights, loading
+from redraft.online.engine.swap import (
+    clear_cache,
+    compute_sums,
+    find_weights,
+    is_finite,
+    loading,
+)
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -59,6 +65,12 @@ class TargetWatch:
         """Whether the last write failed, until one succeeds or the weights turn out to be the old
         ones.
         """
+        self.not_finite = ""
+        """The first weight with values that are not finite; empty if there is none. Those that
+        began so do not count.
+        """
+        self.is_cache_spoiled = False
+        """Whether the engine has computed keys and values with such weights."""
         self.digest = ""
         self.label = ""
         """The trainer's name for these weights."""
@@ -77,6 +89,8 @@ class TargetWatch:
         self._watched = matrices[len(matrices) // 2 :][:1]
         self._next = 0
         self.next_look_s = 0.0
+        self._never_finite: set[int] = set()
+        self._never_finite = set(self._list_not_finite())
         self.settle()
         self._start = self.digest
 
@@ -86,6 +100,7 @@ class TargetWatch:
         Half-written ones get no digest: nobody serves them by intention.
         """
         self._sums = self._compute(range(len(self._pieces)))
+        self.not_finite = next((self._pieces[i][0] for i in self._list_not_finite()), "")
         digest = hashlib.sha256(repr((self._pieces, self._sums)).encode()).hexdigest()[:12]
         if digest == self.digest:
             self.is_torn = False
@@ -97,9 +112,9 @@ class TargetWatch:
     def version(self) -> str | None:
         """The weights' name in records.
 
-        Empty for those of the start, None for half-written ones.
+        Empty for those of the start, None for half-written ones, and for ones that are not finite.
         """
-        if self.is_torn:
+        if self.is_torn or self.not_finite:
             return None
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
 
@@ -122,15 +137,23 @@ class TargetWatch:
         return self._compute(looked) != [self._sums[i] for i in looked]
 
     def _compute(self, indices: Sequence[int]) -> list[list[int]]:
-        # Found by name each time: an update may put another tensor in the place of the first.
-        readers = find_weights(self.model)
-        sums = []
-        for name, first, end in (self._pieces[i] for i in indices):
-            tensor = readers[name]()
-            sums.append(compute_sums(tensor[first:end] if end else tensor))
+        sums = [compute_sums(piece) for piece in self._read(indices)]
         # all sums in one copy to the host: each would wait for the device
         found: list[list[int]] = torch.stack(sums).tolist() if sums else []
         return found
+
+    def _list_not_finite(self) -> list[int]:
+        """The pieces with values that are not finite, but for those that began so."""
+        flags = [is_finite(piece) for piece in self._read(range(len(self._pieces)))]
+        found = torch.stack(flags).tolist() if flags else []
+        return [i for i, finite in enumerate(found) if not finite and i not in self._never_finite]
+
+    def _read(self, indices: Sequence[int]) -> Iterator[Tensor]:
+        # Found by name each time: an update may put another tensor in the place of the first.
+        readers = find_weights(self.model)
+        for name, first, end in (self._pieces[i] for i in indices):
+            tensor = readers[name]()
+            yield tensor[first:end] if end else tensor
 
 
 def watch_target(worker: Any) -> None:
@@ -141,7 +164,7 @@ def watch_target(worker: Any) -> None:
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # replicas of experts move between ranks
     model = worker.model_runner.get_model()
-    worker.redraft.target_watch = TargetWatch(model)
+    worker.redraft.target_watch = watch = TargetWatch(model)
     for name in UPDATES:
         _settle_after(worker, name)
     load, execute = model.load_weights, worker.execute_model
@@ -151,11 +174,11 @@ def watch_target(worker: Any) -> None:
             return load(*args, **kwargs)
 
     def look_and_execute(*args: Any, **kwargs: Any) -> Any:
-        watch = worker.redraft.target_watch
-        if watch is not None and watch.has_moved:
+        if watch.has_moved:
             settle(worker)
         else:
             look_at_target(worker)
+        watch.is_cache_spoiled |= bool(watch.not_finite)
         return execute(*args, **kwargs)
 
     model.load_weights, worker.execute_model = load_and_note, look_and_execute
@@ -170,7 +193,7 @@ def _settle_after(worker: Any, name: str) -> None:
             try:
                 result = update(*args, **kwargs)
             except BaseException:
-                if ends:
+                if ends or name == "finish_weight_update":
                     _end_reload(worker)
                 raise
         settle(worker)
@@ -200,16 +223,26 @@ def _end_reload(worker: Any) -> None:
     them on `meta`, where the next step ends the engine, and the next load would count what they
     have received.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
     runner, vllm_config = worker.model_runner, worker.vllm_config
+    with loading(worker):
+        end_load(runner.get_model(), vllm_config.model_config)
+        if (draft := runner.get_draft_model()) is not None:
+            end_load(draft, vllm_config.speculative_config.draft_model_config)
+
+
+def end_load(model: nn.Module, model_config: Any) -> None:
+    """End a failed load of vLLM, layer by layer if one of them has taken what it cannot process."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
+
     try:
-        with loading(worker):
-            finalize_layerwise_reload(runner.get_model(), vllm_config.model_config)
-            if (draft := runner.get_draft_model()) is not None:
-                finalize_layerwise_reload(draft, vllm_config.speculative_config.draft_model_config)
+        finalize_layerwise_reload(model, model_config)
     except Exception:
-        logger.exception("redraft: a failed load could not be ended")
+        logger.exception("redraft: a failed load could not be ended, so old weights return")
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def is_clear(worker: Any) -> bool:
@@ -245,6 +278,10 @@ def settle(worker: Any) -> None:
                 repack_tied_heads(watch.model)
                 watch.settle()
             version = watch.version
+            if watch.is_cache_spoiled and not watch.not_finite:
+                # attention multiplies the keys of freed blocks by 0, and NaN stays NaN
+                clear_cache(watch.model, worker.model_runner.get_draft_model())
+                watch.is_cache_spoiled = False
         except Exception:
             if state.target_version is not None:  # not at every step
                 logger.exception(
@@ -255,6 +292,10 @@ def settle(worker: Any) -> None:
             "redraft: the target weights are %s",
             version or ("unclear" if version is None else "the start's"),
         )
+        if watch.not_finite:
+            logger.error(
+                "redraft: %s has values that are not finite: load others", watch.not_finite
+            )
     _set_version(worker, version)
 
 
@@ -304,6 +345,10 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
         config.model, config.model_weights, config.revision = before
         is_touched = state.target_watch is None or not is_clear(worker)
         return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": is_touched}
+    if folder is not None and state.target_watch is not None and state.target_watch.not_finite:
+        config.model, config.model_weights, config.revision = before
+        told = f"{folder}: {state.target_watch.not_finite} has values that are not finite"
+        return {"ok": False, "error": told, "touched": True}
     return {"ok": True}
 
 

@@ -3,25 +3,30 @@
 `--weight-transfer-config '{"backend": "redraft"}'`.
 
     start_weight_update, or start_draft_weight_update
-    update_weights {"path": FILE or FOLDER}      safetensors, e.g. in /dev/shm; as often as there are parts
-    finish_weight_update                         reads and loads all parts: until then the old weights stay
+    update_weights {"path": FILE or FOLDER}      safetensors within REDRAFT_TARGETS or the registry, such as
+                                                 a folder in /dev/shm; as often as there are parts
+    finish_weight_update                         checks and loads all parts: until then the old weights stay
 
-An update of a draft, by any backend, is loaded at the end as in a swap: without modules shared with
-the target.
+An update that is not whole, has other shapes or kinds of numbers, or values that are not finite, is
+refused before anything is loaded. An update of a draft, by any backend, is loaded at the end as in
+a swap: without modules shared with the target.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from redraft.online.engine.swap import load_draft, read_tensors
+from redraft.heads.files.artifact import safetensors_header
+from redraft.online.engine.swap import is_finite, load_draft, read_tensors, shared_modules
+from redraft.online.engine.trainer_files import describe_tensors, list_files, require_whole
 
 
 @dataclass
@@ -36,7 +41,8 @@ class Part(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
     init_info_cls, update_info_cls = Nothing, Part
-    worker: Any = None  # `install` sets it
+    worker: Any = None  # `watch_pushes` sets it, and `roots`
+    roots: Sequence[Path] = ()
 
     def init_transfer_engine(self, init_info: Nothing) -> None: ...
 
@@ -51,23 +57,52 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         )  # the one of vLLM waits for an accelerator
 
     def receive_weights(self, update_info: Part) -> None:
-        path = Path(update_info.path)
-        found = sorted(path.glob("*.safetensors")) or [path]
+        files = list_files(Path(update_info.path), self.roots)
+        found = [file for file in files if file.suffix == ".safetensors"] or files
         for file in found:
-            with safe_open(file, "pt"):
-                # a file that is missing or torn ends the update here, and the old weights stay
-                pass
+            # a file that is missing or torn ends the update here, and the old weights stay
+            safetensors_header(file)
         self.files += found
 
     def finish_weight_update(self) -> None:
         try:
+            found = describe_tensors(self.files)
             if self.model is self._default_model:
-                parts = (part for file in self.files for part in read_tensors([file]).items())
-                self.worker.reload_weights(weights_iterator=parts)
+                require_whole(found, self.worker.redraft.target_tensors or found)
+                for name, tensor in self._read():
+                    _require_finite(name, tensor)
+                self.worker.reload_weights(weights_iterator=self._read())
             else:
-                load_draft(self.worker, read_tensors(self.files))
+                self._load_draft(found)
         except BaseException:
             # as vLLM does after a failed part: else it would refuse the next update
             self.worker._weight_update_active = False
             self.reset_weight_update_target()
             raise
+
+    def _load_draft(self, found: dict[str, str]) -> None:
+        if (layout := self.worker.redraft.draft) is not None:
+            runner = self.worker.model_runner
+            shared = shared_modules(runner.get_draft_model(), runner.get_model())
+            brought, wanted = (
+                {name: text for name, text in each.items() if shared.isdisjoint(name.split("."))}
+                for each in (found, layout.tensors)
+            )
+            require_whole(brought, wanted)
+        tensors = dict(self._read())
+        for name, tensor in tensors.items():
+            _require_finite(name, tensor)
+        load_draft(self.worker, tensors)
+
+    def _read(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, file by file; of one in several parts, the last."""
+        places = {name: file for file in self.files for name in safetensors_header(file)}
+        for file in dict.fromkeys(self.files):
+            for name, tensor in read_tensors([file]).items():
+                if places[name] == file:
+                    yield name, tensor
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    if not is_finite(tensor):
+        raise ValueError(f"{name} has values that are not finite: the weights of before stay")

@@ -58,6 +58,7 @@ from redraft.online.engine.target_watch import (
     update_rank,
     watch_target,
 )
+from redraft.online.engine.trainer_files import describe_target
 from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
@@ -106,6 +107,8 @@ class WorkerState:
         None,
     )  # model, object storage, revision before a load
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
+    target_tensors: dict[str, str] = field(default_factory=dict)
+    """Shapes and kinds of the target's tensors, by name, for weight updates."""
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
     draft_bytes: dict[str, int] = field(
@@ -211,7 +214,11 @@ def install(worker: Any) -> None:
     with _switching_off(state, "swap"):
         watch_sleep(worker)
     if getattr(worker, "weight_transfer_engine", None) is not None:
-        watch_pushes(worker)
+        roots = [*config.targets, *([config.registry] if config.registry else [])]
+        watch_pushes(worker, roots)
+        with suppress(OSError, ValueError):  # then an update from files is not compared
+            folder = model_folder(worker.vllm_config.model_config.model)
+            state.target_tensors = describe_target(folder)
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)

@@ -67,7 +67,7 @@ def push_100_times(llm: Any, spec: dict[str, Any], sampling: Any) -> None:
 
 
 def main(spec: dict[str, Any]) -> None:
-    os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"]}
+    os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"], "REDRAFT_TARGETS": spec["folders"]}
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -158,12 +158,27 @@ def main(spec: dict[str, Any]) -> None:
         llm.collective_rpc("update_weights", args=({"path": spec["torn"]},))
     except Exception:
         report("no part", 0)
-    llm.collective_rpc("start_weight_update")
-    llm.collective_rpc("update_weights", args=({"path": spec["other"]},))
+    # refused before anything is loaded, and the way on is open
+    for name in ("partial", "short", "nan"):
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", args=({"path": spec[name]},))
+        try:
+            llm.collective_rpc("finish_weight_update")
+        except Exception:
+            report(f"no {name}", 0)
+    # a trainer's own reload, which vLLM begins: a merged weight of which a part is too short
     try:
-        llm.collective_rpc("finish_weight_update")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["short"]})
     except Exception:
-        report("no shape", 0)
+        report("short", -1)
+    llm.collective_rpc("redraft_move", args=("", spec["targets"][0]))
+    report("after short", 0)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["nan"]})
+    report("nan", -1)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["targets"][0]})
+    report("after nan", 0)
+    assert "finite" in llm.collective_rpc("redraft_move", args=("", spec["nan"]))[0]["error"]
+    report("no nan folder", 0)
     llm.collective_rpc("start_weight_update")
     llm.collective_rpc("update_weights", args=({"path": spec["targets"][0]},))
     llm.collective_rpc("finish_weight_update")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import re
 import shutil
 import threading
@@ -1103,6 +1104,38 @@ def test_weights_from_anywhere_else_are_not_opened(move, checkpoint, tmp_path):
     for path, code in paths.items():
         answer, engine = move(path=path)
         assert (answer.status_code, engine.calls) == (code, []), (path, answer.text)
+
+
+def test_no_weights_behind_a_link_and_no_pipe_are_opened(move, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    weights.rename(tmp_path / "outside.safetensors")
+    weights.symlink_to(tmp_path / "outside.safetensors")
+    answer, engine = move()
+    assert (answer.status_code, engine.calls) == (403, []), answer.text
+    weights.unlink()
+    (tmp_path / "outside.safetensors").rename(weights)
+    os.mkfifo(checkpoint / "beside.safetensors")
+    answer, engine = move()
+    assert (answer.status_code, engine.calls) == (422, []), answer.text
+    (checkpoint / "beside.safetensors").unlink()
+    assert move()[0].status_code == 200
+
+
+def test_target_weights_are_read_whole_before_the_pause(move, checkpoint, monkeypatch):
+    """A storage that hangs stops this read, and nobody else."""
+    read, opened = swap_transaction.read_through, threading.Event()
+    hanging = threading.Event()
+
+    def hang(files):
+        opened.set()
+        hanging.wait()
+        read(files)
+
+    monkeypatch.setattr(swap_transaction, "read_through", hang)
+    monkeypatch.setattr(swap_transaction, "TARGET_TIMEOUT_S", 0.3)
+    answer, engine = move()
+    assert (answer.status_code, engine.calls, opened.is_set()) == (504, [], True)
+    hanging.set()
 
 
 def test_another_model_is_not_loaded(move, registry, checkpoint):

@@ -403,6 +403,50 @@ def test_a_folder_is_loaded_and_those_of_before_return():
         assert version_of(worker) == ""
 
 
+def test_a_folder_with_values_that_are_not_finite_is_refused_and_those_of_before_return():
+    worker = Loader()
+    watch_target(worker)
+    failed = load_target(worker, "nan")
+    assert (failed["ok"], failed["touched"], "finite" in failed["error"]) == (False, True, True)
+    assert version_of(worker) is None
+    assert load_target(worker, None) == {"ok": True}
+    assert version_of(worker) == ""
+    assert load_target(worker, "inf")["touched"]
+
+
+def test_keys_of_weights_that_were_not_finite_are_gone_before_others_are_served(worker):
+    model = worker.model_runner.get_model()
+    model[1].kv_cache = [torch.full((4,), torch.nan)]
+    worker.reload_weights(float("nan"))
+    assert worker.redraft.target_watch.not_finite == "0.weight"
+    copies = [weight.detach().clone() for weight in make_model().parameters()]
+    with torch.no_grad():
+        for weight, copy in zip(model.parameters(), copies, strict=True):
+            weight.copy_(copy)
+    target_watch.settle(worker)
+    assert model[1].kv_cache[0].isnan().all(), "no step has computed with the others"
+    worker.reload_weights(float("inf"))
+    assert version_of(worker) is None
+    worker.reload_weights(2.0)
+    assert model[1].kv_cache[0].isnan().all(), "still not finite"
+    with torch.no_grad():
+        for weight, copy in zip(model.parameters(), copies, strict=True):
+            weight.copy_(copy)
+    model.load_weights(1.0)
+    assert version_of(worker) == ""
+    assert not model[1].kv_cache[0].any()
+
+
+def test_a_weight_that_was_never_finite_is_nobodys_fault():
+    model = make_model()
+    model[2].bias.data[3] = -torch.inf
+    worker = Worker(model)
+    watch_target(worker)
+    assert version_of(worker) == ""
+    worker.reload_weights(2.0)
+    assert version_of(worker).startswith("@")
+
+
 def test_no_folder_is_loaded_within_an_update():
     worker = Loader()
     watch_target(worker)

@@ -1,0 +1,112 @@
+"""Weights that a trainer names by path: within the allowed folders, and whole before they are
+loaded.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from redraft.heads.files.artifact import safetensors_header
+from redraft.heads.files.folder import read_config, tensor_files
+
+CHUNK_BYTES = 16 << 20
+OPTIONAL = ("lm_head.weight", "rotary_emb.inv_freq")
+"""Ends of the names of tensors that a tied or an older model may leave out or bring."""
+
+
+class OutsideError(ValueError):
+    """A path leads out of the allowed folders."""
+
+
+def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
+    """The file at `path`, or the files of the folder there, without links. Opens none.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OutsideError: one of them is outside of `roots`.
+        ValueError: one is neither a file nor a folder, such as a pipe, which would never end.
+    """
+    resolved = path.resolve()
+    allowed = [root.resolve() for root in roots]
+    _require_within(resolved, path, allowed)
+    files = []
+    for entry in sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]:
+        found = entry.resolve()
+        _require_within(found, entry, allowed)
+        if found.is_file():
+            files.append(entry)
+        elif not found.exists():
+            raise FileNotFoundError(f"{entry} is not there")
+        elif not found.is_dir():
+            raise ValueError(f"{entry} is no regular file: remove it")
+    return files
+
+
+def _require_within(found: Path, named: Path, allowed: list[Path]) -> None:
+    if not any(found.is_relative_to(root) for root in allowed):
+        raise OutsideError(f"{named} is outside of REDRAFT_TARGETS: restart the server to allow it")
+
+
+def read_through(files: Iterable[Path]) -> None:
+    """Read every byte of the files once.
+
+    A storage that hangs does it here and not in a pause, which then reads from the machine's
+    memory as far as that holds them.
+    """
+    buffer = bytearray(CHUNK_BYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def describe_tensors(files: Iterable[Path]) -> dict[str, str]:
+    """Shape and kind of number of each tensor in safetensors files, by name.
+
+    Raises:
+        ValueError: a file is truncated or corrupt.
+    """
+    return {
+        name: describe(entry) for path in files for name, entry in safetensors_header(path).items()
+    }
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means another number
+
+
+def describe(entry: Mapping[str, object]) -> str:
+    """Shape and kind of number of a tensor, from its entry in a safetensors header."""
+    return f"{entry['shape']} of {'floats' if entry['dtype'] in FLOATS else entry['dtype']}"
+
+
+def describe_target(folder: Path) -> dict[str, str]:
+    """`describe_tensors` of all that an update of a target must bring.
+
+    Raises:
+        FileNotFoundError: no weights in safetensors.
+        ValueError: a file is truncated or corrupt.
+    """
+    tensors = describe_tensors(sorted(set(tensor_files(folder).values())))
+    is_tied = bool(read_config(folder).get("tie_word_embeddings"))
+    return {name: text for name, text in tensors.items() if not (is_tied and _is_optional(name))}
+
+
+def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raise ValueError unless an update brings each tensor of the model, in its shape, and no
+    other. vLLM begins to load before it finds out, and leaves layers half new.
+    """
+    different = sorted(
+        name
+        for name in found.keys() | wanted.keys()
+        if found.get(name) != wanted.get(name) and not (name not in wanted and _is_optional(name))
+    )
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"the update differs from the model in {len(different)} tensors ({name} is "
+            f"{found.get(name, 'absent')} instead of {wanted.get(name, 'absent')}): send all "
+            "tensors, in as many parts as you like, before the end"
+        )
+
+
+def _is_optional(name: str) -> bool:
+    return name.endswith(OPTIONAL)
