@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_heade
 from redraft.heads.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
 from redraft.online.engine.trainer_files import describe_tensors
+
+logger = logging.getLogger("vllm.redraft")
 
 COLUMNS = 4093  # sums of the checksum at once; a prime, so no row is a multiple
 HASH_CHUNK_BYTES = 16 << 20
@@ -164,16 +167,31 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
         # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights
         # writes to.
         initialize_layerwise_reload(draft)
+        draft_config = worker.vllm_config.speculative_config.draft_model_config
         try:
             draft.load_weights(iter(mine.items()))
-        finally:
-            # Also after an error: until this call the layers are meta tensors, and the next step
-            # would end the engine.
-            finalize_layerwise_reload(
-                draft, worker.vllm_config.speculative_config.draft_model_config
-            )
+            finalize_layerwise_reload(draft, draft_config)
+        except BaseException:
+            # until then the layers are meta tensors, and the next step would end the engine
+            end_load(draft, draft_config)
+            raise
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         refill(runner, draft, mine, rank, num_ranks)
+
+
+def end_load(model: nn.Module, model_config: Any) -> None:
+    """End a failed load of vLLM, layer by layer if one of them has taken what it cannot process."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
+
+    try:
+        finalize_layerwise_reload(model, model_config)
+    except Exception:
+        logger.exception("redraft: a failed load could not be ended, so old weights return")
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 @contextmanager

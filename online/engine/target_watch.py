@@ -31,6 +31,7 @@ from redraft.online.engine.copies import repack_tied_heads
 from redraft.online.engine.swap import (
     clear_cache,
     compute_sums,
+    end_load,
     find_weights,
     is_finite,
     loading,
@@ -228,21 +229,6 @@ def _end_reload(worker: Any) -> None:
         end_load(runner.get_model(), vllm_config.model_config)
         if (draft := runner.get_draft_model()) is not None:
             end_load(draft, vllm_config.speculative_config.draft_model_config)
-
-
-def end_load(model: nn.Module, model_config: Any) -> None:
-    """End a failed load of vLLM, layer by layer if one of them has taken what it cannot process."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
-
-    try:
-        finalize_layerwise_reload(model, model_config)
-    except Exception:
-        logger.exception("redraft: a failed load could not be ended, so old weights return")
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            layerwise._place_kernel_tensors(layer, info)
-            info.reset()
 
 
 def is_clear(worker: Any) -> bool:

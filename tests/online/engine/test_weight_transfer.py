@@ -161,7 +161,7 @@ def test_after_a_load_that_vllm_cannot_end_every_layer_has_its_weights() -> None
     )
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
-    from redraft.online.engine.target_watch import end_load
+    from redraft.online.engine.swap import end_load
 
     model = nn.Sequential(*(Layer() for _ in range(4)))
     record_metadata_for_reloading(model)
