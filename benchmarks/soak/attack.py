@@ -424,6 +424,8 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"stop": ["a"] * 10_000},
     {"logit_bias": {"999999": 100}},
     {"allowed_token_ids": [300]},
+    # in bytes, a search of the last token stops within every other one
+    {"prompt": [*[256] * 400, 1], "allowed_token_ids": [1], "max_tokens": 40},
     {"model": "other"},
     {"vllm_xargs": {"redraft": "x"}},
 )

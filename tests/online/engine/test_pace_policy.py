@@ -188,3 +188,42 @@ def test_no_probe_of_more_tokens_begins_while_the_draft_has_not_read_the_text() 
         policy.observe(1, drafted[-1], drafted[-2] if step else 0, 1.0, [], is_clean=True)
     assert not any(drafted[:100])
     assert any(drafted[100:])
+
+
+def simulate_beside(rates: list[float], steps: int = 2000, learned: int = 800) -> float:
+    """The speed of the first request against no drafts, beside others with these rates.
+
+    A draft token costs 0.02 of a step, and verifying it 0.05.
+    """
+    rng, policy, verified, spent, tokens = random.Random(0), Policy(12, 64), 0, 0.0, 0
+    for step in range(steps):
+        drafted = policy.choose(len(rates))
+        time = 1 + 0.05 * len(rates) * verified + 0.02 * drafted
+        accepted = [
+            next((i for i in range(verified) if rng.random() >= rate), verified) for rate in rates
+        ]
+        policy.observe(
+            len(rates), drafted, verified, time / 100, accepted if verified else [], is_clean=True
+        )
+        if step >= learned:
+            spent += time
+            tokens += 1 + accepted[0]
+        verified = drafted
+    return tokens / spent
+
+
+@pytest.mark.parametrize(
+    ("rate", "others", "speed"),
+    [
+        (0.3, [], 1.2),
+        (0.3, [1.0], 0.6),
+        (0.3, [1.0] * 7, 0.25),
+        (1.0, [], 7.1),
+        (1.0, [0.0] * 7, 1.0),
+    ],
+)
+def test_all_requests_together_are_served_and_one_may_pay_for_the_others(
+    rate: float, others: list[float], speed: float
+) -> None:
+    """The numbers of docs/threat-model.md."""
+    assert simulate_beside([rate, *others]) == pytest.approx(speed, rel=0.06)
