@@ -143,7 +143,7 @@ class Server:
 
 async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> Rates:
     waiting = itertools.cycle(questions)
-    modes = ["off", "auto", *map(str, cfg.fixed)]
+    modes = ["0", "auto", *map(str, cfg.fixed)]
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
 
     def ask(clients: Sequence[int]) -> list[list[Prompt]]:
@@ -194,9 +194,9 @@ def judge(rates: dict[str, list[float]]) -> dict[str, Any]:
             [one / two for one, two in zip(rates[mode], rates[other], strict=True)]
         )
 
-    speeds = {mode: against(mode, "off") for mode in rates if mode != "off"}
+    speeds = {mode: against(mode, "0") for mode in rates if mode != "0"}
     fixed = {mode: speed for mode, (speed, _) in speeds.items() if mode != "auto"}
-    best = max(["off", *fixed], key=lambda mode: fixed.get(mode, 1.0))
+    best = max(["0", *fixed], key=lambda mode: fixed.get(mode, 1.0))
     of_best, interval = against("auto", best)
     low = speeds["auto"][1][0]
     words = ", ".join(

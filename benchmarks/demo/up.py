@@ -107,13 +107,13 @@ class Pair:
     clients: int
     auto: float
     """Tokens/s at the server's own pace."""
-    off: float
+    undrafted: float
     """Tokens/s without drafts."""
     version: str
 
     @property
     def ratio(self) -> float:
-        return self.auto / self.off
+        return self.auto / self.undrafted
 
 
 def main(cfg: Config) -> None:
@@ -268,9 +268,10 @@ class Play:
     async def measure(self, clients: int) -> None:
         """One more pair of blocks; either kind begins for every number of clients in turn."""
         block, rates = list(itertools.islice(self._waiting, max(LEAST_BLOCK, clients))), {}
-        for pace in ("auto", "off") if len(self.pairs) // len(CLIENTS) % 2 else ("off", "auto"):
+        paces = [("undrafted", "0"), ("auto", "auto")]
+        for name, pace in reversed(paces) if len(self.pairs) // len(CLIENTS) % 2 else paces:
             await self.ask("POST", "pace", {"pace": pace})
-            rates[pace] = await measure_tokens_per_s(
+            rates[name] = await measure_tokens_per_s(
                 [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=0.0
             )
         await self.ask("POST", "pace", {"pace": "auto"})

@@ -95,9 +95,13 @@ class Pacer:
         self.set(pace)
 
     def set(self, pace: str) -> None:
-        """Take `off`, `auto` or a number, of at most `most`, from the next step on."""
-        self.fixed = None if pace == "auto" else min(int(pace.replace("off", "0")), self.most)
-        self.pace = str(self.fixed) if pace.isdecimal() else pace
+        """Take `auto` or a number, of at most `most`, from the next step on.
+
+        `off` is the most, as without a pacer.
+        """
+        number = self.most if pace == "off" else None if pace == "auto" else int(pace)
+        self.fixed = None if number is None else min(number, self.most)
+        self.pace = "auto" if number is None else str(self.fixed)
 
     def __getitem__(self, num_requests: int) -> int:
         self._verified, fixed = self._drafted, self.fixed
@@ -229,7 +233,7 @@ class PaceMetrics:
             for bound in ("low", "speed", "high"):
                 self._speed.labels(size["requests"], bound).set(size[bound])
         self._explored.set(found.get("explored", 0))
-        self._fixed.set(int({"auto": "-1", "off": "0"}.get(found["pace"], found["pace"])))
+        self._fixed.set(-1 if found["pace"] == "auto" else int(found["pace"]))
 
 
 def read_gauges(metrics: str) -> dict[str, Any] | None:
@@ -244,7 +248,7 @@ def read_gauges(metrics: str) -> dict[str, Any] | None:
         elif sample.name == f"{GAUGES}explored_ratio":
             found["explored"] = sample.value
         elif sample.value >= 0:  # values of the sizes are from before
-            return {"pace": f"{sample.value:g}" if sample.value else "off", "sizes": []}
+            return {"pace": f"{sample.value:g}", "sizes": []}
     return found | {"sizes": list(sizes.values())} if sizes else None
 
 

@@ -21,15 +21,17 @@ def register() -> None:
     from redraft.eval.engine.wait import list_patches
     from redraft.online.engine.domains import count_domains
     from redraft.online.engine.pace import patch_pace
+    from redraft.online.engine.seeds import keep_seeds
     from redraft.online.engine.target_watch import pass_labels, register_backend
     from redraft.online.engine.worker import register_worker
 
-    # The last five change nothing in a process without engine core or worker.
+    # The last six change nothing in a process without engine core or worker.
     # `patch_pace` after `pass_labels`: it has to see the calls that the latter replaces.
     for step in (
         *list_patches(),
         pass_labels,
         patch_pace,
+        keep_seeds,
         count_domains,
         register_backend,
         register_worker,

@@ -131,10 +131,12 @@ class Endpoint:
         return await _run(self.swaps.move, move)
 
     async def pace(self, request: Request) -> dict[str, Any]:
-        """Take the pace of the body, `{"pace": "off"}`, `auto` or a number of draft tokens, from
-        the next step on.
+        """Take the pace of the body, `{"pace": "auto"}` or a number of draft tokens, from the next
+        step on.
+
+        0 is no draft, and `off` the server's --num-speculative-tokens.
         """
-        told = 'send a JSON body {"pace": "auto"}, with off or a number of draft tokens'
+        told = 'send a JSON body {"pace": "auto"}, or a number of draft tokens, 0 for none'
         pace = await self._read(request, lambda body: check_pace(str(body["pace"])), told)
         return await _run(self.swaps.calls.take_pace, pace)
 

@@ -42,8 +42,10 @@ class Config:
     """Draft tokens per step."""
     pace: str = "off"
     """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and
-    drafts fewer or none where that is faster; a number is for all steps; with `off` vLLM
-    decides. Needs vLLM's V1 model runner, and leaves a GPU piecewise CUDA graphs only.
+    drafts fewer or none where that is faster; a number is for all steps; with `off` all steps
+    have --num-speculative-tokens, as with vLLM alone. With `auto` or a number, sampled requests
+    with a seed are not drafted for, so their answers stay the same. Needs vLLM's V1 model runner,
+    and leaves a GPU piecewise CUDA graphs only.
     """
     method: Method | None = None
     """vLLM's method for the draft. By default it follows from the draft's tensors."""

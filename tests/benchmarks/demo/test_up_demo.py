@@ -20,7 +20,7 @@ from redraft.eval.report.page import write_page
 
 def make_pairs(*ratios: float) -> list[Pair]:
     return [
-        Pair(s=60.0 * i, clients=1, auto=10 * ratio, off=10, version="v1")
+        Pair(s=60.0 * i, clients=1, auto=10 * ratio, undrafted=10, version="v1")
         for i, ratio in enumerate(ratios)
     ]
 
@@ -39,7 +39,7 @@ def test_the_speed_is_the_median_of_the_pairs_with_an_interval_of_six() -> None:
 def test_the_gain_begins_where_six_pairs_of_one_client_show_one() -> None:
     assert find_gain(make_pairs(1.0, 0.9, *[1.2] * 6, 0.9)) == 120
     assert find_gain(make_pairs(*[1.2] * 5, 0.9)) is None
-    busy = [replace(pair, clients=8, off=20) for pair in make_pairs(*[1.2] * 6)]
+    busy = [replace(pair, clients=8, undrafted=20) for pair in make_pairs(*[1.2] * 6)]
     both = [pair for pairs in zip(make_pairs(*[1.2] * 6), busy, strict=True) for pair in pairs]
     assert find_gain(both) == 0, "eight clients are slower, one is not"
 

@@ -37,6 +37,7 @@ from redraft.online.engine.pace import (
     take_drafts,
 )
 from redraft.online.engine.routes import BeforeMetrics
+from redraft.online.engine.seeds import keep_seeds
 from redraft.recipes.operate.watch import read_server
 
 
@@ -292,8 +293,10 @@ def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step()
     assert pacer.status() == {"pace": "2", "sizes": []}
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
     assert answer_pace(engine, "5")["pace"] == "3", "the most"
-    assert answer_pace(engine, "off")["pace"] == "off"
+    assert answer_pace(engine, "0")["pace"] == "0"
     assert pacer[1] == 0
+    assert answer_pace(engine, "off")["pace"] == "3", "as without a pacer"
+    assert pacer[1] == 3
     assert answer_pace(engine, "auto") == {"pace": "auto", "sizes": [], "explored": 0.0}
     with pytest.raises(ValueError, match="fast"):
         answer_pace(engine, "fast")
@@ -354,7 +357,7 @@ def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explor
     metrics.show(STATUS)
     found = read_gauges(generate_latest(registry).decode())
     assert describe_pace(STATUS) == describe_pace(found) == LINE
-    for pace in ("2", "off"):
+    for pace in ("2", "0"):
         metrics.show({"pace": pace, "sizes": []})
         assert describe_pace(read_gauges(generate_latest(registry).decode())) == f"pace {pace}"
     many = [{"requests": size, "tokens": 0, "steps": size} for size in range(1, 20)]
@@ -474,9 +477,9 @@ def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
     post_step = take_drafts(lambda engine, model_executed: asked.append(model_executed))
     pacer = Pacer(3, 8, "2", has_keys=True)
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
-    for pace, expected in (("2", [True]), ("off", []), ("1", [True])):
+    for pace, expected in (("2", [True]), ("0", []), ("1", [True])):
         pacer.set(pace)
-        assert pacer[4] == len(expected) * int(pace.replace("off", "0"))
+        assert pacer[4] == int(pace)
         asked.clear()
         post_step(engine, True)
         assert asked == expected
@@ -652,6 +655,55 @@ def test_vllm_prepares_for_each_number_of_the_policy(most):
     assert build_dynamic_sd_schedule_lookup(make_table(most), 1, most)[1] == most
 
 
+# --- seeds
+
+
+@pytest.mark.parametrize(
+    ("variables", "varies"),
+    [
+        ({}, False),
+        ({"REDRAFT_PACE": "off"}, False),
+        ({"REDRAFT_PACE": "auto"}, True),
+        ({"REDRAFT_PACE": "2"}, True),
+        ({"REDRAFT_RETRIEVAL": "live"}, True),
+        ({"REDRAFT_HEAD_REQUESTS": "4"}, True),
+        ({"REDRAFT_HEAD_TOKENS": "4"}, False),
+    ],
+)
+def test_sampled_requests_with_a_seed_have_no_draft_where_drafts_vary(
+    monkeypatch, variables, varies
+):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for name in ("REDRAFT_PACE", "REDRAFT_RETRIEVAL", "REDRAFT_HEAD_REQUESTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(
+        Scheduler,
+        "schedule",
+        lambda scheduler, throttle=False: seen.append(
+            [request.spec_token_ids for request in scheduler.running]
+        ),
+    )
+    kinds = [(7, 1.0), (0, 0.1), (7, 0.0), (None, 1.0)]
+    requests = [
+        SimpleNamespace(
+            sampling_params=SimpleNamespace(seed=seed, temperature=temperature),
+            spec_token_ids=[5, 6],
+        )
+        for seed, temperature in kinds
+    ]
+    requests.append(SimpleNamespace(sampling_params=None, spec_token_ids=[5, 6]))
+    keep_seeds()
+    keep_seeds()
+    Scheduler.schedule(SimpleNamespace(running=requests), throttle=True)
+    drafted = [5, 6]
+    none = [] if varies else drafted
+    assert seen == [[none, none, drafted, drafted, drafted]]
+
+
 # --- the engine
 
 
@@ -669,9 +721,9 @@ def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(
         assert pace["line"].startswith("pace auto: ")
         wait_until(lambda: read_server(server.url).pace.startswith("pace auto: "))
         server.swap("v000002")  # the policy is told
-        taken = server.http.post("/redraft/pace", json={"pace": "off"})
-        assert (taken.status_code, taken.json()["pace"]) == (200, "off")
-        assert server.status()["pace"]["line"] == "pace off"
+        taken = server.http.post("/redraft/pace", json={"pace": "0"})
+        assert (taken.status_code, taken.json()["pace"]) == (200, "0")
+        assert server.status()["pace"]["line"] == "pace 0"
         records = server.records(answers)
     rows = [record.positions[record.branches == 0].tolist() for record in records]
     assert rows == [list(range(40, 64))] * 4

@@ -901,7 +901,8 @@ def test_a_tenant_is_forgotten_on_all_ranks_under_the_name_of_its_records(regist
 @pytest.mark.parametrize(
     ("body", "pacer", "code", "taken"),
     [
-        ({"pace": "off"}, {"pace": "off", "sizes": []}, 200, ["off"]),
+        ({"pace": "off"}, {"pace": "3", "sizes": []}, 200, ["off"]),
+        ({"pace": "0"}, {"pace": "0", "sizes": []}, 200, ["0"]),
         ({"pace": 2}, {"pace": "2", "sizes": []}, 200, ["2"]),
         ({"pace": "fast"}, {"pace": "2", "sizes": []}, 400, []),
         ({"number": 2}, {"pace": "2", "sizes": []}, 400, []),
@@ -922,7 +923,7 @@ def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pace
     answer = make_client(registry, engine).post("/redraft/pace", json=body)
     assert (answer.status_code, told) == (code, taken)
     if code == 200:
-        assert answer.json() == pacer | {"line": f"pace {taken[0]}"}
+        assert answer.json() == pacer | {"line": f"pace {pacer['pace']}"}
     else:
         assert "pace" in answer.json()["detail"]
 

@@ -559,9 +559,16 @@ def read_status(folder: Path, port: str) -> dict[str, Any]:
     return httpx.get(f"http://127.0.0.1:{port}/redraft/status", headers=headers, timeout=600).json()
 
 
-def answer(port: str, prompt: list[int], salt: str | None = None, **headers: str) -> list[int]:
-    """24 greedy tokens."""
-    body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+def answer(
+    port: str,
+    prompt: list[int],
+    salt: str | None = None,
+    seed: int | None = None,
+    **headers: str,
+) -> list[int]:
+    """24 tokens, greedy ones without a seed."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 24, "ignore_eos": True}
+    body |= {"temperature": 0 if seed is None else 1, "seed": seed}
     body |= {"return_token_ids": True, "cache_salt": salt}
     found = httpx.post(
         f"http://127.0.0.1:{port}/v1/completions", json=body, headers=headers, timeout=600
@@ -662,6 +669,8 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
         )
         forgotten = accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
         kept = accept(asked["heard"])
+        # its own answers would be drafted for it from the second time on
+        sampled = [answer(port, asked["heard"][:20], seed=7) for _ in range(6)]
         prompts = [
             list(range(first, first + 5 + 3 * number))
             for number, first in enumerate(range(200, 2600, 200))
@@ -683,6 +692,7 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
     assert (found.status_code, found.json()["live_runs"] > 20) == (200, True), found.text
     assert kept[1] >= 15
     assert together == [alone] * 3
+    assert sampled == sampled[:1] * 6, "drafts change no answer of a seed"
 
 
 def journal(folder: Path) -> list[Entry]:

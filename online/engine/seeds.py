@@ -1,0 +1,56 @@
+"""A sampled request with a seed has the same answer each time: it is not drafted for, where the
+number of drafts varies.
+
+    schedule ─► such requests lose their draft tokens ─► one draw of the request's generator a token
+
+vLLM's rejection sampler takes a number of draws from a request's generator that depends on its
+draft tokens, and lets a draft decide between them. With a constant draft that is the same each
+time. `--pace`, live counts and lookups that mind the load draft what suits the other requests and
+the hour. Greedy answers depend on no draft.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+from redraft.eval.engine import lookup_first, lookups
+from redraft.heads.families.retrieval import FOLDER
+
+VARYING = (lookups.VARIABLES[FOLDER], lookup_first.VARIABLES["head_requests"])
+"""Variables with which a lookup or a head drafts less beside more requests."""
+
+
+def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether what is drafted for a request depends on others."""
+    is_paced = environment.get("REDRAFT_PACE", "off") != "off"
+    return is_paced or any(environment.get(name) for name in VARYING)
+
+
+def keep_seeds() -> None:
+    """Schedule no draft tokens for sampled requests with a seed, if drafts vary.
+
+    Safe to call again.
+    """
+    if not drafts_vary():
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+    if hasattr(schedule, "redraft_seeds"):
+        return
+
+    @wraps(schedule)
+    def schedule_seeded(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in scheduler.running:
+            if has_seed(request.sampling_params):
+                request.spec_token_ids = []
+        return schedule(scheduler, *args, **kwargs)
+
+    schedule_seeded.redraft_seeds = True  # type: ignore[attr-defined]
+    Scheduler.schedule = schedule_seeded
+
+
+def has_seed(params: Any) -> bool:
+    """Whether a request's answer is drawn from a seed."""
+    return params is not None and params.seed is not None and params.temperature > 0
