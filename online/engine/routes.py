@@ -27,6 +27,7 @@ from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
 from redraft.online.records.origin import (
     EXTRA_ARGS_KEY,
     Origin,
+    hash_salt,
     read_origin_headers,
     stored_name,
 )
@@ -249,7 +250,7 @@ def forward_origin(engine_client: Any) -> None:
         origin = _origin.get(None)
         is_plain = isinstance(prompt, dict)
         salt = prompt.get("cache_salt") if is_plain else getattr(prompt, "cache_salt", None)
-        written = origin._replace(cache_salt=salt or "")._asdict() if origin else None
+        written = origin._replace(cache_salt=hash_salt(salt))._asdict() if origin else None
         sampling_params.extra_args = (sampling_params.extra_args or {}) | {EXTRA_ARGS_KEY: written}
         return generate(prompt, sampling_params, *args, **kwargs)
 

@@ -18,7 +18,7 @@ class Origin(NamedTuple):
     tenant: str = ""
     domain: str = ""
     opt_out: bool = False
-    cache_salt: str = ""  # vLLM's, of the body: requests of other salts share no cached text
+    cache_salt: str = ""  # `hash_salt` of vLLM's: requests of other salts share no text
 
 
 OPT_OUT_NO = ("", "0", "false", "no")
@@ -47,6 +47,11 @@ def to_label(name: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     return f"{name[: MAX_LABEL_CHARS - 1 - len(digest)]}-{digest}"
+
+
+def hash_salt(salt: str | None) -> str:
+    """A hash of vLLM's `cache_salt`, which is a secret and must not reach a log; empty without one."""
+    return hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest() if salt else ""
 
 
 def stored_name(tenant: str) -> str:

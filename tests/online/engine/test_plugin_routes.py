@@ -39,6 +39,7 @@ from redraft.online.fleet.registry import Registry, hash_manifest
 from redraft.online.records.origin import (
     EXTRA_ARGS_KEY,
     Origin,
+    hash_salt,
     read_origin_arguments,
     to_label,
 )
@@ -1198,6 +1199,7 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
         with client.websocket_connect("/websocket", headers=more) as socket:
             socket.receive()
     generate()  # of a caller whose headers the middleware has not read
-    told = Origin("acme", opt_out=True, cache_salt="s")
+    told = Origin("acme", opt_out=True, cache_salt=hash_salt("s"))
+    assert "s" != told.cache_salt != hash_salt("\ud800") != hash_salt("") == ""
     assert list(map(read_origin_arguments, given)) == [told, told, Origin(), None]
     assert all(arguments["other"] == 1 for arguments in given)
