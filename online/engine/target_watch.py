@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from redraft.online.engine.swap import (
     is_finite,
     loading,
 )
+from redraft.online.engine.trainer_files import describe_target, require_whole
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -317,6 +319,11 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
                 "load again"
             )
             return {"ok": False, "error": error, "touched": False}
+        if state.target_tensors:
+            try:
+                require_whole(describe_target(Path(folder)), state.target_tensors)
+            except (OSError, ValueError) as refusal:
+                return {"ok": False, "error": f"{folder}: {refusal}", "touched": False}
         state.target_source = (config.model, config.model_weights, config.revision)
     before = state.target_source
     try:

@@ -91,7 +91,7 @@ def describe_target(folder: Path) -> dict[str, str]:
 
 
 def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise ValueError unless an update brings each tensor of the model, in its shape, and no
+    """Raise ValueError unless weights bring each tensor of the model, in its shape, and no
     other. vLLM begins to load before it finds out, and leaves layers half new.
     """
     different = sorted(
@@ -102,9 +102,9 @@ def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     if different:
         name = different[0]
         raise ValueError(
-            f"the update differs from the model in {len(different)} tensors ({name} is "
-            f"{found.get(name, 'absent')} instead of {wanted.get(name, 'absent')}): send all "
-            "tensors, in as many parts as you like, before the end"
+            f"the weights differ from the model's in {len(different)} tensors ({name} is "
+            f"{found.get(name, 'absent')} instead of {wanted.get(name, 'absent')}): give all "
+            "tensors, an update in as many parts as you like"
         )
 
 

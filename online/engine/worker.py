@@ -108,7 +108,7 @@ class WorkerState:
     )  # model, object storage, revision before a load
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     target_tensors: dict[str, str] = field(default_factory=dict)
-    """Shapes and kinds of the target's tensors, by name, for weight updates."""
+    """Shapes and kinds of the target's tensors, by name; empty if they are not known."""
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
     draft_bytes: dict[str, int] = field(
@@ -216,9 +216,9 @@ def install(worker: Any) -> None:
     if getattr(worker, "weight_transfer_engine", None) is not None:
         roots = [*config.targets, *([config.registry] if config.registry else [])]
         watch_pushes(worker, roots)
-        with suppress(OSError, ValueError):  # then an update from files is not compared
-            folder = model_folder(worker.vllm_config.model_config.model)
-            state.target_tensors = describe_target(folder)
+    with suppress(OSError, ValueError):  # then weights from files are not compared
+        folder = model_folder(worker.vllm_config.model_config.model)
+        state.target_tensors = describe_target(folder)
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)

@@ -403,6 +403,26 @@ def test_a_folder_is_loaded_and_those_of_before_return():
         assert version_of(worker) == ""
 
 
+def test_a_folder_with_other_tensors_is_not_begun(tmp_path):
+    worker, folder = Loader(), tmp_path / "17"
+    watch_target(worker)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    worker.redraft.target_tensors = {"w": "[2] of floats"}
+    for tensors in (
+        {"w": torch.zeros(2, dtype=torch.int64)},
+        {"w": torch.zeros(3)},
+        {"w": torch.zeros(2), "v": torch.zeros(2)},
+    ):
+        save_file(tensors, folder / "model.safetensors")
+        failed = load_target(worker, str(folder))
+        assert (failed["ok"], failed["touched"]) == (False, False)
+        assert version_of(worker) == ""
+    assert not load_target(worker, str(tmp_path / "18"))["touched"]
+    save_file({"w": torch.zeros(2).half()}, folder / "model.safetensors")
+    assert load_target(worker, str(folder)) == {"ok": True}
+
+
 def test_a_folder_with_values_that_are_not_finite_is_refused_and_those_of_before_return():
     worker = Loader()
     watch_target(worker)
