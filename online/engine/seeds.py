@@ -42,6 +42,10 @@ def keep_seeds() -> None:
 
     @wraps(schedule)
     def schedule_seeded(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler.dynamic_sd_lookup is None:
+            # With a table, vLLM invents no draft tokens for a request whose prompt is cached.
+            size = scheduler.scheduler_config.max_num_seqs + 1
+            scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * size
         for request in scheduler.running:
             if has_seed(request.sampling_params):
                 request.spec_token_ids = []

@@ -698,10 +698,20 @@ def test_sampled_requests_with_a_seed_have_no_draft_where_drafts_vary(
     requests.append(SimpleNamespace(sampling_params=None, spec_token_ids=[5, 6]))
     keep_seeds()
     keep_seeds()
-    Scheduler.schedule(SimpleNamespace(running=requests), throttle=True)
+    scheduler = SimpleNamespace(
+        running=requests,
+        dynamic_sd_lookup=None,
+        num_spec_tokens=3,
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    Scheduler.schedule(scheduler, throttle=True)
     drafted = [5, 6]
     none = [] if varies else drafted
     assert seen == [[none, none, drafted, drafted, drafted]]
+    assert scheduler.dynamic_sd_lookup == ([3] * 5 if varies else None), "no padding either"
+    scheduler.dynamic_sd_lookup = table = [0, 1, 2, 3, 3]
+    Scheduler.schedule(scheduler)
+    assert scheduler.dynamic_sd_lookup is table
 
 
 # --- the engine
