@@ -92,8 +92,7 @@ class TargetWatch:
         self._watched = matrices[len(matrices) // 2 :][:1]
         self._next = 0
         self.next_look_s = 0.0
-        self._never_finite: set[int] = set()
-        self._never_finite = set(self._list_not_finite())
+        self._never_finite: list[int] | None = None
         self.settle()
         self._start = self.digest
 
@@ -103,7 +102,11 @@ class TargetWatch:
         Half-written ones get no digest: nobody serves them by intention.
         """
         self._sums = self._compute(range(len(self._pieces)))
-        self.not_finite = next((self._pieces[i][0] for i in self._list_not_finite()), "")
+        found = self._list_not_finite()
+        if self._never_finite is None:
+            self._never_finite = found
+        new = (i for i in found if i not in self._never_finite)
+        self.not_finite = next((self._pieces[i][0] for i in new), "")
         digest = hashlib.sha256(repr((self._pieces, self._sums)).encode()).hexdigest()[:12]
         if digest == self.digest:
             self.is_torn = False
@@ -146,10 +149,10 @@ class TargetWatch:
         return found
 
     def _list_not_finite(self) -> list[int]:
-        """The pieces with values that are not finite, but for those that began so."""
+        """The pieces with values that are not finite."""
         flags = [is_finite(piece) for piece in self._read(range(len(self._pieces)))]
         found = torch.stack(flags).tolist() if flags else []
-        return [i for i, finite in enumerate(found) if not finite and i not in self._never_finite]
+        return [i for i, finite in enumerate(found) if not finite]
 
     def _read(self, indices: Sequence[int]) -> Iterator[Tensor]:
         # Found by name each time: an update may put another tensor in the place of the first.
