@@ -136,23 +136,21 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def describe(facts: Facts) -> str:
+def list_facts(facts: Facts) -> dict[str, str]:
+    """The facts in words, by name."""
     extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
     engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
     gpus = ", ".join(facts.gpus) or "no CUDA device"
-    rows = [
-        ("redraft", facts.versions.get("redraft", "not installed")),
-        ("python", facts.python),
-        *((name, facts.versions.get(name, "not installed")) for name in SHOWN),
-        ("engine", ", ".join(engines) or "none"),
-        (
-            "device",
-            f"{facts.cpu}, {facts.num_cores} cores, {facts.memory_bytes / 2**30:.0f} GiB; {gpus}",
-        ),
-        ("disk", f"{facts.free_bytes / 1e9:.1f} GB free at {facts.disk}"),
-        ("optional", ", ".join(extras)),
-    ]
-    return "\n".join(f"{name:<14}{value}" for name, value in rows)
+    memory = f"{facts.memory_bytes / 2**30:.0f} GiB"
+    return {
+        "redraft": facts.versions.get("redraft", "not installed"),
+        "python": facts.python,
+        **{name: facts.versions.get(name, "not installed") for name in SHOWN},
+        "engine": ", ".join(engines) or "none",
+        "device": f"{facts.cpu}, {facts.num_cores} cores, {memory}; {gpus}",
+        "disk": f"{facts.free_bytes / 1e9:.1f} GB free at {facts.disk}",
+        "optional": ", ".join(extras),
+    }
 
 
 def gather(output: Path, *, import_engine: bool) -> Facts:

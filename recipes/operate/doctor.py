@@ -1,6 +1,7 @@
 """Check a draft against a target before serving; without a draft, check this environment.
 
 $ redraft doctor                                            # versions, devices, engine, disk
+$ redraft doctor --json                                     # the same, for a bug report
 $ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
 $ redraft doctor --target TARGET --draft DRAFT --no-engine  # seconds: configs, tensors and provenance only
 
@@ -8,14 +9,19 @@ Every problem is printed with a cure, and so is every doubt: something unusual t
 The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.eval.machine import describe, diagnose, gather
+from redraft.eval.machine import diagnose, gather, list_facts
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.pair import Finding
+
+if TYPE_CHECKING:  # it loads torch, which an environment may lack
+    from redraft.distill.doctor.check_draft import Checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +51,44 @@ class Config:
     """Number of prompts for the engine."""
     max_tokens: int | None = None
     """Longest answer, in tokens. By default as in the forecast published with the draft, or 64."""
+    json: bool = False
+    """Print one JSON object, for a bug report: machine, versions, engine, and the checks of the pair."""
     output: Path = Path("outputs")
     """Folder for runs. Its disk is checked, and the engine's log is written there."""
 
 
 def main(cfg: Config) -> None:
-    if cfg.draft is None and cfg.target is None:
-        facts = gather(cfg.output, import_engine=cfg.engine)
-        print(describe(facts))
-        findings = diagnose(facts)
+    has_pair = cfg.draft is not None or cfg.target is not None
+    machine: dict[str, str] = {}
+    found: list[Finding] = []
+    if cfg.json or not has_pair:
+        # The check of a pair imports the engine itself.
+        facts = gather(cfg.output, import_engine=cfg.engine and not has_pair)
+        machine, found = list_facts(facts), diagnose(facts)
+    pair, notes = {}, []
+    if has_pair:
+        checked = check_pair(cfg)
+        pair, notes = checked.facts, checked.notes
+        found = [*found, *checked.findings]
+    if cfg.json:
+        named = [
+            {"problem": one.problem, "cure": one.cure, "is_doubt": one.is_doubt} for one in found
+        ]
+        print(
+            json.dumps(
+                {"machine": machine, "pair": pair, "notes": notes, "findings": named}, indent=2
+            )
+        )
     else:
-        findings = check_pair(cfg)
-    print(format_findings(findings))
-    if any(not finding.is_doubt for finding in findings):
+        for name, value in (*machine.items(), *pair.items(), *(("note", note) for note in notes)):
+            print(f"{name:<14}{value}")
+        print(format_findings(found))
+    if any(not finding.is_doubt for finding in found):
         raise SystemExit(1)
 
 
-def check_pair(cfg: Config) -> list[Finding]:
-    """Check the draft against the target, and print the facts.
+def check_pair(cfg: Config) -> "Checked":
+    """Check the draft against the target.
 
     Raises:
         FileNotFoundError: if a folder is missing.
@@ -89,18 +115,13 @@ def check_pair(cfg: Config) -> list[Finding]:
         max_tokens=cfg.max_tokens,
         folder=cfg.output / "doctor",
     )
-    checked = check_draft(
+    return check_draft(
         cfg.target,
         cfg.target if draft.is_without_folder else draft.source,
         method=cfg.method,
         num_speculative_tokens=cfg.num_speculative_tokens,
         engine=engine if cfg.engine else None,
     )
-    for name, value in checked.facts.items():
-        print(f"{name:<14}{value}")
-    for note in checked.notes:
-        print(f"{'note':<14}{note}")
-    return checked.findings
 
 
 def format_findings(findings: Sequence[Finding]) -> str:

