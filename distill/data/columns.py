@@ -13,6 +13,7 @@ from redraft.distill.data.messages import (
     begins_with_question,
     first_key,
     join_turns,
+    parse_json,
     parse_list,
     read_messages,
     read_text,
@@ -20,6 +21,7 @@ from redraft.distill.data.messages import (
     refuse_media,
 )
 from redraft.distill.data.rows import UnusableRowError
+from redraft.distill.data.template import Arguments
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
@@ -28,6 +30,7 @@ ANSWERS = ("completion", "response", "output", "answer", "chosen")
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
+ARGUMENTS = "chat_template_kwargs"  # of the request that got the answers, as TRL names it
 OURS = ("key", "settings")  # Columns of `redraft regenerate` about its own run.
 
 
@@ -79,6 +82,20 @@ class RowReader:
         if found := self.take(TOOLS):
             tools = self._tools(*found) or tools
         return self._with_system(messages), tools
+
+    def arguments(self) -> Arguments:
+        """The template arguments of the request that got the answers; empty if the row has none.
+
+        Raises:
+            UnusableRowError: they are not an object.
+        """
+        settings = self.row.get("settings")
+        ours = settings.get("template_options") if isinstance(settings, dict) else None
+        found = self.take((ARGUMENTS,))
+        value = parse_json(found[1], f"a column {ARGUMENTS}") if found else ours
+        if not isinstance(value or {}, dict):
+            raise UnusableRowError(f"with a column {ARGUMENTS} that is not an object")
+        return dict(value or {})
 
     def _refuse(self) -> None:
         found = self.take(("label",))

@@ -65,8 +65,8 @@ def broken_condition(
         return "with an end of turn, though cut at a length limit"
     if any(text in written for text in ends or ()):
         return "with a stop token inside"
-    if form and not _thinks_once(turn, content, form):
-        return "whose reasoning does not open and close once after the prompt"
+    if broken := broken_thought(turn, content, form):
+        return broken
     if not rendered.startswith(turn.prompt + written) and not _is_rendered(
         turn, written, content, rendered, form
     ):
@@ -85,6 +85,13 @@ def missing_question(prompt: str, content: Content) -> str | None:
     if not all(_has_words(result, prompt) for result in content.results):
         return "whose tool result the chat template leaves out"
     return None
+
+
+def broken_thought(turn: Turn, content: Content, form: ReasoningForm | None) -> str | None:
+    """The reason why the tags of prompt and answer are not those of one thought; None if they are."""
+    if form is None or _thinks_once(turn, content, form):
+        return None
+    return "whose reasoning does not open and close once after the prompt"
 
 
 def dense(text: str) -> str:

@@ -25,6 +25,7 @@ from redraft.distill.data.rows import (
     open_plain,
     read_rows,
 )
+from redraft.distill.data.template import Arguments
 
 MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # from no file
 MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a copy, not chance.
@@ -35,6 +36,7 @@ class Conversation(TypedDict):
     domain: str
     cut: NotRequired[bool]  # the last message stopped at a length limit: no end of turn follows
     tools: NotRequired[list[Tool]]
+    arguments: NotRequired[Arguments]  # template arguments of the request, if the data has them
     split_key: NotRequired[str]  # hash (hex) that decides, instead of its first user message's
 
 
@@ -300,6 +302,8 @@ def read_conversation(
         conversation["cut"] = True
     if tools:
         conversation["tools"] = tools
+    if arguments := reader.arguments():
+        conversation["arguments"] = arguments
     try:
         json.dumps(conversation, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units

@@ -73,7 +73,7 @@ def parse_list(value: Any, name: str) -> list[Any]:
     Raises:
         UnusableRowError: for anything else.
     """
-    values = _parse_json(value, name)
+    values = parse_json(value, name)
     if not isinstance(values, list):
         raise UnusableRowError(f"with {name} that is not a list", f"it is {type(values).__name__}")
     return values
@@ -319,21 +319,21 @@ def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
     Raises:
         UnusableRowError
     """
-    calls = _parse_json(value, "a tool call")
+    calls = parse_json(value, "a tool call")
     return [_read_call(call, unread) for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
-    call = _parse_json(call, "a tool call")
+    call = parse_json(call, "a tool call")
     function = (
-        _parse_json(call.get("function", call), "a tool call") if isinstance(call, dict) else {}
+        parse_json(call.get("function", call), "a tool call") if isinstance(call, dict) else {}
     )
     if not isinstance(function, dict):
         function = {}
     name = function.get("name")
     # A server calls a template with an object, because most templates write arguments with
     # `tojson`.
-    arguments = _parse_json(function.get(first_key(function, ARGUMENT_KEYS)) or {}, "a tool call")
+    arguments = parse_json(function.get(first_key(function, ARGUMENT_KEYS)) or {}, "a tool call")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise UnusableRowError("with a tool call that has no name or arguments")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -354,8 +354,8 @@ def read_tools(value: Any, unread: set[str]) -> list[Tool]:
     Raises:
         UnusableRowError
     """
-    tools = parse_list(_parse_json(value or [], "a tool's definition") or [], "a column of tools")
-    return [_read_tool(_parse_json(tool, "a tool's definition"), unread) for tool in tools]
+    tools = parse_list(parse_json(value or [], "a tool's definition") or [], "a column of tools")
+    return [_read_tool(parse_json(tool, "a tool's definition"), unread) for tool in tools]
 
 
 def _read_tool(tool: Any, unread: set[str]) -> Tool:
@@ -367,7 +367,7 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
     fields = {
         "name": function["name"],
         "description": function.get("description"),
-        "parameters": _parse_json(
+        "parameters": parse_json(
             function.get(first_key(function, PARAMETER_KEYS)), "a tool's parameters"
         ),
     }
@@ -385,7 +385,7 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
     return {"type": "function", "function": fields}
 
 
-def _parse_json(value: Any, name: str) -> Any:
+def parse_json(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:

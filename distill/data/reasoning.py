@@ -68,6 +68,7 @@ REASONING_FORMS = (
     THINK,  # Qwen3, DeepSeek-R1, SmolLM3
     ReasoningForm("[THINK]", "[/THINK]"),  # Magistral
     ReasoningForm("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ReasoningForm("<|channel>thought\n", "\n<channel|>"),  # Gemma 4
 )
 
 

@@ -9,6 +9,7 @@ of `render(messages[:i + 1])`, up to and including the end of the turn.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 from collections import Counter
@@ -30,7 +31,13 @@ from redraft.distill.data.reasoning import (
     split_reasoning,
     without_reasoning,
 )
-from redraft.distill.data.template import Arguments, find_arguments, reads_parts
+from redraft.distill.data.template import (
+    Arguments,
+    asks_for_thought,
+    find_arguments,
+    read_names,
+    reads_parts,
+)
 from redraft.distill.data.turns import PROBE, QUESTION, RefusedAnswerError, TurnWriter
 from redraft.heads.files.target_folder import writes_date
 
@@ -154,12 +161,17 @@ class Renderer:
         # The context as a client sends it back; the writer gets the answer as the model wrote it.
         context = [self.as_context(message) for message in messages]
         turns, refused = [], Counter[str]()
+        given = self.known_arguments(conversation)
         for i in range(_num_opening(messages), len(messages)):
             if not _is_answer(messages[i]) and not (i == cut and split_reasoning(messages[i])):
                 continue
             try:
                 turn = self._write(
-                    context[:i], conversation.get("tools"), messages[i], is_ended=i != cut
+                    context[:i],
+                    conversation.get("tools"),
+                    messages[i],
+                    is_ended=i != cut,
+                    given=given,
                 )
             except RefusedAnswerError as error:
                 refused[str(error)] += 1
@@ -180,6 +192,48 @@ class Renderer:
             for arguments in find_arguments(self.tokenizer)
             if not fixed & arguments.keys()
         ]
+
+    def known_arguments(self, conversation: Conversation) -> Arguments:
+        """The conversation's own arguments, without those that the template does not read."""
+        given = conversation.get("arguments", {})
+        return {name: given[name] for name in given.keys() & self._read_names}
+
+    @cached_property
+    def _read_names(self) -> set[str]:
+        return read_names(self.tokenizer) - self.template_options.keys()
+
+    def arguments_for(self, given: Arguments, *, thinks: bool) -> list[Arguments]:
+        """The arguments by which a request gets an answer with a thought, or without one.
+
+        `given` are among them all. A template may write a thought after a prompt that switches the
+        reasoning off. The target never does.
+        """
+        if asks_for_thought(given) is not None:
+            return [given]
+        return [
+            {**arguments, **given}
+            for arguments in self.arguments
+            if self._asked_thought.get(repr(arguments)) in (thinks, None)
+        ]
+
+    @cached_property
+    def _asked_thought(self) -> dict[str, bool | None]:
+        """Whether the prompt of each of `arguments` asks for a thought.
+
+        None if the prompt of a short question does not show it. Prompts are compared, because the
+        default is one of the others, and some arguments change nothing.
+        """
+        prompts = dict[str, str]()
+        asked: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
+        for arguments in self.arguments:
+            with contextlib.suppress(jinja2.TemplateError):
+                text = self(QUESTION, prompt=True, arguments=arguments)
+                prompts[repr(arguments)] = text
+                asked[asks_for_thought(arguments)].add(text)
+        on, off = asked[True] - asked[False], asked[False] - asked[True]
+        # A template that only grades the effort, as gpt-oss's, writes answers without a thought too.
+        meaning = {**dict.fromkeys(on, True), **dict.fromkeys(off, False)} if on and off else {}
+        return {key: meaning.get(text) for key, text in prompts.items()}
 
     @cached_property
     def reads_parts(self) -> bool:

@@ -1,23 +1,58 @@
 """Inputs of a chat template, found in its syntax tree."""
 
 import functools
+import itertools
 from typing import Any
 
 from jinja2 import meta, nodes
 from transformers.utils import chat_template_utils
 
 SWITCHES = ("enable_thinking", "thinking")  # arguments by which a request switches the reasoning
+EFFORT = "reasoning_effort"
+EFFORTS = ("high", "xhigh", "max", "medium", "low")  # its levels, the first is tried first
+NO_EFFORTS = ("none", "no_think", "off")  # its levels at which a target does not think
+FIXED = {"messages", "tools", "add_generation_prompt"}  # not a request's template arguments
 
 Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 
 
 def find_arguments(tokenizer: Any) -> list[Arguments]:
-    """The arguments with which a request may start an answer: none, then each switch on and off."""
-    read = set[str]().union(
-        *(meta.find_undeclared_variables(_parse(text)) for text in _templates(tokenizer))
-    )
-    found = [{name: value} for name in SWITCHES if name in read for value in (True, False)]
+    """The arguments with which a request may start an answer.
+
+    None, then each switch on and off, then a level of effort and one without any.
+    """
+    read, trees = read_names(tokenizer), [_parse(text) for text in _templates(tokenizer)]
+    found: list[Arguments] = [
+        {name: value} for name in SWITCHES if name in read for value in (True, False)
+    ]
+    if EFFORT in read:
+        texts = set[str]().union(*map(_constant_texts, trees))
+        # A template without levels writes any.
+        found += [{EFFORT: next((level for level in EFFORTS if level in texts), EFFORTS[0])}]
+        found += [{EFFORT: level} for level in NO_EFFORTS if level in texts][:1]
     return [{}, *found]
+
+
+def read_names(tokenizer: Any) -> set[str]:
+    """The names that the template reads from a request. As in vLLM, others do not reach it."""
+    trees = (_parse(text) for text in _templates(tokenizer))
+    return set[str]().union(*map(meta.find_undeclared_variables, trees)) - FIXED
+
+
+def asks_for_thought(arguments: Arguments) -> bool | None:
+    """Whether a request with these arguments switches the reasoning on or off; None if neither."""
+    for name, value in arguments.items():
+        if name in SWITCHES:
+            return bool(value)
+        if name == EFFORT:
+            return value not in NO_EFFORTS
+    return None
+
+
+def _constant_texts(tree: nodes.Template) -> set[str]:
+    values = [const.value for const in tree.find_all(nodes.Const)]
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    return {text for text in itertools.chain(values, *lists) if isinstance(text, str)}
 
 
 def reads_parts(tokenizer: Any) -> bool:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jinja2
 
-from redraft.distill.data.conditions import Content, Turn, broken_condition, dense, missing_question
+from redraft.distill.data.conditions import (
+    Content,
+    Turn,
+    broken_condition,
+    broken_thought,
+    dense,
+    missing_question,
+)
 from redraft.distill.data.messages import Message, Tool
 from redraft.distill.data.reasoning import split_reasoning
 from redraft.distill.data.template import Arguments
@@ -83,7 +89,7 @@ class TurnWriter:
 
     def __init__(self, render: Renderer) -> None:
         self.render = render
-        self._best: dict[Kind, list[Choice]] = {}
+        self._best: dict[tuple[Kind, str], list[Choice]] = {}
         self._known: dict[tuple[str, bool, bool], str] = {}
 
     def __call__(
@@ -92,18 +98,21 @@ class TurnWriter:
         tools: list[Tool] | None,
         message: Message,
         *,
-        is_ended: bool = True,
+        is_ended: bool,
+        given: Arguments,
     ) -> Turn:
         """The turn of an assistant's message after those `before`, as a client sends them.
+
+        `given` are template arguments of the request, those that the data has.
 
         Raises:
             RefusedAnswerError: no way to write it satisfies the conditions.
         """
-        kind = Kind(bool(self.split(message)[0]), "tool_calls" in message)
+        kind = Kind(self._thinks(message), "tool_calls" in message)
         if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
             raise RefusedAnswerError("with reasoning, for which the chat template has no tags")
         turn, _ = self._first(
-            _Answer(self, before, tools, message, is_ended=is_ended), self._choices(kind)
+            _Answer(self, before, tools, message, is_ended=is_ended), self._choices(kind, given)
         )
         return turn
 
@@ -120,25 +129,31 @@ class TurnWriter:
             return before.strip(), after.lstrip()
         return "", content
 
+    def _thinks(self, message: Message) -> bool:
+        """Whether the target wrote a thought, an empty one too.
+
+        It writes no tags after a prompt that switches the reasoning off.
+        """
+        form = self.render.reasoning_form
+        is_empty = form is not None and form.empty.match(message["content"]) is not None
+        return is_empty or bool(self.split(message)[0])
+
     @property
     def _has_no_place_for_reasoning(self) -> bool:
         return self.render.reads_reasoning_from == "content" and self.render.reasoning_form is None
 
-    def _choices(self, kind: Kind) -> list[Choice]:
+    def _choices(self, kind: Kind, given: Arguments) -> list[Choice]:
         """All choices, the best for a short answer of this kind first."""
-        if kind not in self._best:
-            natural = [
-                Choice(way, arguments) for way in WAYS for arguments in self.render.arguments
-            ]
+        key = kind, repr(given)
+        if key not in self._best:
+            fitting = self.render.arguments_for(given, thinks=kind.thinks)
+            natural = [Choice(way, arguments) for way in WAYS for arguments in fitting]
             first = []
             with contextlib.suppress(RefusedAnswerError, jinja2.TemplateError):
-                first = [
-                    self._first(
-                        _Answer(self, QUESTION, None, PROBES[kind], is_ended=True), natural
-                    )[1]
-                ]
-            self._best[kind] = [*first, *natural]
-        return self._best[kind]
+                probe = _Answer(self, QUESTION, None, PROBES[kind], is_ended=True)
+                first = [self._first(probe, natural)[1]]
+            self._best[key] = [*first, *natural]
+        return self._best[key]
 
     @staticmethod
     def _first(answer: _Answer, choices: list[Choice]) -> tuple[Turn, Choice]:
@@ -307,8 +322,13 @@ class _Answer:
         # here.
         if not alone.prompt.startswith(before):
             return self._absence
-        turn = replace(alone, prompt=prompt + alone.prompt.removeprefix(before))
-        return missing_question(prompt, self._content) or turn
+        prompt += alone.prompt.removeprefix(before)
+        turn = Turn(prompt, self._strip_opening(prompt, alone.answer), arguments)
+        return (
+            missing_question(prompt, self._content)
+            or broken_thought(turn, self._content, self.render.reasoning_form)
+            or turn
+        )
 
     def _find(self, prompt: str, whole: str, way: Way, arguments: Arguments) -> Turn | None:
         tail = "" if self._calls else self._tail(whole, arguments)
@@ -357,9 +377,9 @@ class _Answer:
             elif is_open and "reasoning" in self.message and prompt.endswith(opening):
                 # Without a line end after the opening tag there is none around the closing one.
                 content = opening + thought + closing + said
-        tail = self.writer.find_tail(arguments)
+        written = self._strip_opening(prompt, content.lstrip())
         return Turn(
-            prompt, self._end(self._strip_opening(prompt, content), tail, arguments), arguments
+            prompt, self._end(written, self.writer.find_tail(arguments), arguments), arguments
         )
 
     def _strip_opening(self, prompt: str, content: str) -> str:
@@ -371,7 +391,7 @@ class _Answer:
             or not prompt.rstrip().endswith(opening)
             or not content.lstrip().startswith(opening)
         ):
-            return content.lstrip()
+            return content
         written = content.lstrip().removeprefix(opening)
         return written.removeprefix(blank) if written.startswith(blank) else written.lstrip()
 

@@ -49,6 +49,12 @@ EMPTY = {"Qwen3": "<think>\n\n</think>\n\n", "DeepSeek-R1": "\n</think>\n\n"}
 the prompt.
 """
 
+ASKED = {"Granite 3.3": {"thinking": True}}
+"""Template arguments of a request that gets a thought, if the default gets none."""
+
+UNASKED = {"SmolLM3": {"enable_thinking": False}}
+"""Template arguments of a request that gets no thought, if the default gets one."""
+
 THOUGHT = {
     "Qwen3": "<think>\nhm\n</think>\n\nso",
     "SmolLM3": "<think>\nhm\n</think>\n\nso",
@@ -85,7 +91,12 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def serve(family: Family, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+def serve(
+    family: Family,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> str:
     """The prompt made by a server from a client's request.
 
     As transformers compiles a template, with a fixed clock.
@@ -106,6 +117,7 @@ def serve(family: Family, messages: list[dict[str, Any]], tools: list[Any] | Non
         eos_token=family.end,
         strftime_now=DAY.strftime,
         raise_exception=refuse,
+        **(arguments or {}),
     )
 
 
@@ -168,7 +180,10 @@ def test_the_labels_are_the_text_after_every_generation_prompt(name: str, start:
     header = "<|channel|>final<|message|>" if name == "gpt-oss" else ""
     end = ENDS.get(name, FAMILIES[name].end)
     expected = [
-        (serve(FAMILIES[name], chat[:i]) + EMPTY.get(name, ""), header + chat[i]["content"] + end)
+        (
+            serve(FAMILIES[name], chat[:i], arguments=UNASKED.get(name)) + EMPTY.get(name, ""),
+            header + chat[i]["content"] + end,
+        )
         for i in (len(start) + 1, len(start) + 3)
     ]
     found, _ = learn(name, {"messages": chat})
@@ -198,9 +213,10 @@ def test_reasoning_is_learned_as_the_target_writes_it_and_not_read_again(
     own_tags = ("Qwen3", "SmolLM3", "DeepSeek-R1")
     sent_back = answer if dialect == "tags" and name in own_tags else say("so")
     end = ENDS.get(name, FAMILIES[name].end)
+    prompts = [[user("a")], [user("a"), sent_back, user("b")]]
     expected = [
-        (serve(FAMILIES[name], [user("a")]), THOUGHT[name] + end),
-        (serve(FAMILIES[name], [user("a"), sent_back, user("b")]), THOUGHT[name] + end),
+        (serve(FAMILIES[name], prompt, arguments=ASKED.get(name)), THOUGHT[name] + end)
+        for prompt in prompts
     ]
     found, stats = learn(name, {"messages": row})
     assert found == expected
@@ -272,7 +288,10 @@ def test_a_call_that_the_template_leaves_out_is_refused_and_the_answer_after_it_
     chat = [*AFTER_CALL, say("6")]
     found, stats = learn(name, {"messages": chat, "tools": TOOLS})
     assert found == [
-        (serve(FAMILIES[name], chat[:3], TOOLS), "6" + ENDS.get(name, FAMILIES[name].end))
+        (
+            serve(FAMILIES[name], chat[:3], TOOLS, UNASKED.get(name)),
+            "6" + ENDS.get(name, FAMILIES[name].end),
+        )
     ]
     assert stats.refused_answers == {"with tool calls that the chat template leaves out": 1}
 
@@ -371,7 +390,8 @@ def test_the_prompt_of_a_held_out_conversation_is_the_served_one_on_the_day_of_t
         [read_conversation({"messages": chat})], tokenizer, num_prompts=1, max_length=8192, day=DAY
     )
     text = tokenizer.decode(prompt.token_ids)
-    assert text == serve(FAMILIES[name], [user("a"), say("so"), user("b")])
+    asked = [user("a"), say("so"), user("b")]
+    assert text == serve(FAMILIES[name], asked, arguments=ASKED.get(name))
     has_date = any(
         DAY.strftime(form) in text for form in ("%d %b %Y", "%d %B %Y", "%Y-%m-%d", "%B %d, %Y")
     )

@@ -46,7 +46,8 @@ CALL = {
     "type": "function",
     "function": {"name": "weigh", "arguments": {"thing": "a cup"}},
 }
-TAGS = re.compile(r"</?think>")
+OPENING = r"<think>|<\|channel>thought"
+TAGS = re.compile(rf"{OPENING}|</think>|<channel\|>")
 
 OF_THE_TEMPLATE = re.compile(r"</?think>|<｜Assistant｜>|<\|start\|>assistant|<end>")
 """What the oracle marks beside the answer: an empty thought, some role headers, and a token after
@@ -142,8 +143,9 @@ def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(
         question = [m for m in row["messages"][:place] if m["role"] == "user"][-1]
         assert squeeze(text(question["content"])) in squeeze(turn.prompt)
         # 4: one thought, from the state of the prompt
-        tags = TAGS.findall(turn.prompt[-30:].rpartition("assistant")[2] + turn.answer)
-        assert tags in ([], ["<think>", "</think>"], ["<think>"] if is_cut else [])
+        own = re.split("assistant|model|<tool_response.>", turn.prompt[-30:])[-1] + turn.answer
+        opens = [bool(re.fullmatch(OPENING, tag)) for tag in TAGS.findall(own)]
+        assert opens in ([], [True, False], [True] if is_cut else [])
         thought = answer.get("reasoning_content", "")
         assert thought in turn.answer
         assert text(answer["content"]) in turn.answer
@@ -356,6 +358,87 @@ def test_the_arguments_of_the_template_follow_the_data() -> None:
     ]
     first, _ = learn(SWITCHED, {"messages": CHAT}, **options)
     assert first == ("<|user|>ping 1<|assistant|></think>", "pong 1<|done|>")
+
+
+# A thought is rendered whatever the prompt asks for, as Gemma 4's template does.
+ALWAYS_RENDERED = (
+    "{% if enable_thinking %}<|think|>{% endif %}{% for m in messages %}{% if m.role == 'user' %}"
+    "<|user|>{{ m.content }}{% else %}<|assistant|>{% if m.reasoning %}<|channel>thought\n"
+    "{{ m.reasoning }}\n<channel|>{% endif %}{{ m.content }}<|done|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Those of the larger sizes close an empty thought, which no answer repeats.
+CLOSED = ALWAYS_RENDERED.replace(
+    "<|assistant|>{% endif %}",
+    "<|assistant|>{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}",
+)
+# The effort is written, and none of it is the default, as Mistral's template does.
+EFFORT = (
+    "{% set effort = reasoning_effort or 'none' %}{% if effort not in ['none', 'low', 'high'] %}"
+    "{{ raise_exception('no such effort') }}{% endif %}{{ effort }}{% for m in messages %}"
+    "{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|assistant|>{% if m.reasoning %}"
+    "<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|done|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+GRADED = EFFORT.replace("or 'none'", "or 'low'").replace(
+    "['none', 'low', 'high']", "['low', 'high']"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "unasked", "thought"),
+    [
+        (
+            ALWAYS_RENDERED,
+            "<|think|><|user|>why 1<|assistant|>",
+            "<|user|>ping 1<|assistant|>",
+            "<|channel>thought\nscatter 1\n<channel|>",
+        ),
+        (
+            CLOSED,
+            "<|think|><|user|>why 1<|assistant|>",
+            "<|user|>ping 1<|assistant|><|channel>thought\n<channel|>",
+            "<|channel>thought\nscatter 1\n<channel|>",
+        ),
+        (
+            EFFORT,
+            "high<|user|>why 1<|assistant|>",
+            "none<|user|>ping 1<|assistant|>",
+            "<think>scatter 1</think>",
+        ),
+        (
+            GRADED,
+            "low<|user|>why 1<|assistant|>",
+            "low<|user|>ping 1<|assistant|>",
+            "<think>scatter 1</think>",
+        ),
+    ],
+    ids=["always-rendered", "closed", "effort", "graded"],
+)
+def test_a_thought_follows_a_prompt_that_asks_for_one_and_no_other_answer_does(
+    template: str, asked: str, unasked: str, thought: str
+) -> None:
+    options = {"end": "<|done|>", "special": "<|user|> <|assistant|>"}
+    found = learn(template, {"messages": THOUGHT}, **options)
+    assert found == [(asked, thought + "blue 1<|done|>")]
+    (first, *_) = learn(template, {"messages": CHAT}, **options)
+    assert first == (unasked, "pong 1<|done|>")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"chat_template_kwargs": {"reasoning_effort": "low", "unheard": 1, "messages": []}},
+        {"chat_template_kwargs": '{"reasoning_effort": "low"}'},
+        {"settings": {"temperature": 0.5, "template_options": {"reasoning_effort": "low"}}},
+    ],
+    ids=["object", "json", "regenerated"],
+)
+def test_template_arguments_in_the_data_are_those_of_the_prompt(column: dict[str, Any]) -> None:
+    options = {"end": "<|done|>", "special": "<|user|> <|assistant|>"}
+    for messages in (THOUGHT, CHAT[:2]):
+        ((prompt, _),) = learn(EFFORT, {"messages": messages, **column}, **options)
+        assert prompt == f"low<|user|>{messages[0]['content']}<|assistant|>"
 
 
 def test_a_thought_opened_by_the_prompt_opens_once() -> None:
