@@ -240,6 +240,11 @@ class Family:
             config = config[section]
         return [layer + self.layers_offset for layer in config[last]]
 
+    def states_shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        """(number per token, size) of the hidden states that an export with this config.json reads."""
+        size: int = config.get("transformer_layer_config", config)["hidden_size"]
+        return len(self.read_layers(config)) if self.reads == "layers" else 1, size
+
     def own_checks(self) -> tuple[Any, ...]:
         """The doctor's checks for this family only."""
         return tuple(_import(self.checks)) if self.checks else ()

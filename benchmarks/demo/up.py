@@ -187,7 +187,8 @@ class Play:
     @property
     def command(self) -> list[str]:
         arguments = list_arguments(self.url, self.dtype, self.kv_bytes)
-        return ["up", str(self.target), "--folder", str(self.folder), "--", *arguments]
+        given = ["up", str(self.target), "--folder", str(self.folder), "--capture.fraction", "1"]
+        return [*given, "--", *arguments]
 
     async def run(self) -> dict[str, Any]:
         first_start_s = self.start()

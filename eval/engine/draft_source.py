@@ -42,6 +42,17 @@ if TYPE_CHECKING:
 SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
 
 NUM_TOKENS = 3  # the number of draft tokens of a server, if none is given
+
+
+def require_tokens(num_speculative_tokens: int) -> None:
+    """Raise ValueError for a server that would draft nothing, which vLLM refuses after a minute."""
+    if num_speculative_tokens < 1:
+        raise ValueError(
+            f"--num-speculative-tokens {num_speculative_tokens} drafts nothing: give 1 or more, or "
+            "start vLLM without a draft (vllm serve)"
+        )
+
+
 MEASURED_TOKENS = (NUM_TOKENS, 1, 2, 5)
 
 NGRAM = "ngram"

@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.engine_log import why_ended
 from redraft.eval.engine.lookups import lookup_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
 from redraft.eval.engine.target_dtype import default_target_dtype
@@ -276,7 +277,7 @@ def wait_until_healthy(
             # A dead engine is not waited for until the timeout.
             if process.poll() is not None:
                 raise ChildProcessError(
-                    f"{name} did not start: {last_error(log)} (whole log: {log})"
+                    f"{name} did not start: {why_ended(process, log)} (whole log: {log})"
                 )
             if given_up is not None and given_up.is_set():
                 raise ChildProcessError(f"{name} was given up before it was ready: see {log}")
@@ -286,26 +287,3 @@ def wait_until_healthy(
             time.sleep(0.25)
             bar.refresh()
     raise TimeoutError(f"{name} was not ready after {START_TIMEOUT_S} s: see {log}")
-
-
-def last_error(log: Path) -> str:
-    """The line of an engine's log with the cause of death.
-
-    The last error, unless it only refers to an earlier one.
-    """
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError as error:
-        return f"its log cannot be read ({error.strerror})"
-    # pydantic appends the whole input to the message, after " [type=value_error, "
-    pattern = r"\b((?:[A-Z]\w*(?:Error|Exception)|error|Value error)[:,] .+?)(?: \[type=.*)?$"
-    errors = (re.search(pattern, line) for line in lines)
-    # The API server reports the death of its engine core after the core has reported the cause.
-    causes = [
-        found[1]
-        for found in errors
-        if found and "Engine core initialization failed" not in found[1]
-    ]
-    if causes:
-        return causes[-1].strip()
-    return lines[-1].strip() if lines else "it wrote nothing"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.engine_log import why_ended
 from redraft.eval.engine.process import process_group
-from redraft.eval.engine.server import last_error
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.progress import Progress
 
@@ -107,7 +107,7 @@ def run_engine(
         _wait(process)
         if process.returncode:
             raise ChildProcessError(
-                f"vLLM did not run the draft: {last_error(log)} (whole log: {log})"
+                f"vLLM did not run the draft: {why_ended(process, log)} (whole log: {log})"
             )
     return [_read(run, out) for run, out in zip(runs, outs, strict=True)]
 

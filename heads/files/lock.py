@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,40 +16,51 @@ NO_LOCKS = frozenset(
     {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 )
 """Errors of file systems without locks: Lustre without `flock`, some FUSE and NFS mounts."""
+OWNER = b"process "
+"""The beginning of the line in a lock that names its owner."""
 
 
 class AlreadyOwnedError(OSError):
     """Another live process owns the folder; the message names it."""
 
 
-def acquire(path: Path, purpose: str) -> int:
+def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
     """Take the lock `path`, held until the descriptor is closed or the process ends.
 
-    The file stays.
+    The file stays. `waits` for the present owner instead of raising.
 
     Raises:
         AlreadyOwnedError: another process holds it.
-        OSError: the file system has no locks.
+        OSError: the file system has no locks, or something else has the lock's name; that is left as
+            it is.
     """
     # Never unlinked: two processes could then lock two files of one name. A program started by the
-    # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive. No link is
+    # followed, and no pipe waited for: in a shared folder another user may have made either.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+        owner = os.pread(descriptor, 200, 0) if stat.S_ISREG(found.st_mode) else b"?"
+        if found.st_nlink > 1 or (owner and not owner.startswith(OWNER)):
+            raise OSError(f"{path} is not a lock of redraft: move it away")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        with suppress(OSError):  # on a full disk the owner cannot be noted, but the lock holds
+            os.ftruncate(descriptor, 0)
+            note = f"{os.getpid()} on {socket.gethostname()}\n".encode()
+            os.pwrite(descriptor, OWNER + note, 0)
     except BlockingIOError:
-        owner = os.read(descriptor, 200).decode(errors="replace").strip()
+        # Read again: the owner may just have noted itself.
+        named = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise AlreadyOwnedError(
-            f"{path.parent} already has {purpose} ({owner}): stop it first"
+            f"{path.parent} already has {purpose} ({named}): stop it first"
         ) from None
     except OSError as error:
         os.close(descriptor)
         if error.errno not in NO_LOCKS:
             raise
         raise OSError(f"{describe_missing(path, error)}: choose a folder on a local disk") from None
-    with suppress(OSError):  # on a full disk the owner cannot be noted, but the lock holds
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return descriptor
 
 
@@ -72,13 +84,9 @@ def find_mount(path: Path) -> tuple[str, str]:
 
 
 @contextmanager
-def own(path: Path, purpose: str) -> Iterator[None]:
-    """Hold the lock `path` while the block runs.
-
-    Raises:
-        AlreadyOwnedError
-    """
-    descriptor = acquire(path, purpose)
+def own(path: Path, purpose: str, *, waits: bool = False) -> Iterator[None]:
+    """Hold the lock `path` while the block runs. Raises: as `acquire`."""
+    descriptor = acquire(path, purpose, waits=waits)
     try:
         yield
     finally:

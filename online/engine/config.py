@@ -90,8 +90,8 @@ class PluginConfig:
     them.
     """
     token: str | None = field(default=None, repr=False)
-    """REDRAFT_TOKEN, or the content of the file REDRAFT_TOKEN_FILE. Without a token the routes
-    refuse every request.
+    """Content of the file REDRAFT_TOKEN_FILE, or without that file REDRAFT_TOKEN. Without a token the
+    routes refuse every request.
     """
     allow_remote: bool = False
     """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
@@ -192,6 +192,6 @@ def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
 
 
 def _read_token(token: str | None, file: Path | None) -> str | None:
-    if token:
-        return check_token(token, "REDRAFT_TOKEN")
-    return read_token(file) if file else None
+    if file:  # first, as for the learner
+        return read_token(file)
+    return check_token(token, "REDRAFT_TOKEN") if token else None

@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.heads.files.lock import acquire
+from redraft.heads.files.private import make_private
 from redraft.online.learning.buffer_file import (
     TARGETS,
     BufferFullError,
@@ -148,7 +149,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         self._lock = threading.RLock()
         with ExitStack() as opened:
             if config.folder is not None:
-                config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+                make_private(config.folder)  # it holds users' text
                 opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
                 # The order matters: the next number needs commits and files, the key the number.

@@ -56,11 +56,7 @@ def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
         ValueError: if drafts of this family cannot learn online.
     """
     family = _find_learning(name)
-    if family.reads == "nothing":
-        return None
-    config = read_config(folder)
-    size = config.get("transformer_layer_config", config)["hidden_size"]
-    return len(family.read_layers(config)) if family.reads == "layers" else 1, size
+    return None if family.reads == "nothing" else family.states_shape(read_config(folder))
 
 
 def choose_reads(family: Family, draft: Draft) -> Reads:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from redraft.heads.files.private import make_private
 from redraft.online.records.record import CorruptRecordError
 
 MAX_FILES = 256
@@ -67,7 +68,7 @@ class Quarantine:
             if not self._remove(self._files[0]):
                 return
         with suppress(OSError):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' text
+            make_private(self.folder)  # it holds users' text
             path = self._path(time_ns, error.reason)
             try:
                 path.write_bytes(content)

@@ -46,14 +46,18 @@ class SpoolWriter:
         Raises:
             OSError: if the disk is full or the folder is not writable; no partial file remains.
         """
-        # Token ids are users' text, so only the owner may read it. To allow others, create the
-        # folder beforehand.
+        # Token ids are users' text, so only the owner may read it. To allow a group, create the
+        # folder beforehand and let the group write to it.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = 0o660 if self.folder.stat().st_mode & stat.S_IWGRP else 0o600
         # The time comes first: the files of many servers then sort by age.
         name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
         partial = self.folder / f".{name}{PARTIAL}"
         try:
-            partial.write_bytes(b"".join(frames))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(b"".join(frames))
             # No fsync: the host does not wait for a disk; the CRC of a frame shows a torn file.
             partial.rename(self.folder / f"{name}{SUFFIX}")
         except OSError:

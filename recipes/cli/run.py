@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -41,6 +42,9 @@ def choose_environment(*, has_terminal: bool) -> dict[str, str]:
 def main() -> None:
     for name, value in choose_environment(has_terminal=sys.stderr.isatty()).items():
         os.environ.setdefault(name, value)
+    command = COMMANDS.get(sys.argv[1]) if sys.argv[1:] else None
+    if command and command.group is Group.SERVE and command.module:
+        outlive_readers()
     try:
         status = dispatch(sys.argv[1:])
         sys.stdout.flush()
@@ -50,6 +54,27 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)
+
+
+class _Outliving(io.FileIO):
+    """A stream whose writes are lost, and never fail, once nothing takes them."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Let this process go on if whatever reads its output ends: a pipe, a terminal, a full disk."""
+    for name in ("stdout", "stderr"):
+        now = getattr(sys, name)
+        raw = _Outliving(now.fileno(), "w", closefd=False)
+        text = io.TextIOWrapper(
+            io.BufferedWriter(raw), now.encoding, now.errors, line_buffering=True
+        )
+        setattr(sys, name, text)
 
 
 def dispatch(args: Sequence[str]) -> int:

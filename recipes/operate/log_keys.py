@@ -18,6 +18,8 @@ from typing import Annotated
 
 import tyro
 
+from redraft.heads.files.private import make_private
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -33,7 +35,7 @@ def main(cfg: Config) -> None:
     """
     import nkeys  # an extra, as nats-py is
 
-    cfg.folder.mkdir(parents=True, exist_ok=True)
+    make_private(cfg.folder)
     lines = []
     for user in ("servers", "learner"):
         seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import NUM_TOKENS, SampleMethod
+from redraft.eval.engine.draft_source import NUM_TOKENS, SampleMethod, require_tokens
 from redraft.heads.catalog import Method
 from redraft.online.engine.config import CaptureConfig, SwapConfig
 
@@ -44,8 +44,8 @@ class Config:
     """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and
     drafts fewer or none where that is faster; a number is for all steps; with `off` all steps
     have --num-speculative-tokens, as with vLLM alone. With `auto` or a number, sampled requests
-    with a seed are not drafted for, so their answers stay the same. Needs vLLM's V1 model runner,
-    and leaves a GPU piecewise CUDA graphs only.
+    with a seed are not drafted for, so their answers stay the same. On a GPU, vLLM captures CUDA
+    graphs for each number; with Mamba layers, only piecewise ones.
     """
     method: Method | None = None
     """vLLM's method for the draft. By default it follows from the draft's tensors."""
@@ -61,8 +61,8 @@ class Config:
     default as for `redraft retrieval`, else 0.05.
     """
     token_file: Path | None = None
-    """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the
-    token instead.
+    """File with the bearer token that protects /redraft/... Without it, the variable REDRAFT_TOKEN
+    holds the token.
     """
     allow_remote: bool = False
     """Allow other machines to use /redraft/... as well."""
@@ -72,3 +72,6 @@ class Config:
     """
     swap: SwapConfig = field(default_factory=SwapConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
+
+    def __post_init__(self) -> None:
+        require_tokens(self.num_speculative_tokens)

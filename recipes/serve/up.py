@@ -28,16 +28,15 @@ import psutil
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.proxies import is_local
-from redraft.eval.engine.server import last_error
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.catalog import find_family
 from redraft.heads.families.retrieval import LIVE
 from redraft.heads.files.artifact import publish, require_space, write_whole
 from redraft.heads.files.folder import fetch_model, open_folder, read_config, weight_files
 from redraft.heads.files.lock import own
+from redraft.heads.files.private import make_private, require_own
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.fleet.discovery import list_servers
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
 from redraft.online.settings import render_value
@@ -45,12 +44,19 @@ from redraft.online.tokens import write_token
 from redraft.recipes.serve.serve import speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
+from redraft.recipes.serve.up_folder import (
+    FLEET,
+    LOCK,
+    SETTINGS,
+    TOKEN,
+    describe_records,
+    list_server,
+    listed,
+)
 from redraft.recipes.serve.up_parts import Learned, Meter, Part, Restarts, Screen, show_lines
 from redraft.recipes.serve.vllm_flags import read_flags, require_agreement
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
-
-SETTINGS, FLEET, TOKEN, LOCK = "learner.toml", "fleet.toml", "token", "up.lock"
 
 REFUSED = {
     "uds": "the learner reaches the server at a port",
@@ -98,13 +104,16 @@ def main(cfg: Config) -> None:
         ChildProcessError: if the server ends.
     """
     plan = make_plan(cfg)
-    plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+    make_private(plan.folder)  # it holds users' text
     with contextlib.ExitStack() as stack:
         if not cfg.join:
             stack.enter_context(own(plan.folder / LOCK, "a redraft up"))
         stack.enter_context(exiting_on_sigterm())
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        run(plan, learns=bool(cfg.join) or prepare(plan))
+        learns = bool(cfg.join) or prepare(plan)
+        if learns:
+            stack.enter_context(listed(plan.folder, plan.url))
+        run(plan, learns=learns)
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -123,15 +132,17 @@ def make_plan(cfg: Config) -> Plan:
             "out"
         )
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
+    require_own(folder)
     if not cfg.join and (folder / LOCK).exists():
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
             pass
     draft = DraftSource.parse(cfg.draft) if cfg.draft else None
     settings = check_folder(cfg, folder, target, draft)
     page_port = settings.page.port if settings else Page().port
-    if not flags.get("port", "8000").isdecimal():
-        raise ValueError(f"--port {flags['port']} is no port: give a number")
-    if is_taken(port := int(flags.get("port", 8000))):
+    given = flags.get("port", "8000")
+    if not given.isdecimal() or not 0 < (port := int(given)) < 1 << 16:
+        raise ValueError(f"--port {given} is not a port: give a number from 1 to 65535")
+    if is_taken(port):
         raise ValueError(f"port {port} is in use: give another after the --, as --port 8001")
     if settings and not cfg.join and is_taken(page_port):
         raise ValueError(f"port {page_port} is in use: change [page] port in {folder / SETTINGS}")
@@ -215,8 +226,12 @@ def prepare(plan: Plan) -> bool:
     folder = plan.folder
     if not (folder / TOKEN).exists():
         write_token(folder / TOKEN)
-    for name in ("registry", "spool", "logs"):
+    make_private(folder / "spool")
+    for name in ("registry", "logs"):
         (folder / name).mkdir(exist_ok=True)
+    if plan.cfg.capture.fraction == 0:
+        print("nothing is recorded (--capture.fraction 0), so there is no learner", flush=True)
+        return False
     if plan.has_begun:
         return True
     fetch_model(plan.cfg.target)
@@ -382,7 +397,8 @@ def serve_command(
         if on_cpu and family.takes_lookup:
             command += ["--draft", f"{LIVE}+{folder / 'registry' / 'current'}"]
     else:
-        command += ["--draft", str(plan.draft or LIVE)]
+        newest = folder / "registry" / "current" if plan.has_begun else LIVE
+        command += ["--draft", str(plan.draft or newest)]
     for name, value in vars(plan.cfg.capture).items():
         command += [
             f"--capture.{name.replace('_', '-')}",
@@ -400,13 +416,16 @@ def run(plan: Plan, *, learns: bool) -> None:
     Raises: ChildProcessError if the server ends.
     """
     screen, logs = Screen(), plan.folder / "logs"
-    screen.say(f"all files are in {plan.folder}; records hold users' text")
+    screen.say(f"all files are in {plan.folder}")
+    if learns:
+        settings = load_config(plan.folder / SETTINGS)
+        for line in describe_records(settings, plan.cfg.capture):
+            screen.say(line)
     learner: Part | None = None
     more: tuple[str, ...] = ()
     if learns and not plan.cfg.join:
         line, gpu, more = place_learner(list_gpus(), plan.flags)
         screen.say(line)
-        write_fleet(plan.folder, [plan.url])
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
         learner = Part("learner", command, logs / "learner.log", {"CUDA_VISIBLE_DEVICES": gpu})
     server = Part(
@@ -414,38 +433,23 @@ def run(plan: Plan, *, learns: bool) -> None:
     )
     try:
         if learner is not None:
-            page = load_config(plan.folder / SETTINGS).page
+            page = settings.page
             screen.say(
                 f"page: http://{page.host}:{page.port}" if page.port else "the learner has no page"
             )
             learner.start()
-        watch(plan, screen, server, learner)
+        watch(plan, screen, server, learner, learns=learns)
     finally:
         if server.process is not None:
             screen.say("stops the server, then the learner" if learner else "stops the server")
         try:
             server.stop(SERVER_STOP_S)
-            if plan.cfg.join:
-                write_fleet(
-                    plan.folder, [url for url in read_fleet(plan.folder) if url != plan.url]
-                )
         finally:
             if learner is not None:
                 learner.stop(LEARNER_STOP_S)
 
 
-def read_fleet(folder: Path) -> list[str]:
-    path = folder / FLEET
-    return [server.url for server in list_servers(path)] if path.is_file() else []
-
-
-def write_fleet(folder: Path, urls: Sequence[str]) -> None:
-    """The servers of the learner, which sees a change within seconds."""
-    listed = "".join(f"[[servers]]\nurl = {render_value(url)}\n" for url in urls)
-    write_whole(folder / FLEET, listed or "servers = []\n")
-
-
-def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> None:
+def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, learns: bool) -> None:
     """Show errors, start a dead learner again, update the status line. Raises: as `run`."""
     learned, restarts, meter = Learned(), Restarts(), Meter(plan.url)
     while True:
@@ -457,25 +461,18 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
             server.start()
         needed = learner if learner and server.process is None else server
         if needed.has_ended:
-            raise ChildProcessError(
-                f"the {needed.name} ended: {last_error(needed.log)} (log: {needed.log})"
-            )
-        show_lines(screen, server, server.read_lines())
+            raise ChildProcessError(f"the {needed.name} ended: {needed.why_ended} ({needed.log})")
+        show_lines(screen, server, server.read_lines(), takes_requests=meter.is_ready)
         if learner is not None:
             lines = learner.read_lines()
             for line in lines:
-                learned.read(line)
+                if said := learned.read(line, is_served=meter.is_ready):
+                    screen.say(f"learner: {said}")
             show_lines(screen, learner, lines)
-            # until it is ready, the server is unreachable because it loads
-            if learned.fault and (
-                meter.is_ready or not learned.fault.startswith("server_unreachable")
-            ):
-                screen.say(f"learner: {learned.fault}")
-            learned.fault = ""
             restarts.follow(learner, now_s, screen.say)
         with contextlib.suppress(OSError, ValueError):  # someone edits the file, and is not done
-            if plan.cfg.join and plan.url not in (urls := read_fleet(plan.folder)):
-                write_fleet(plan.folder, [*urls, plan.url])  # the other one has started again
+            if learns:
+                list_server(plan.folder, plan.url)
         was_ready, shown = meter.is_ready, meter.read(now_s)
         if meter.is_ready and not was_ready:
             screen.say(f"ready: {plan.url} | {shown}")

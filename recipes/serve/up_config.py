@@ -4,7 +4,8 @@
     $ redraft up Qwen/Qwen3-8B --join redraft-Qwen3-8B -- --port 8001     # one more server for the same learner
 
 Everything is in one folder: token, versions of the draft, records of the traffic, the learner's
-settings and logs. The same command continues there. Ctrl-C ends the server, then the learner. A
+settings and logs. Of the requests, one in ten is recorded as text, for the learner:
+--capture.fraction. The same command continues there. Ctrl-C ends the server, then the learner. A
 learner that dies is started again, while the server serves on. `redraft fleet` operates it with
 `--config FOLDER/learner.toml`.
 """
@@ -15,6 +16,7 @@ from typing import Annotated
 
 import tyro
 
+from redraft.eval.engine.draft_source import require_tokens
 from redraft.online.engine.config import ServerSample
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 
@@ -38,5 +40,11 @@ class Config:
     GPUs by CUDA_VISIBLE_DEVICES.
     """
     num_speculative_tokens: int = ServeConfig.num_speculative_tokens
-    """Most draft tokens of a step."""
-    capture: ServerSample = field(default_factory=ServerSample)
+    """Maximum number of draft tokens per step."""
+    capture: ServerSample = field(default_factory=lambda: ServerSample(fraction=0.1))
+    """The recorded part of the traffic. With a fraction of 0 nothing is recorded and nothing trained:
+    the server drafts with the newest version in the folder, with --draft or with `live`.
+    """
+
+    def __post_init__(self) -> None:
+        require_tokens(self.num_speculative_tokens)

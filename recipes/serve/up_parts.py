@@ -15,16 +15,23 @@ import httpx
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import find_counts, read_samples
+from redraft.eval.engine.engine_log import read_line, split_lines, why_ended
 from redraft.eval.engine.process import start_group, stop_group
-from redraft.eval.engine.server import last_error
+from redraft.heads.files.printable import printable
 from redraft.online.engine.pace import describe_pace, read_gauges
-from redraft.online.journal import AcceptanceEntry, FaultEntry, StateEntry, SwapEntry, decode
+from redraft.online.fleet.reach import REFUSED
+from redraft.online.journal import (
+    AcceptanceEntry,
+    FaultEntry,
+    GateEntry,
+    StateEntry,
+    SwapEntry,
+    decode,
+)
+from redraft.online.page.headline import shorten_version
 
 LONGEST_PAUSE_S = 60  # before a learner that died is started again
 PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
-
-ERROR = re.compile(r"\b(?:ERROR|CRITICAL)\b|^(?:redraft: |[\w.]*(?:Error|Exception)\b)")
-"""A line of an error in the log of a part."""
 
 TOLD = re.compile(r"redraft: ((?:--pace|the draft takes) .*)")
 """A line of the plugin about a draft and its costs, in the log of a server that starts."""
@@ -62,11 +69,16 @@ class Part:
             new = file.read()
         end = new.rfind(b"\n") + 1
         self._read_to += end
-        return new[:end].decode(errors="replace").splitlines()
+        return split_lines(new[:end].decode(errors="replace"))[:-1]
 
     @property
     def has_ended(self) -> bool:
         return self.process is not None and self.process.poll() is not None
+
+    @property
+    def why_ended(self) -> str:
+        assert self.process is not None
+        return why_ended(self.process, self.log)
 
     def stop(self, timeout_s: float) -> None:
         """Ask the leader to end with all children; kill those that are left."""
@@ -88,6 +100,7 @@ class Screen:
     _shown_s: float = -PLAIN_LINE_S
 
     def say(self, line: str) -> None:
+        line = printable(line)
         print(f"\r\x1b[K{line}" if self.is_terminal else line, flush=True)
 
     def update(self, line: str, now_s: float) -> None:
@@ -100,35 +113,62 @@ class Screen:
 
 @dataclass
 class Learned:
-    """Phase, version and newest fault, from the log of the learner."""
+    """Phase and version, from the log of the learner."""
 
     phase: str = "starts"
     version: str = ""
-    fault: str = ""
 
-    def read(self, line: str) -> None:
+    def read(self, line: str, *, is_served: bool) -> str:
+        """The news for people in this line; empty for most.
+
+        Until the target `is_served`, nothing listens at the address of its server.
+        """
         match decode(line.encode()):
             case StateEntry() as entry:
                 self.phase = entry.phase
-            case SwapEntry(outcome="swapped" | "rolled_back") as entry:
-                self.version = entry.version
             case AcceptanceEntry(server=str()) as entry:
                 self.version = entry.draft_version
-            case FaultEntry() as entry:
-                self.fault = f"{entry.what} {entry.detail or ''}: {entry.reason}"
+            case GateEntry(verdict="promote") as entry:
+                return f"{_describe_gain(entry)}: it goes to the servers"
+            case SwapEntry(outcome="swapped") as entry:
+                self.version = entry.version
+                return f"{entry.server} serves {shorten_version(entry.version)}"
+            case SwapEntry(outcome="rolled_back") as entry:
+                self.version = entry.version
+                before = shorten_version(entry.from_version or "the version before")
+                back = f"{entry.server} is back from {before} on {shorten_version(entry.version)}"
+                return f"{back}: {entry.reason}" if entry.reason else back
+            case SwapEntry() as entry:
+                version = shorten_version(entry.version)
+                return f"{entry.server} does not serve {version} ({entry.outcome}): {entry.reason}"
+            case FaultEntry() as entry if is_served or REFUSED not in entry.reason:
+                return f"{entry.what} {entry.detail or ''}: {entry.reason}"
+        return ""
 
 
-def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
+def _describe_gain(entry: GateEntry) -> str:
+    passed = f"{shorten_version(entry.candidate)} passed the gate on {entry.requests} requests"
+    if entry.tau_incumbent is None or entry.tau_candidate is None:
+        return passed
+    return f"{passed}, with tau {entry.tau_candidate:.2f} (now {entry.tau_incumbent:.2f})"
+
+
+def show_lines(
+    screen: Screen, part: Part, lines: Sequence[str], *, takes_requests: bool = False
+) -> None:
     """The new lines for people.
 
-    Of errors the last one: a traceback of vLLM is dozens of lines of them.
+    Of errors the last one: a traceback of vLLM is dozens of lines of them. Of a server that
+    `takes_requests` only the engine's: clients choose words in the lines of the API server.
     """
-    for found in filter(None, map(TOLD.search, lines)):
-        screen.say(f"{part.name}: {found[1]}")
-    errors = [line.strip() for line in lines if ERROR.search(line) and not line.startswith("{")]
+    read = [line for line in map(read_line, lines) if line.is_of_engine or not takes_requests]
+    for line in read:
+        if found := TOLD.match(line.text):
+            screen.say(f"{part.name}: {found[1]}")
+    errors = [line for line in read if line.is_error]
     if errors:
         more = f" ({len(errors) - 1} more in {part.log})" if len(errors) > 1 else ""
-        screen.say(f"{part.name}: {errors[-1]}{more}")
+        screen.say(f"{part.name}: {errors[-1].text}{more}")
 
 
 @dataclass
@@ -147,7 +187,7 @@ class Restarts:
             self.due_s = now_s + pause_s
             say(
                 f"learner: ended, and starts again in {pause_s} s; serving goes on: "
-                f"{last_error(learner.log)}"
+                f"{learner.why_ended}"
             )
         if now_s >= self.due_s:
             self.due_s = None
@@ -190,6 +230,9 @@ class Meter:
         counts = find_counts(text) or AcceptanceCounts.zero()
         new = counts.since(self._counts) or counts
         parts = [f"{done:.0f} requests done, {running:.0f} running"]
+        answers = read_samples(text, "http_requests_total")
+        broken = sum(one.value for one in answers if one.labels.get("status") == "5xx")
+        parts += [f"{broken:.0f} failed (5xx)"] if broken else []
         if self.is_ready:
             parts.append(
                 f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s"

@@ -55,6 +55,19 @@ def test_a_token_that_others_can_read_or_change_is_refused_by_all_who_read_it(tm
         assert content not in str(error.value)
 
 
+def test_a_token_of_the_shell_beside_a_file_leaves_server_and_learner_with_one(
+    tmp_path, monkeypatch
+):
+    path = make_token(tmp_path, 0o600)
+    monkeypatch.setenv("REDRAFT_TOKEN", "token-of-the-shell")
+    server = read_config(
+        {"REDRAFT_TOKEN_FILE": str(path), "REDRAFT_TOKEN": "token-of-the-shell"}
+    ).token
+    assert server == FleetConfig(servers=("http://a:1",), token_file=path).token()
+    assert server == path.read_text().strip()
+    assert read_config({"REDRAFT_TOKEN": "token-of-the-shell"}).token == "token-of-the-shell"
+
+
 @needs_root
 def test_a_secret_mounted_with_a_group_is_read_by_a_process_of_that_group_only():
     """As in a pod with an fsGroup: the file belongs to root and to the group, with mode 0440."""

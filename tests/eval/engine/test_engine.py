@@ -18,10 +18,11 @@ from transformers import LlamaForCausalLM
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine import served
 from redraft.eval.engine.counters import DECODE_TIME, find_counts, parse_counts
+from redraft.eval.engine.engine_log import last_error
 from redraft.eval.engine.lossless import compare_lossless
 from redraft.eval.engine.measure import Measurement, Output, complete_all, measure
 from redraft.eval.engine.sampling import GREEDY
-from redraft.eval.engine.server import VllmServer, last_error, vllm_server
+from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
 from redraft.eval.forecast.greedy import Continuation, forecast, greedy_continuations
 from redraft.eval.forecast.teacher_forced import Protocol

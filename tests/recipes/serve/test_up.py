@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 import stand_in_parts
@@ -35,6 +36,7 @@ from waiting import PATIENCE_S, wait_until
 from benchmarks.demo.fleet import Traffic
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import find_counts
+from redraft.eval.engine.engine_log import last_error
 from redraft.eval.engine.process import free_port
 from redraft.eval.engine.server import wait_until_healthy
 from redraft.eval.prompts import Prompt
@@ -47,12 +49,14 @@ from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.pace import PaceMetrics
+from redraft.online.fleet.reach import REFUSED
 from redraft.online.fleet.registry import Registry
 from redraft.online.journal import (
     AcceptanceEntry,
     BufferEntry,
     Entry,
     FaultEntry,
+    GateEntry,
     Journal,
     ServerEntry,
     StateEntry,
@@ -61,7 +65,7 @@ from redraft.online.journal import (
 )
 from redraft.online.tokens import write_token
 from redraft.recipes.operate.watch import read_server
-from redraft.recipes.serve import up, up_parts
+from redraft.recipes.serve import up, up_folder, up_parts
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
 from redraft.recipes.serve.vllm_flags import read_flags
@@ -116,6 +120,10 @@ def start(tmp_path):
     for run in runs:
         if run.process.poll() is None:
             run.end(signal.SIGTERM)
+
+
+def read_urls(folder: Path) -> list[str]:
+    return [server.url for server in up_folder.read_fleet(folder)]
 
 
 def events(folder: Path) -> list[str]:
@@ -179,9 +187,9 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     joined = start(target, "--join", str(folder), "--", "--port", other)
     joined.until("ready: ")
     urls = [f"http://127.0.0.1:{one}" for one in (port, other)]
-    wait_until(lambda: up.read_fleet(folder) == urls)
+    wait_until(lambda: read_urls(folder) == urls)
     assert joined.end() == 0
-    assert up.read_fleet(folder) == urls[:1]
+    assert read_urls(folder) == urls[:1]
     server = next(
         line.split()[-1] for line in events(folder) if line.startswith(f"server {port} begins")
     )
@@ -189,6 +197,27 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     assert run.process.wait(PATIENCE_S) == 2
     assert "redraft: the server ended" in run.log.read_text()
     assert events(folder)[-1] == "learner ends"
+
+
+def test_serving_outlives_the_reader_of_its_output(target, tmp_path):
+    folder, port = tmp_path / "all", str(free_port())
+    command = [sys.executable, stand_in_parts.__file__, "up", target, "--folder", str(folder)]
+    command += ["--draft", write_draft(tmp_path / "draft"), "--", "--port", port]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert any(b"ready: " in line for line in run.stdout)
+        run.stdout.close()
+        for count in (2, 3):  # each death is a line
+            begun = [line for line in events(folder) if line.startswith("learner begins")]
+            os.kill(int(begun[-1].split()[-1]), signal.SIGKILL)
+            wait_until(lambda: str(events(folder)).count("learner begins") == count)  # noqa: B023
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        run.send_signal(signal.SIGTERM)
+        run.wait(PATIENCE_S)
+        assert events(folder)[-2:] == [f"server {port} ends", "learner ends"]
+    finally:
+        run.kill()
+        run.wait()
 
 
 def test_a_draft_that_the_learner_refuses_ends_it_and_another_may_begin(start, target, tmp_path):
@@ -273,6 +302,116 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     (other := tmp_path / "other").mkdir()
     (other / "config.json").write_text("{}")
     refuse(ValueError, rf"{folder} .*{target}: .*--folder", folder=folder, target=str(other))
+
+
+@pytest.mark.parametrize("port", ["0", "80800", "-1", "8e3"])
+def test_a_port_that_no_server_can_have_is_refused(target, port):
+    with pytest.raises(ValueError, match=f"^--port {port} "):
+        up.make_plan(Config(target=target, draft="live", vllm_args=(f"--port={port}",)))
+
+
+@pytest.mark.parametrize("config", [Config, ServeConfig])
+def test_a_server_that_would_draft_nothing_is_refused(config):
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"^--num-speculative-tokens {count} "):
+            config(target="x", num_speculative_tokens=count)
+
+
+def test_a_folder_that_was_there_becomes_private_with_everything_in_it(target, tmp_path):
+    (folder := tmp_path / "all").mkdir()
+    (folder / "spool").mkdir()
+    folder.chmod(0o755)
+    (folder / "token").touch(0o600)
+    draft, port = write_draft(tmp_path / "draft"), str(free_port())
+    plan = up.make_plan(
+        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", port))
+    )
+    up.make_private(plan.folder)
+    assert up.prepare(plan)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "spool")] == [0o700] * 2
+    (folder / "up.lock").symlink_to(Path(target) / "config.json")
+    with pytest.raises(OSError, match=r"up\.lock"):
+        up.make_plan(plan.cfg)
+    assert (Path(target) / "config.json").read_text() == "{}"
+
+
+def test_before_the_first_request_it_says_what_is_recorded_and_how_to_stop_it(target, tmp_path):
+    tiny_eagle3 = Path(__file__).parents[2] / "assets" / "tiny-eagle3"
+    assert Config(target="x").capture.fraction == 0.1
+    folder = tmp_path / "all"
+    plan = up.make_plan(
+        Config(target=target, folder=folder, vllm_args=("--port", str(free_port())))
+    )
+    folder.mkdir()
+    head = up.DraftSource(source=str(tiny_eagle3))
+    (folder / "learner.toml").write_text(up.render_settings(plan, head, 0))
+    cfg = load_config(folder / "learner.toml")
+    capture = ServerSample(fraction=0.25, tenants=("acme",), spool_bytes=5 * 10**8)
+    said = "\n".join(up_folder.describe_records(cfg, capture))
+    config = read_config(tiny_eagle3)
+    layers, width = len(config["eagle_aux_hidden_state_layer_ids"]), config["hidden_size"]
+    for part in (
+        "25% of all requests of the tenants acme", "hidden states", str(folder / "spool"),
+        str(folder / "learner" / "buffer"), "mode 0700", f"{layers * width * 2 / 1e3:.1f} kB per token",
+        "0.5 GB a server", f"{cfg.buffer.max_bytes / 1e9:.1f} GB", "after 7 days",
+        "X-Redraft-Opt-Out: 1", "--capture.fraction 0 ", "redraft fleet forget TENANT",
+    ):  # fmt: skip
+        assert part in said, part
+    (nothing,) = up_folder.describe_records(cfg, ServerSample(fraction=0))
+    assert nothing.startswith("records nothing")
+
+
+def test_without_records_there_is_no_learner_and_the_newest_version_drafts(
+    target, tmp_path, capsys
+):
+    folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
+    given = Config(
+        target=target,
+        folder=folder,
+        draft=draft,
+        vllm_args=("--port", str(free_port())),
+        capture=ServerSample(fraction=0),
+    )
+    plan = up.make_plan(given)
+    folder.mkdir()
+    assert not up.prepare(plan)
+    assert "--capture.fraction 0" in capsys.readouterr().out
+    assert not (folder / "learner.toml").exists()
+    (current := folder / "registry" / "current").mkdir(parents=True)
+    for has_begun, first, expected in (
+        (False, plan.draft, draft), (True, None, str(current)), (False, None, "live"),
+    ):  # fmt: skip
+        command = up.serve_command(replace(plan, draft=first, has_begun=has_begun), learns=False)
+        assert command[command.index("--draft") + 1] == expected
+        assert "--capture.spool" not in command
+
+
+def test_members_that_end_in_any_way_leave_the_list_and_what_others_wrote_stays(tmp_path):
+    folder, written = tmp_path, 'url = "http://10.0.0.5:8000"\ndomain = "code"\n'
+    (folder / "fleet.toml").write_text(f"[[servers]]\n{written}")
+    script = (
+        "import sys, time, pathlib; from redraft.recipes.serve.up_folder import listed\n"
+        "with listed(pathlib.Path(sys.argv[1]), sys.argv[2]): print(1, flush=True); time.sleep(60)"
+    )
+    urls = [f"http://127.0.0.1:{port}" for port in (81, 82, 83)]
+    members = [
+        subprocess.Popen([sys.executable, "-c", script, str(folder), url], stdout=subprocess.PIPE)
+        for url in urls
+    ]
+    try:
+        for member in members:
+            assert member.stdout.readline()
+        assert sorted(read_urls(folder)[1:]) == urls, "at the same time"
+        members[0].kill()
+        members[0].wait()
+        with up_folder.listed(folder, "http://127.0.0.1:84"):
+            assert set(read_urls(folder)[1:]) == {*urls[1:], "http://127.0.0.1:84"}
+    finally:
+        for member in members:
+            member.send_signal(signal.SIGINT)
+            member.wait()
+            member.stdout.close()
+    assert (folder / "fleet.toml").read_text() == f"[[servers]]\n{written}"
 
 
 def test_a_folder_follows_the_snapshot_of_the_hub_with_which_it_began(target, tmp_path):
@@ -366,7 +505,7 @@ def test_a_log_that_is_moved_or_cut_ends_nothing(tmp_path):
     assert part.read_lines() == ["one"]
     part.log.rename(tmp_path / "moved")
     assert part.read_lines() == []
-    assert "No such file" in up_parts.last_error(part.log)
+    assert "exit status 0" in part.why_ended
     part.log.write_text("a\n")
     assert part.read_lines() == []
     with part.log.open("a") as log:
@@ -422,28 +561,64 @@ def test_the_status_line_counts_since_the_last_reading():
 
 def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
     part, screen = up_parts.Part("server", [], tmp_path / "log"), up_parts.Screen(is_terminal=False)
+    engine = "(EngineCore pid=7) ERROR 11-27 10:00:00 [core.py:9]"
     lines = [
-        "WARNING 11-27 [pace.py:1] redraft: --pace auto is off: x",
+        "(EngineCore pid=7) WARNING 11-27 10:00:00 [pace.py:1] redraft: --pace auto is off: x",
         "INFO well",
-        "(EngineCore) ERROR 11-27 Traceback",
-        "(EngineCore) ERROR 11-27 ValueError: x",
+        f"{engine} Traceback",
+        f"{engine} ValueError: x",
         '{"ERROR": 1}',
     ]
     up_parts.show_lines(screen, part, lines)
     up_parts.show_lines(screen, part, lines[:1])
     told = "server: --pace auto is off: x\n"
-    assert capsys.readouterr().out == f"{told}server: {lines[3]} (1 more in {part.log})\n{told}"
+    more = f"server: ValueError: x (1 more in {part.log})\n"
+    assert capsys.readouterr().out == f"{told}{more}{told}"
+
+
+def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
+    """Words of clients in the log of the API server, each ended as vLLM's logger ends it."""
+    api = "(APIServer pid=6) ERROR 11-27 10:00:00 [serving.py:9]"
+    words = ["the model `DiskError: replace disk 3`", "DiskError: forged", "redraft: --pace is off"]
+    words += ["x\u2028RuntimeError: forged", "\x1b[2Jx", "(EngineCore pid=7) ERROR ValueError: x"]
+    part = up_parts.Part("server", [], tmp_path / "log")
+    part.process = subprocess.Popen(["sleep", "60"])
+    log = "INFO:     Application startup complete.\n"
+    log += "".join(f"{api} {word}\r\n" for word in words)
+    log += 'INFO:     127.0.0.1:9 - "GET /ERROR HTTP/1.1" 404 Not Found\n'
+    part.log.write_text(log)
+    up_parts.show_lines(
+        up_parts.Screen(is_terminal=False), part, part.read_lines(), takes_requests=True
+    )
+    assert capsys.readouterr().out == ""
+    assert last_error(part.log) == "its log names no cause"
+    with part.log.open("a") as file:
+        file.write("(EngineCore pid=7) ERROR 11-27 10:00:00 [core.py:9] OSError: no device\n")
+        file.write(f"{api} ValueError: forged\r\n")
+    assert last_error(part.log) == "OSError: no device"
+    part.process.kill()
+    part.process.wait()
+    assert part.why_ended.startswith("killed by SIGKILL")
+    up_parts.Screen(is_terminal=False).say("\x1b]0;title\x07 of a server")
+    assert capsys.readouterr().out == r"\x1b]0;title\x07 of a server" + "\n"
+
+
+def test_answers_that_fail_are_in_the_status_line():
+    page = 'http_requests_total{handler="/v1/completions",method="POST",status="%s"} 3.0'
+    meter = up_parts.Meter("http://127.0.0.1:1")
+    assert "failed" not in meter.describe(page % "4xx", 1)
+    assert "3 failed (5xx)" in meter.describe(page % "5xx", 2)
 
 
 def test_the_log_of_a_learner_tells_phase_version_and_fault(tmp_path, capsys):
     learned, journal = up_parts.Learned(), Journal(tmp_path, observers=[to_stderr])
 
-    def tell(*entries):
+    def tell(*entries, is_served=True):
         for entry in entries:
             journal.write(entry)
-        for line in capsys.readouterr().err.splitlines():
-            learned.read(line)
-        return learned.phase, learned.version, learned.fault
+        lines = capsys.readouterr().err.splitlines()
+        said = [learned.read(line, is_served=is_served) for line in lines]
+        return learned.phase, learned.version, "".join(said)
 
     for line in (
         "Traceback",
@@ -453,7 +628,7 @@ def test_the_log_of_a_learner_tells_phase_version_and_fault(tmp_path, capsys):
         '{"kind": "mood"}',
         '{"kind": "state", "phase": "cheerful"}',
     ):
-        learned.read(line)
+        assert learned.read(line, is_served=True) == ""
     assert tell() == ("starts", "", "")
     counts = {"drafts": 1.0, "accepted": 1.0, "tau": 2.0}
     told = AcceptanceEntry(server="http://a", draft_version="v000001", **counts)
@@ -465,33 +640,39 @@ def test_the_log_of_a_learner_tells_phase_version_and_fault(tmp_path, capsys):
         SwapEntry(server="http://a", version=version, outcome=outcome)
         for version, outcome in (("v000003", "refused"), ("v000002", "swapped"))
     )
-    assert tell(refused)[1] == "v000001"
-    assert tell(swapped, FaultEntry(what="disk_full", detail="28", reason="no space")) == (
-        "training",
-        "v000002",
-        "disk_full 28: no space",
+    refusal = "http://a does not serve v3 (refused): it is torn"
+    assert tell(msgspec.structs.replace(refused, reason="it is torn"))[1:] == ("v000001", refusal)
+    assert tell(swapped) == ("training", "v000002", "http://a serves v2")
+    full = FaultEntry(what="disk_full", detail="28", reason="no space")
+    assert tell(full)[2] == "disk_full 28: no space"
+    back = {"from_version": "v000002", "outcome": "rolled_back", "reason": "tau fell"}
+    assert tell(SwapEntry(server="http://a", version="v000001", **back))[1:] == (
+        "v000001",
+        "http://a is back from v2 on v1: tau fell",
     )
-    assert (
-        tell(SwapEntry(server="http://a", version="v000001", outcome="rolled_back"))[1] == "v000001"
+    gate = {"incumbent": "v000001", "tau_incumbent": 1.4, "tau_candidate": 1.62, "requests": 44}
+    passed = "v2 passed the gate on 44 requests, with tau 1.62 (now 1.40): it goes to the servers"
+    assert tell(GateEntry(verdict="promote", candidate="v000002", **gate))[2] == passed
+    assert tell(GateEntry(verdict="reject", candidate="v000003", **gate))[2] == ""
+    loads, wrong = (
+        FaultEntry(what="server_unreachable", detail="http://a", reason=f"http://a: {reason}")
+        for reason in (REFUSED, "answers GET /redraft/status with 401")
     )
+    assert tell(loads, is_served=False)[2] == "", "nothing listens while a server loads"
+    assert "nothing listens" in tell(loads)[2]
+    assert "with 401" in tell(wrong, is_served=False)[2]
 
 
-def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
-    part, restarts, said = (
-        up_parts.Part("learner", ["false"], tmp_path / "log"),
-        up_parts.Restarts(),
-        [],
-    )
-    starts = []
+def test_a_learner_that_keeps_dying_waits_longer_each_time():
+    restarts, said, starts = up_parts.Restarts(), [], []
 
     class Dead:
-        name, log, begun_s, has_ended = "learner", tmp_path / "log", 0.0, True
+        name, begun_s, has_ended, why_ended = "learner", 0.0, True, "ValueError: x"
 
         def start(self):
             starts.append(now_s)
             self.begun_s = now_s
 
-    part.log.write_text("ValueError: x\n")
     learner, now_s = Dead(), 0.0
     while len(starts) < 8:
         restarts.follow(learner, now_s, said.append)
@@ -774,4 +955,4 @@ def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tin
     assert len(parts) >= 5
     assert not any(part.is_running() for part in parts)
     assert "stops the server, then the learner" in runs[0].log.read_text()
-    assert up.read_fleet(folder) == urls[:1]
+    assert read_urls(folder) == urls[:1]

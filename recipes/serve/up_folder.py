@@ -1,0 +1,115 @@
+"""The folder of `redraft up`: the names in it, the list of its servers, and what it says of records.
+
+learner.toml   settings of the learner          token      of the servers' routes for swaps
+fleet.toml     servers of the learner           registry/  versions of the draft
+spool/         records on their way             learner/   buffer of records, state, checkpoints
+logs/          a file for each part             *.lock     one for each command that runs
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from redraft.heads.catalog import find_family
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.folder import read_config
+from redraft.heads.files.lock import AlreadyOwnedError, own
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.engine.config import ServerSample
+from redraft.online.fleet.discovery import ListedServer, list_servers
+from redraft.online.records.states import state_bytes
+from redraft.online.settings import render_value
+
+SETTINGS, FLEET, TOKEN, LOCK = "learner.toml", "fleet.toml", "token", "up.lock"
+
+
+def read_fleet(folder: Path) -> list[ListedServer]:
+    path = folder / FLEET
+    return list_servers(path) if path.is_file() else []
+
+
+@contextlib.contextmanager
+def listed(folder: Path, url: str) -> Iterator[None]:
+    """Hold the lock of this server, so that others leave it in fleet.toml; at the end it goes."""
+    lock = _lock_of(folder, url)
+    with contextlib.ExitStack() as stack:
+        with _changing(folder):
+            stack.enter_context(own(lock, f"a redraft up at {url}"))
+        try:
+            list_server(folder, url)
+            yield
+        finally:
+            stack.close()
+            list_server(folder, "")
+
+
+def list_server(folder: Path, url: str) -> None:
+    """Add a server to the list, and drop those whose command has ended, however it ended.
+
+    A server that somebody wrote into the file has no lock and stays.
+
+    Raises:
+        ValueError, OSError: somebody edits the file, and is not done.
+    """
+    with _changing(folder):
+        found = read_fleet(folder)
+        servers = [one for one in found if one.url == url or not _has_gone(folder, one.url)]
+        if url and url not in (one.url for one in servers):
+            servers.append(ListedServer(url=url))
+        if servers != found or not (folder / FLEET).is_file():
+            write_whole(folder / FLEET, render_fleet(servers))
+
+
+def render_fleet(servers: Sequence[ListedServer]) -> str:
+    lines: list[str] = []
+    for one in servers:
+        fields = msgspec.structs.asdict(one).items()
+        lines += ["[[servers]]", *(f"{key} = {render_value(at)}" for key, at in fields if at)]
+    return "\n".join(lines or ["servers = []"]) + "\n"
+
+
+def _changing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """The right to read, change and write fleet.toml, and to try the locks of servers."""
+    return own(folder / "fleet.lock", "a change of its fleet", waits=True)
+
+
+def _lock_of(folder: Path, url: str) -> Path:
+    return folder / f"server-{re.sub(r'[^0-9A-Za-z]+', '-', url)}.lock"
+
+
+def _has_gone(folder: Path, url: str) -> bool:
+    """Whether this server was a `redraft up` of the folder, and has ended."""
+    lock = _lock_of(folder, url)
+    if not lock.exists():
+        return False
+    try:
+        with own(lock, "a redraft up"):
+            lock.unlink()  # nobody waits for it: each takes it within `_changing`
+    except AlreadyOwnedError:
+        return False
+    return True
+
+
+def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
+    """Lines on the records: their share of the requests, place, size, age, and how to change it."""
+    family, buffer = find_family(cfg.draft.family), cfg.buffer_config
+    if capture.fraction == 0:
+        return ["records nothing, because --capture.fraction is 0"]
+    whose = f" of the tenants {', '.join(capture.tenants)}" if capture.tenants else ""
+    parts, size = "text as token ids and log-probabilities", "about 0.3 kB per generated token"
+    if family.is_head and cfg.draft.initial is not None:
+        count, width = family.states_shape(read_config(cfg.draft.initial))
+        parts = "text as token ids, log-probabilities and hidden states"
+        num_bytes = count * state_bytes(capture.hidden_format, width)
+        size = f"{num_bytes / 1e3:.1f} kB per token of prompt and answer"
+    most = f"{capture.spool_bytes / 1e9:.1f} GB a server, then {buffer.max_bytes / 1e9:.1f} GB"
+    return [
+        f"records {100 * capture.fraction:.3g}% of all requests{whose} ({parts}), to train the draft",
+        f"  in {cfg.spool}, then {buffer.folder}, for this user only (mode 0700)",
+        f"  {size}; at most {most}; deleted after {buffer.max_age_s / 86400:.3g} days",
+        "  never a request with the header X-Redraft-Opt-Out: 1; --capture.fraction 0 records "
+        "nothing; `redraft fleet forget TENANT` deletes",
+    ]
