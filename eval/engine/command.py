@@ -22,7 +22,7 @@ def vllm_command(model: str | Path, arguments: Sequence[str] = ()) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        "vllm.entrypoints.launchers.api_server.entry",
         "--model",
         str(model),
         *arguments,

@@ -18,12 +18,14 @@ from redraft.eval.engine.draft_source import DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import ENGINE_IS_CPU, count_cores
-from redraft.heads.files.folder import INDEX, open_folder, text_sections, weight_files
+from redraft.heads.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
 from redraft.heads.files.folder import read_config as read_model
 from redraft.heads.files.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import (
+    BESIDE_A_DRAFT,
+    Beside,
     list_warnings,
     read_flags,
     require_agreement,
@@ -56,7 +58,9 @@ def main(cfg: Config) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     require_private(read_flags(cfg.vllm_args), os.environ)
+    require_target(cfg.target)
     command = server_command(cfg)
+    print(f"note: {BESIDE_A_DRAFT}", file=sys.stderr)
     for warning in list_warnings(
         read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)
     ):
@@ -67,6 +71,14 @@ def main(cfg: Config) -> None:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
+
+
+def require_target(target: str) -> None:
+    """Raise FileNotFoundError for a target that is no folder, hub name or address of a storage."""
+    if "://" not in target and not is_hub_name(target) and not Path(target).exists():
+        raise FileNotFoundError(
+            f"there is no model folder {target}, and it is not a hub name (owner/name) either"
+        )
 
 
 def server_command(cfg: Config) -> list[str]:
@@ -81,9 +93,8 @@ def server_command(cfg: Config) -> list[str]:
         weight_files(Path(cfg.target))  # vLLM would choose between two sets of weights
     draft = _draft(cfg)
     folder = draft.folder
-    require_agreement(
-        read_flags(cfg.vllm_args), has_model=not draft.is_lookup, records=cfg.capture.is_on
-    )
+    parts = list_parts(draft, records=cfg.capture.is_on)
+    require_agreement(cfg.vllm_args, read_flags(cfg.vllm_args), cfg.target, parts)
     arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
     arguments += template_arguments(folder) if folder else []
     if cfg.capture.is_on:
@@ -92,6 +103,15 @@ def server_command(cfg: Config) -> list[str]:
     return vllm_command(
         cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args]
     )
+
+
+def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
+    """The parts of redraft at work, as `CLASHES` names them; None is a new head."""
+    parts: list[Beside] = ["records"] if records else []
+    if draft is not None and draft.is_lookup:
+        return [*parts, "lookup"]
+    parts.append("model")
+    return [*parts, "head"] if draft is None or draft.family.is_head else parts
 
 
 def template_arguments(draft: Path) -> list[str]:

@@ -9,6 +9,7 @@ written.
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -41,7 +42,7 @@ from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
 from redraft.online.settings import render_value
 from redraft.online.tokens import write_token
-from redraft.recipes.serve.serve import speculative_config
+from redraft.recipes.serve.serve import list_parts, speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
 from redraft.recipes.serve.up_folder import (
@@ -54,20 +55,16 @@ from redraft.recipes.serve.up_folder import (
     listed,
 )
 from redraft.recipes.serve.up_parts import Learned, Meter, Part, Restarts, Screen, show_lines
-from redraft.recipes.serve.vllm_flags import read_flags, require_agreement
+from redraft.recipes.serve.vllm_flags import (
+    BESIDE_A_DRAFT,
+    Beside,
+    list_warnings,
+    read_flags,
+    require_agreement,
+    require_private,
+)
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
-
-REFUSED = {
-    "uds": "the learner reaches the server at a port",
-    "ssl_keyfile": "the learner reaches the server by http: put TLS in a proxy before it",
-    "data_parallel_size": "replicas cannot choose a number of draft tokens: start a server each, "
-    "with --join",
-    "pipeline_parallel_size": "each of its batches would take the number of another: use "
-    "--tensor-parallel-size",
-    "disable_log_stats": "the status line reads the counters",
-}
-"""Flags of vLLM that contradict this command, with the reason."""
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
@@ -125,18 +122,15 @@ def make_plan(cfg: Config) -> Plan:
     target = open_folder(cfg.target).absolute()
     read_config(target)
     flags = read_flags(cfg.vllm_args)
-    require_agreement(flags, has_model=True, records=True)
-    for name in sorted(name for name in REFUSED.keys() & flags.keys() if flags[name] != "1"):
-        raise ValueError(
-            f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it "
-            "out"
-        )
+    draft = DraftSource.parse(cfg.draft) if cfg.draft else None
+    parts: list[Beside] = ["up", *list_parts(draft, records=True)]
+    require_agreement(cfg.vllm_args, flags, str(target), parts)
+    require_private(flags, os.environ)
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     require_own(folder)
     if not cfg.join and (folder / LOCK).exists():
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
             pass
-    draft = DraftSource.parse(cfg.draft) if cfg.draft else None
     settings = check_folder(cfg, folder, target, draft)
     page_port = settings.page.port if settings else Page().port
     given = flags.get("port", "8000")
@@ -148,18 +142,25 @@ def make_plan(cfg: Config) -> Plan:
         raise ValueError(f"port {page_port} is in use: change [page] port in {folder / SETTINGS}")
     require_space(folder, LEAST_FREE_BYTES)
     require_memory(target)
-    host = flags.get("host") or "127.0.0.1"
-    host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
     return Plan(
         cfg=cfg,
         folder=folder,
         target=settings.target if settings else target,
         draft=draft,
-        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        url=f"http://{choose_host(flags.get('host', ''))}:{port}",
         page_port=page_port,
         flags=flags,
         has_begun=settings is not None,
     )
+
+
+def choose_host(given: str) -> str:
+    """The host at which this machine reaches a server with this --host, as in an address."""
+    if given in ("", "0.0.0.0", "localhost"):
+        return "127.0.0.1"
+    if given == "::":
+        return "[::1]"
+    return f"[{given}]" if ":" in given else given
 
 
 def check_folder(
@@ -194,16 +195,18 @@ def check_folder(
 
 
 def is_taken(port: int) -> bool:
-    """Whether something listens at this port of the machine.
+    """Whether something listens at this port of the machine, by IPv4 or IPv6.
 
     Never at port 0, which stands for any.
     """
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("", port))
-        except OSError:
-            return True
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("", port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return True
     return False
 
 
@@ -417,6 +420,8 @@ def run(plan: Plan, *, learns: bool) -> None:
     """
     screen, logs = Screen(), plan.folder / "logs"
     screen.say(f"all files are in {plan.folder}")
+    for warning in (*list_warnings(plan.flags, str(plan.target), None, {}), BESIDE_A_DRAFT):
+        screen.say(f"note: {warning}")
     if learns:
         settings = load_config(plan.folder / SETTINGS)
         for line in describe_records(settings, plan.cfg.capture):

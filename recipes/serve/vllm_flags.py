@@ -1,50 +1,225 @@
 """vLLM's flags beside a draft, a target and records, looked at before the server starts."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.eval.engine.proxies import is_local
 from redraft.heads.doctor.pair import Pair
+from redraft.heads.files.folder import model_folder, read_generation_config
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.online.fleet.reach import UNIX_SOCKET, WANTS_CERTIFICATE
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 ALIASES = {
     "sc": "speculative_config", "dp": "data_parallel_size", "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size", "n": "nnodes", "asc": "api_server_count",
 }  # fmt: skip
 
-OWN = {
-    "model": "the target is the first argument of redraft serve",
-    "model_weights": "the target is the first argument of redraft serve",
-    "speculative_config": "give --draft and its options before the --",
-    "spec_method": "give --draft before the --",
-    "spec_model": "give --draft before the --",
-    "spec_tokens": "give --num-speculative-tokens before the --",
-}
-"""Flags which would replace those of redraft, and the flag to give instead."""
+Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
+"""The part of redraft with which a flag clashes; `redraft`: with any server that it starts. A head is
+a model as well, and so is a standalone draft.
+"""
 
-WARNINGS = {
-    "disable_log_stats": LOG_STATS_OFF,
-    "uds": UNIX_SOCKET,
-    "ssl_cert_reqs": WANTS_CERTIFICATE,
-}
-"""Flags with which a part of redraft does not reach the server, or reads nothing there."""
+
+def is_on(value: str) -> bool:
+    """Whether a flag with this value does anything: a switch has none."""
+    return value.lower() not in ("0", "false", "none", "off")
+
+
+def is_many(value: str) -> bool:
+    return value != "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clash:
+    """A flag of `vllm serve` that does not do beside a draft what it does there."""
+
+    flag: str
+    reason: str
+    way_out: str = "leave it out"
+    beside: Beside = "redraft"
+    counts: Callable[[str], bool] = is_on  # Whether a value of the flag clashes.
+    only_warns: bool = False
+
+    @property
+    def line(self) -> str:
+        # Two reasons are lines already: the plugin reports them in its notes as well.
+        name = f"--{self.flag.replace('_', '-')}"
+        return (
+            self.reason if self.reason.startswith(name) else f"{name} {self.reason}: {self.way_out}"
+        )
+
+
+CLASHES = (
+    Clash(flag="model", reason="names the target, which is the first argument of redraft"),
+    Clash(flag="model_weights", reason="names the target, which is the first argument of redraft"),
+    Clash(
+        flag="speculative_config",
+        reason="would replace the draft",
+        way_out="give --draft and its options before the --",
+    ),
+    Clash(
+        flag="spec_method", reason="would replace the draft", way_out="give --draft before the --"
+    ),
+    Clash(
+        flag="spec_model", reason="would replace the draft", way_out="give --draft before the --"
+    ),
+    Clash(
+        flag="spec_tokens",
+        reason="would replace the number of draft tokens",
+        way_out="give --num-speculative-tokens before the --",
+    ),
+    # redraft starts vLLM's Python API server in one process, whose middleware reads tenants and
+    # opt-outs. It takes these flags of `vllm serve`, and does nothing about them.
+    Clash(
+        flag="headless",
+        reason="is for `vllm serve` alone, and redraft starts one API server with its engine",
+        way_out="on several machines use --distributed-executor-backend ray",
+    ),
+    Clash(
+        flag="grpc",
+        reason="would bypass the routes and headers of the HTTP server, so nothing could be recorded "
+        "or swapped",
+        way_out="serve HTTP",
+    ),
+    Clash(
+        flag="data_parallel_multi_port_external_lb",
+        reason="starts a server for each replica, and redraft starts one",
+        way_out="start a redraft serve or redraft up --join for each replica",
+    ),
+    Clash(
+        flag="api_server_count",
+        reason="has no effect, because redraft starts one API server",
+        counts=is_many,
+        only_warns=True,
+    ),
+    Clash(
+        flag="logits_processors",
+        reason="is refused by vLLM beside a draft",
+        way_out="serve such requests without one (vllm serve)",
+    ),
+    Clash(
+        flag="runner",
+        reason="asks for a model that generates no tokens, so there is nothing to draft",
+        way_out="serve it without redraft (vllm serve)",
+        counts=lambda value: value == "pooling",
+    ),
+    Clash(
+        flag="convert",
+        reason="makes a model that generates no tokens, so there is nothing to draft",
+        way_out="serve it without redraft (vllm serve)",
+        counts=lambda value: value not in ("auto", "none"),
+    ),
+    Clash(
+        flag="watermark_config",
+        reason="marks tokens that are sampled, and vLLM refuses it beside a draft whose tokens are not",
+        way_out="use redraft serve --draft-sample-method probabilistic with an EAGLE, MTP or DSpark "
+        "head",
+        beside="up",
+    ),
+    Clash(
+        flag="enable_lora",
+        reason="serves adapters with the target's draft, which fits them less, and records none of "
+        "their answers",
+        way_out="merge an adapter that has much traffic, and give it a server",
+        only_warns=True,
+    ),
+    Clash(
+        flag="enable_trace_replay",
+        reason="has no effect, because vLLM refuses trace_decode_token_ids beside a draft",
+        way_out="replay on a server without one (vllm serve)",
+        only_warns=True,
+    ),
+    Clash(flag="enable_prompt_embeds", reason=EMBEDS_BESIDE_DRAFT, beside="model"),
+    Clash(
+        flag="kv_sharing_fast_prefill",
+        reason="is refused by vLLM beside a head, which reads the states of all prompt tokens",
+        beside="head",
+    ),
+    Clash(
+        flag="async_scheduling",
+        reason="is refused by vLLM beside a lookup, which reads each token before the next step",
+        beside="lookup",
+    ),
+    Clash(
+        flag="load_format",
+        reason="dummy serves random weights, and records would name the target",
+        beside="records",
+        counts=lambda value: value == "dummy",
+    ),
+    Clash(
+        flag="data_parallel_size",
+        reason="above 1 makes replicas, and these cannot choose a number of draft tokens",
+        way_out="start a redraft up for each replica, with --join",
+        beside="up",
+        counts=is_many,
+    ),
+    Clash(
+        flag="pipeline_parallel_size",
+        reason="above 1 computes several batches at once, and each would take the number of draft "
+        "tokens of another",
+        way_out="use --tensor-parallel-size",
+        beside="up",
+        counts=is_many,
+    ),
+    Clash(
+        flag="nnodes",
+        reason="above 1 needs a headless server on the other machines, which redraft up does not start",
+        way_out="use --distributed-executor-backend ray",
+        beside="up",
+        counts=is_many,
+    ),
+    Clash(
+        flag="uds",
+        reason="serves at a Unix socket, and the learner reaches a server by TCP",
+        way_out="use --host and --port",
+        beside="up",
+    ),
+    Clash(
+        flag="ssl_keyfile",
+        reason="serves HTTPS, and the learner reaches the server of redraft up by HTTP on this machine",
+        way_out="put TLS in a proxy before it",
+        beside="up",
+    ),
+    Clash(
+        flag="ssl_certfile",
+        reason="serves HTTPS, and the learner reaches the server of redraft up by HTTP on this machine",
+        way_out="put TLS in a proxy before it",
+        beside="up",
+    ),
+    Clash(flag="disable_log_stats", reason="stops the counters of the status line", beside="up"),
+    Clash(flag="disable_log_stats", reason=LOG_STATS_OFF, only_warns=True),
+    Clash(
+        flag="uds",
+        reason="serves at a Unix socket, and the learner reaches a server by TCP",
+        way_out="use --host and --port if a learner is to train its draft",
+        only_warns=True,
+    ),
+    Clash(
+        flag="ssl_cert_reqs",
+        reason="asks clients for a certificate, and the learner has none",
+        only_warns=True,
+    ),
+)
+"""The flags of `vllm serve` that are refused, or warned of. All others work as they do there."""
+
+REFUSED_FIELDS = ("min_p", "logit_bias")
+"""Fields of a request that vLLM answers with 400 beside any draft."""
+
+BESIDE_A_DRAFT = (
+    f"vLLM refuses requests with {' or '.join(REFUSED_FIELDS)} beside a draft (400): send these to a "
+    "server without one"
+)
 
 READ = (
-    *(
-        *ALIASES.values(),
-        *OWN,
-        *WARNINGS,
-        "config",
-        "enable_prompt_embeds",
-        "gpu_memory_utilization",
-        "host",
-    ),
-    *("load_format", "port", "served_model_name", "ssl_keyfile"),
+    *ALIASES.values(),
+    *dict.fromkeys(clash.flag for clash in CLASHES),
+    *("config", "generation_config", "gpu_memory_utilization", "host"),
+    *("port", "served_model_name"),
+    "watermark",  # whose name begins another's
 )
 """All flags that `redraft serve` and `redraft up` look at."""
 
@@ -103,21 +278,41 @@ def _find_name(given: str, known: Collection[str]) -> str:
     return ALIASES.get(found[0], found[0]) if len({*found}) == 1 else name
 
 
-def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: bool) -> None:
-    """Raise ValueError for a flag of vLLM beside which draft or records would be wrong.
-
-    `has_model`: the draft is a model, not a lookup. `records`: the server captures traffic.
-    """
-    for name in OWN.keys() & flags.keys():
-        flag = f"--{name.replace('_', '-')}"
-        raise ValueError(f"{flag} belongs to redraft: {OWN[name]}, and leave it out")
-    if has_model and "enable_prompt_embeds" in flags:
-        raise ValueError(EMBEDS_BESIDE_DRAFT)
-    if records and flags.get("load_format") == "dummy":
+def require_agreement(
+    arguments: Sequence[str], flags: Mapping[str, str], target: str, parts: Collection[Beside]
+) -> None:
+    """Raise ValueError for arguments of vLLM that do not work beside these parts of redraft."""
+    if arguments and not arguments[0].startswith("-"):
         raise ValueError(
-            "--load-format dummy serves random weights, and records would name the target: leave "
-            "it out"
+            f"{arguments[0]} after the -- is not a flag of vLLM: the target is the first argument "
+            "of redraft"
         )
+    for clash in _find_clashes(flags, parts):
+        if not clash.only_warns:
+            raise ValueError(clash.line)
+    chooses = any("min_p" in argument for argument in arguments)
+    if not chooses and (min_p := _default_min_p(flags, target)) > 0:
+        raise ValueError(
+            f"by default {target} samples with min_p {min_p:g}, which vLLM refuses beside a draft in "
+            "every request: add --override-generation-config.min_p 0 after the --"
+        )
+
+
+def _find_clashes(flags: Mapping[str, str], parts: Collection[Beside]) -> Iterator[Clash]:
+    for clash in CLASHES:
+        value = flags.get(clash.flag)
+        if value is not None and clash.beside in ("redraft", *parts) and clash.counts(value):
+            yield clash
+
+
+def _default_min_p(flags: Mapping[str, str], target: str) -> float:
+    """The min_p of a request that names none: vLLM takes it from generation_config.json."""
+    if flags.get("generation_config", "auto") != "auto":
+        return 0.0
+    try:
+        return float(read_generation_config(model_folder(target)).get("min_p") or 0)
+    except (OSError, ValueError):  # vLLM has yet to download it, or says what is wrong with it
+        return 0.0
 
 
 def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -137,7 +332,7 @@ def list_warnings(
     flags: Mapping[str, str], target: str, draft: Path | None, speculative: Mapping[str, Any]
 ) -> Iterator[str]:
     """Lines about flags and drafts, probably mistakes."""
-    yield from (line for name, line in WARNINGS.items() if flags.get(name, "0") != "0")
+    yield from (clash.line for clash in _find_clashes(flags, ()) if clash.only_warns)
     if draft is None:
         return
     from redraft.heads.doctor.checks import static_findings  # loads torch

@@ -32,6 +32,7 @@ from redraft.recipes.cli.run import (
     parse_recipe,
     run_guarded,
 )
+from redraft.recipes.serve.vllm_flags import CLASHES
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,31 +265,18 @@ def test_every_flag_says_what_it_does(name, shown):
 
 
 ELSEWHERE = {
+    *(f"--{clash.flag.replace('_', '-')}" for clash in CLASHES),
     *(
-        "--speculative-config",
         "--shutdown-timeout",
-        "--uds",
-        "--data-parallel-size",
-        "--api-server-count",
-    ),
-    *(
         "--kv-transfer-config",
-        "--disable-log-stats",
-        "--load-format",
-        "--enable-prompt-embeds",
-        "--ssl-cert-reqs",
-    ),
-    *(
         "--logprobs-mode",
         "--override-generation-config",
-        "--logits-processors",
-        "--hf-overrides",
-        "--enable-eplb",
     ),
-    *("--weight-transfer-config", "--default-chat-template-kwargs"),  # all of these are vLLM flags
+    *("--hf-overrides", "--enable-eplb", "--weight-transfer-config", "--host", "--api-key"),
+    *("--default-chat-template-kwargs", "--override-generation-config.min_p", "--root-path"),
+    *("--tensor-parallel-size",),  # all of these are vLLM flags
     "--num_processes",  # accelerate launch
     "--full-attention-indices",  # speculators
-    "--runner",  # make demo-online
     "--help-all",
 }
 """Flags in documents that no command lists."""
@@ -353,7 +341,7 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("count", "compare_report", "made_drafts", "up_parts", "vllm_flags")
+PARTS = ("count", "compare_report", "made_drafts", "up_folder", "up_parts", "vllm_flags")
 """Files of `redraft plan`, `compare`, `up` and `serve` beside the command."""
 COMMAND_FILES = [
     path

@@ -30,6 +30,7 @@ from redraft.recipes.serve.serve import (
     Config,
     keeps_states,
     plugin_environment,
+    require_target,
     server_command,
     speculative_config,
 )
@@ -143,6 +144,15 @@ def test_a_flag_of_vllm_that_draft_or_records_contradict_is_refused(
 def test_the_development_mode_of_vllm_stays_on_this_machine(mode, arguments, is_refused):
     with pytest.raises(ValueError, match="POST /redraft/target") if is_refused else nullcontext():
         require_private(read_flags(arguments), {"VLLM_SERVER_DEV_MODE": mode})
+
+
+@pytest.mark.parametrize(
+    ("target", "is_refused"),
+    [("/nope", True), ("./nope", True), ("nope", True), ("owner/name", False), ("s3://a/b", False)],
+)
+def test_a_target_that_is_nowhere_is_refused_before_vllm_starts(target, is_refused):
+    with pytest.raises(FileNotFoundError, match=target) if is_refused else nullcontext():
+        require_target(target)
 
 
 def test_a_server_of_lookups_takes_prompt_embeddings():

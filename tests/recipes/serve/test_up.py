@@ -36,9 +36,8 @@ from waiting import PATIENCE_S, wait_until
 from benchmarks.demo.fleet import Traffic
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import find_counts
-from redraft.eval.engine.engine_log import last_error
+from redraft.eval.engine.engine_log import STARTED, last_error
 from redraft.eval.engine.process import free_port
-from redraft.eval.engine.server import wait_until_healthy
 from redraft.eval.prompts import Prompt
 from redraft.heads.catalog import detect_family
 from redraft.heads.files.checkpoint import load_tokenizer
@@ -68,7 +67,7 @@ from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_folder, up_parts
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
-from redraft.recipes.serve.vllm_flags import read_flags
+from redraft.recipes.serve.vllm_flags import REFUSED_FIELDS, read_flags
 
 
 @pytest.fixture
@@ -800,25 +799,38 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
     assert (folder / "logs" / "server.log").exists()
 
 
+@pytest.fixture(scope="module")
+def live_server(tiny_target, tmp_path_factory):
+    """Port and token file of a server with live counts before a head, whose output has lost its
+    reader.
+    """
+    folder, port = tmp_path_factory.mktemp("live"), str(free_port())
+    up.write_new_head(tiny_target, folder / "draft", 3)
+    write_token(token := folder / "token")
+    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(tiny_target)]
+    command += ["--draft", f"live+{folder / 'draft'}", "--token-file", str(token)]
+    command += up_command(tiny_target, port)[5:]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        said = []
+        for line in run.stdout:
+            said.append(line.decode())
+            if STARTED in said[-1]:
+                break
+        assert STARTED in said[-1], "".join(said)
+        run.stdout.close()
+        yield port, token
+        assert run.poll() is None, "it serves on"
+    finally:
+        run.terminate()
+        run.wait()
+
+
 @pytest.mark.vllm
 def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_forgotten(
-    tiny_target, tmp_path
+    live_server,
 ):
-    port, drafts, token = str(free_port()), tmp_path / "drafts", tmp_path / "token"
-    write_token(token)
-    up.write_new_head(tiny_target, drafts, 3)
-    command = [
-        sys.executable,
-        "-m",
-        "redraft.recipes.cli",
-        "serve",
-        str(tiny_target),
-        "--draft",
-        f"live+{drafts}",
-        "--token-file",
-        str(token),
-    ]
-    run = Running(tmp_path / "log", [*command, *up_command(tiny_target, port)[5:]])
+    port, token = live_server
     asked = {"heard": list(range(20, 60)), "private": list(range(120, 160))}
     private = {"X-Redraft-Opt-Out": "1"}
 
@@ -831,38 +843,32 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
         new = counts.since(find_counts(before) or AcceptanceCounts.zero()) or counts
         return found, round(new.num_drafts * (new.tau - 1))
 
-    try:
-        wait_until_healthy(f"http://127.0.0.1:{port}", run.process, run.log, name="redraft serve")
-        first, others = accept(asked["heard"]), accept(asked["private"], **private)
-        for _ in range(4):  # later steps count finished answers
-            again = accept(asked["heard"])
-        later = accept(asked["private"], **private)
-        strangers = [
-            accept(asked["heard"], **private),
-            accept(asked["heard"], **{"X-Redraft-Tenant": "spy"}),
-            accept(asked["heard"], "a salt"),
-        ]
-        accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
-        found = httpx.post(
-            f"http://127.0.0.1:{port}/redraft/forget",
-            json={"tenant": "spy"},
-            headers={"Authorization": f"Bearer {token.read_text().strip()}"},
-        )
-        forgotten = accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
-        kept = accept(asked["heard"])
-        # its own answers would be drafted for it from the second time on
-        sampled = [answer(port, asked["heard"][:20], seed=7) for _ in range(6)]
-        prompts = [
-            list(range(first, first + 5 + 3 * number))
-            for number, first in enumerate(range(200, 2600, 200))
-        ]
-        alone = [answer(port, prompt) for prompt in prompts]
-        with ThreadPoolExecutor(6) as clients:  # drafts of different lengths in a step
-            together = [
-                list(clients.map(functools.partial(answer, port), prompts)) for _ in range(3)
-            ]
-    finally:
-        run.end()
+    first, others = accept(asked["heard"]), accept(asked["private"], **private)
+    for _ in range(4):  # later steps count finished answers
+        again = accept(asked["heard"])
+    later = accept(asked["private"], **private)
+    strangers = [
+        accept(asked["heard"], **private),
+        accept(asked["heard"], **{"X-Redraft-Tenant": "spy"}),
+        accept(asked["heard"], "a salt"),
+    ]
+    accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
+    found = httpx.post(
+        f"http://127.0.0.1:{port}/redraft/forget",
+        json={"tenant": "spy"},
+        headers={"Authorization": f"Bearer {token.read_text().strip()}"},
+    )
+    forgotten = accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
+    kept = accept(asked["heard"])
+    # its own answers would be drafted for it from the second time on
+    sampled = [answer(port, asked["heard"][:20], seed=7) for _ in range(6)]
+    prompts = [
+        list(range(first, first + 5 + 3 * number))
+        for number, first in enumerate(range(200, 2600, 200))
+    ]
+    alone = [answer(port, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(6) as clients:  # drafts of different lengths in a step
+        together = [list(clients.map(functools.partial(answer, port), prompts)) for _ in range(3)]
     assert again[0] == first[0], "drafts change no answer"
     assert again[1] >= 15 > first[1], "of 24 tokens, three in four steps of four"
     assert later[0] == others[0]
@@ -874,6 +880,35 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
     assert kept[1] >= 15
     assert together == [alone] * 3
     assert sampled == sampled[:1] * 6, "drafts change no answer of a seed"
+
+
+@pytest.mark.vllm
+def test_beside_a_draft_vllm_refuses_two_fields_of_a_request_and_takes_the_others(live_server):
+    url = f"http://127.0.0.1:{live_server[0]}/v1/completions"
+    plain = {"model": "m", "prompt": "The module os is", "max_tokens": 12, "temperature": 0}
+
+    def ask(**fields):
+        return httpx.post(url, json=plain | fields, timeout=600)
+
+    def texts(**fields):
+        found = ask(**fields)
+        assert found.status_code == 200, found.text
+        return [choice["text"] for choice in found.json()["choices"]]
+
+    refused = {"min_p": {"min_p": 0.1, "temperature": 1}, "logit_bias": {"logit_bias": {"5": 100}}}
+    assert set(refused) == set(REFUSED_FIELDS)
+    for name, fields in refused.items():
+        found = ask(**fields)
+        assert (found.status_code, name in found.text) == (400, True), found.text
+    (greedy,) = texts()
+    same = {"prompt_logprobs": 2, "logprobs": 3, "priority": 3, "min_tokens": 8, "best_of": 2}
+    for name, value in same.items():
+        assert texts(**{name: value}) == [greedy], name
+    assert re.fullmatch("[0-9]{3}", texts(structured_outputs={"regex": "[0-9]{3}"})[0])
+    assert len(texts(n=3, temperature=1)) == 3
+    assert len(texts(use_beam_search=True, n=2)) == 2
+    word = greedy.split()[0]
+    assert word not in texts(bad_words=[word])[0].split()
 
 
 def journal(folder: Path) -> list[Entry]:

@@ -8,12 +8,19 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from redraft.recipes.serve.up import REFUSED
-from redraft.recipes.serve.vllm_flags import OWN, READ, read_flags
+from redraft.recipes.serve.vllm_flags import (
+    CLASHES,
+    READ,
+    list_warnings,
+    read_flags,
+    require_agreement,
+)
 
 DECISIONS = {
     "refused by `redraft serve`: it would contradict draft, target or records": """
@@ -119,6 +126,9 @@ CLASSES = {
     "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
 }
 
+OF_THE_COMMAND = "entrypoints/launchers/cli_args.py"
+"""File with the flags of `vllm serve` that are no setting of an engine or a server."""
+
 
 def list_flags(package: Path) -> set[str]:
     """The fields of vLLM's argument classes, read without importing them."""
@@ -132,24 +142,85 @@ def list_flags(package: Path) -> set[str]:
     }
 
 
-def test_every_launch_flag_of_vllm_is_decided_on() -> None:
+def list_more_flags(package: Path) -> set[str]:
+    """Names in calls of `parser.add_argument`, short ones too."""
+    calls = ast.walk(ast.parse((package / OF_THE_COMMAND).read_text()))
+    return {
+        argument.value.lstrip("-").replace("-", "_")
+        for call in calls
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    }
+
+
+@pytest.fixture(scope="module")
+def vllm_package() -> Path:
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         pytest.skip("no vLLM is installed")
-    flags = {
-        name
-        for name in list_flags(Path(found.submodule_search_locations[0]))
-        if not name.startswith("_")
-    }
+    return Path(found.submodule_search_locations[0])
+
+
+def test_every_launch_flag_of_vllm_is_decided_on(vllm_package) -> None:
+    flags = {name for name in list_flags(vllm_package) if not name.startswith("_")}
     decided = [name for names in DECISIONS.values() for name in names.split()]
     assert len(decided) == len(set(decided))
     assert flags - set(decided) == set()
-    assert OWN.keys() <= set(decided)
+
+
+def test_every_clash_is_with_a_flag_that_vllm_has(vllm_package) -> None:
+    known = list_flags(vllm_package) | list_more_flags(vllm_package)
+    assert {"headless", "grpc", "api_server_count", "config"} <= known
+    assert {clash.flag for clash in CLASHES} <= known
+    assert set(READ) <= known
+
+
+@pytest.mark.parametrize("clash", CLASHES, ids=lambda clash: f"{clash.flag}-{clash.beside}")
+def test_each_clash_is_a_line_with_the_flag_and_a_way_out_and_only_with_its_part(clash):
+    values = {"load_format": "dummy", "runner": "pooling", "convert": "embed", "nnodes": "2"}
+    values |= dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), "2")
+    flag, value = f"--{clash.flag.replace('_', '-')}", values.get(clash.flag, "2")
+    assert re.fullmatch(rf"{flag}\b.*: .+", clash.line)
+
+    def said(parts, value):
+        try:
+            require_agreement([flag, value], {clash.flag: value}, "x", parts)
+        except ValueError as error:
+            return str(error)
+        warned = list_warnings({clash.flag: value}, "x", None, {})
+        return next(warned, "")
+
+    assert said([clash.beside], value) == clash.line
+    others = [one for one in CLASHES if one.flag == clash.flag and one is not clash]
+    others_say = {one.line for one in others if one.only_warns}
+    assert said([], value) in {*others_say, clash.line if clash.beside == "redraft" else ""}
+    off = {"load_format": "auto", "runner": "generate", "convert": "none"}.get(clash.flag, "1")
+    if clash.counts("1") is False or clash.flag in values:
+        assert said([clash.beside], off) == ""
+
+
+def test_a_word_that_vllm_would_ignore_is_refused():
+    with pytest.raises(ValueError, match=r"^other/model "):
+        require_agreement(["other/model", "--port", "1"], {"port": "1"}, "x", [])
+
+
+def test_a_target_that_samples_with_min_p_by_default_is_refused_beside_a_draft(tmp_path):
+    def check(min_p, *arguments):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"min_p": min_p}))
+        require_agreement(arguments, read_flags(arguments), str(tmp_path), [])
+
+    check(0.0)
+    check(None)
+    with pytest.raises(ValueError, match=r"min_p 0\.1\b.*--override-generation-config\.min_p 0"):
+        check(0.1)
+    check(0.1, "--generation-config", "vllm")
+    check(0.1, "--override-generation-config.min_p", "0")
+    check(0.1, "--override-generation-config", '{"min_p": 0}')
 
 
 def test_the_beginning_of_a_name_is_the_flag_that_argparse_takes_it_for() -> None:
-    assert REFUSED.keys() <= set(READ)
-    names = {"config", *(name for names in DECISIONS.values() for name in names.split())}
+    names = {*READ, "config", *(name for names in DECISIONS.values() for name in names.split())}
     parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}")
