@@ -46,6 +46,7 @@ class Part:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    most_bytes: int = 256 << 20  # Of the log; then it begins again, beside its last `.before`.
     begun_s: float = 0.0
     _read_to: int = 0
 
@@ -69,6 +70,10 @@ class Part:
             new = file.read()
         end = new.rfind(b"\n") + 1
         self._read_to += end
+        if self._read_to > self.most_bytes:  # of a copy: the part goes on to write into this file
+            shutil.copyfile(self.log, self.log.with_suffix(".before"))
+            os.truncate(self.log, 0)
+            self._read_to = 0
         return split_lines(new[:end].decode(errors="replace"))[:-1]
 
     @property

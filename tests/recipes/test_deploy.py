@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from compose_spec import PyCompose
 from parse_flags import parse
 
+from redraft.heads.catalog import find_family
 from redraft.online.daemon.config import load_config
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.online.records.nats_config import StreamLimits
@@ -271,6 +273,54 @@ def test_every_claim_and_secret_that_is_mounted_is_declared_or_told_to_create():
                 if "secret" in source:
                     name = source["secret"].get("secretName") or source["secret"]["name"]
                     assert f"secret generic {name}" in readme
+
+
+def test_a_rollout_needs_no_spare_gpu_and_outlives_a_slow_load_and_a_dead_engine_ends():
+    deployment, server = manifest("Deployment", "vllm")["spec"], container("Deployment", "vllm")
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    startup = server["startupProbe"]
+    allowed_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert deployment["progressDeadlineSeconds"] > allowed_s
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert server[name]["httpGet"] == {"path": "/health", "port": "http"}
+    for workload in workloads():
+        assert "livenessProbe" in workload["spec"]["template"]["spec"]["containers"][0]
+    (quiet,) = (arg for arg in server["args"] if arg.startswith("--disable-access-log"))
+    assert {"/health", "/metrics", "/redraft/status"} <= set(quiet.partition("=")[2].split(","))
+    for name, service in compose()["services"].items():
+        assert "max-size" in service["logging"]["options"], name
+
+
+def test_20_servers_of_the_manifests_fit_their_learner_by_the_table_of_capacity(tmp_path):
+    environment = {one["name"]: one["value"] for one in container("Deployment", "vllm")["env"]}
+    (file := tmp_path / "learner.toml").write_text(settings_of_the_learner("kubernetes", tmp_path))
+    settings, server = load_config(file), container("Deployment", "vllm")
+    (speculative,) = (
+        json.loads(arg.partition("=")[2])
+        for arg in server["args"]
+        if arg.startswith("--speculative-config=")
+    )
+    family = find_family(settings.draft.family)
+    assert (family.method, str(settings.draft.initial)) == (
+        speculative["method"],
+        speculative["model"],
+    )
+    assert (environment["REDRAFT_CAPTURE_HIDDEN_STATES"] == "1") == family.is_head
+    page = (DEPLOY.parents[1] / "docs" / "capacity.md").read_text()
+    table = page.partition("<!-- table thousand -->")[2].partition("<!-- end -->")[0]
+    (row,) = (line for line in table.splitlines() if line.startswith("| EAGLE-3 |"))
+    rate, per_day, _, _, gpus = (cell.strip() for cell in row.split("|")[2:7])
+    thousands = 20 * 2 * float(environment["REDRAFT_CAPTURE_FRACTION"])
+    shown = page.partition("## 20 servers on Kubernetes")[2].partition("\n## ")[0]
+    used = float(gpus) * thousands
+    assert used < float(
+        container("StatefulSet", "redraft-learner")["resources"]["limits"]["nvidia.com/gpu"]
+    )
+    assert f"{used:.2f} of an H100" in shown
+    assert f"{float(rate.split()[0]) * thousands:.0f} MB/s" in shown
+    stored_per_s = float(per_day.removesuffix(" TB")) * 1e12 / 86400 * thousands
+    assert settings.buffer.max_bytes / stored_per_s > 1800, "half an hour"
+    assert settings.buffer.max_bytes < _bytes(_claim("redraft-learner")) / 1.5
 
 
 # -------------------------------------------------------------------------------------------------------------

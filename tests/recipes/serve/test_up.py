@@ -512,6 +512,26 @@ def test_a_log_that_is_moved_or_cut_ends_nothing(tmp_path):
     assert part.read_lines() == ["b"]
 
 
+def test_a_log_is_bounded_and_no_line_is_missed(tmp_path):
+    script = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+    part = up_parts.Part("server", ["tee"], tmp_path / "log", most_bytes=100)
+    part.process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=part.log.open("ab")
+    )
+    said, read = [f"line {number:02d}" for number in range(40)], []
+    for line in said:
+        size = part.log.stat().st_size
+        part.process.stdin.write(f"{line}\n".encode())
+        part.process.stdin.flush()
+        wait_until(lambda: part.log.stat().st_size > size)  # noqa: B023
+        read += part.read_lines()
+        assert part.log.stat().st_size <= 108
+    part.process.stdin.close()
+    part.process.wait()
+    assert read == said
+    assert "line 35" in part.log.with_suffix(".before").read_text() + part.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("gpus", "flags", "gpu", "arguments"),
     [
