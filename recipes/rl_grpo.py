@@ -1,10 +1,10 @@
 """Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning.
 
-It needs the extra `rl`.
+It needs TRL, which `make env` installs. docs/rl.md has the learner's settings, whose server is this:
 
-$ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
-      --capture.spool spool -- --logprobs-mode processed_logprobs &
 $ redraft learner --config learner.toml &
+$ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
+      --capture.spool spool -- --port 8000 --logprobs-mode processed_logprobs &
 $ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --prompts questions.jsonl
 
 After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`):

@@ -40,7 +40,7 @@ LEFT_OUT = {
     r"kill %1": "the test ends the jobs",
     r"redraft fleet (watch|probe) ": "names machines",
     r"redraft router --config|redraft learner --config learner-code.toml": "needs a fleet",
-    r"docs/(online|rl).md: (redraft learner --config|until)": "reads settings that the reader has "
+    r"docs/online.md: (redraft learner --config|until)": "reads settings that the reader has "
     "edited",
     r"cd recipes/deploy|for image|kubectl": "needs a registry and a cluster",
 }
@@ -52,7 +52,7 @@ MADE = {
     "docs/fleet.md": ["outputs/domains", "router.toml"],
     "docs/online.md": ["token", "learner.toml"],
     "docs/privacy.md": [],
-    "docs/rl.md": ["outputs/grpo"],
+    "docs/rl.md": ["outputs/grpo", "learner.toml", "registry/current"],
     "docs/training.md": ["eagle3.toml", "models/target/model.safetensors", "drafts/answers"],
     "docs/tutorial.md": ["outputs/tutorial/drafts/current", "outputs/tutorial/ask.py"],
     "recipes/deploy/kubernetes/README.md": ["token", "keys/users.conf", "keys/tls.crt"],
@@ -64,6 +64,7 @@ SLOW = [
     "docs/tutorial.md",
     "docs/evaluation.md",
     "docs/privacy.md",
+    "docs/rl.md",
     "docs/training.md",
 ]
 """They start a learner, or several commands that load torch."""
