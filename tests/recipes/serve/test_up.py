@@ -781,7 +781,7 @@ def answer(
 @pytest.mark.slow
 def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_target, tmp_path):
     folder, port = tmp_path / "all", str(free_port())
-    command = up_command(tiny_target, port, "--folder", str(folder))
+    command = up_command(tiny_target, port, "--folder", str(folder), "--capture.fraction", "1")
     run = Running(tmp_path / "log", command)
     try:
         run.until("ready: ", START_TIMEOUT_S)
@@ -948,7 +948,8 @@ QUICK_LEARNER = {
 @pytest.mark.slow
 def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tiny_target, tmp_path):
     folder, ports = tmp_path / "all", [str(free_port()), str(free_port())]
-    command = up_command(tiny_target, ports[0], "--folder", str(folder))
+    everything = ("--capture.fraction", "1")
+    command = up_command(tiny_target, ports[0], "--folder", str(folder), *everything)
     one_core = [{"VLLM_CPU_OMP_THREADS_BIND": str(core)} for core in range(2)]
     run = Running(tmp_path / "first", command)
     wait_until((folder / "registry" / "current").exists)
@@ -981,7 +982,7 @@ def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tin
         runs[0].until("ready: ", START_TIMEOUT_S)
         asyncio.run(until_promoted())
         assert traffic.failures == []
-        joining = up_command(tiny_target, ports[1], "--join", str(folder))
+        joining = up_command(tiny_target, ports[1], "--join", str(folder), *everything)
         runs.append(Running(tmp_path / "joined", joining, one_core[1]))
         runs[1].until("ready: ", START_TIMEOUT_S)
         registry = Registry(folder / "registry")
