@@ -216,7 +216,7 @@ def install(worker: Any) -> None:
     if getattr(worker, "weight_transfer_engine", None) is not None:
         roots = [*config.targets, *([config.registry] if config.registry else [])]
         watch_pushes(worker, roots)
-    with suppress(OSError, ValueError):  # then weights from files are not compared
+    with suppress(Exception):  # e.g. no safetensors: then weights from files are not compared
         folder = model_folder(worker.vllm_config.model_config.model)
         state.target_tensors = describe_target(folder)
     with _switching_off(state, "swap"):
