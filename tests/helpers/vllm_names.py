@@ -113,6 +113,13 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker.model_runner": (V1_RUNNER, V2_RUNNER),
         "self.worker.model_runner": (V1_RUNNER, V2_RUNNER),
     },
+    "online/engine/seeds.py": {
+        "Scheduler": ("v1.core.sched.scheduler:Scheduler",),
+        "scheduler": ("v1.core.sched.scheduler:Scheduler",),
+        "scheduler.scheduler_config": ("config.scheduler:SchedulerConfig",),
+        "request": ("v1.request:Request",),
+        "params": ("sampling_params:SamplingParams",),
+    },
     "online/engine/routes.py": {
         "engine_client": (ENGINE,),
         "vllm_config": (VLLM_CONFIG,),
@@ -250,6 +257,8 @@ CALLABLES = (
     "v1.spec_decode.draft_model:DraftModelProposer.prepare_next_token_ids_padded",
     "model_executor.model_loader.reload:initialize_layerwise_reload",
     "model_executor.model_loader.reload:finalize_layerwise_reload",
+    "model_executor.model_loader.reload.layerwise:get_layerwise_info",
+    "model_executor.model_loader.reload.layerwise:_place_kernel_tensors",
     "config:set_current_vllm_config",
     "model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",
     "model_executor.models.llama:LlamaForCausalLM.load_weights",
