@@ -41,7 +41,7 @@ from redraft.online.daemon.opening import FULL_DISK_RETRY_S, open_stream, opened
 from redraft.online.fleet.discovery import Members, discover, list_servers, read_fleet
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import STATUS_TIMEOUT_S, FleetServer
-from redraft.online.fleet.watch import JournaledServer, Observation, Watch
+from redraft.online.fleet.watch import SERVER_FAULTS, JournaledServer, Observation, Watch
 from redraft.online.journal import BufferEntry, Journal, ServerEntry, to_stderr
 from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
@@ -58,7 +58,6 @@ from redraft.online.records.origin import stored_name
 from redraft.online.records.spool import is_in_memory
 
 INGEST_POLL_S = 0.2
-SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
 REST_S = 60.0  # between two orders to the other ranks, whose wait must not time out
 
 

@@ -53,10 +53,9 @@ class Reconciler:
                 if known.version == version:
                     continue
                 known.task.cancel()
-            deadline_s = time.monotonic() + timeout_s
             # With a timeout of 0 there is one attempt, and the next look at the servers pushes
             # again.
-            task = asyncio.create_task(bring(server, version, deadline_s, insist=True))
+            task = asyncio.create_task(bring(server, version, timeout_s, insist=True))
             self._pushes[server] = _Push(version, task, time.monotonic())
 
     def is_failing(self, server: FleetServer) -> bool:

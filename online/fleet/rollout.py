@@ -113,7 +113,7 @@ class RolloutPolicy:
     control group.
     """
     swap_timeout_s: float = 120
-    """Seconds to wait for a silent server before the rollout goes on without it."""
+    """Seconds since the last answer of a silent server until the rollout goes on without it."""
     rollback_timeout_s: float = 300
     """Seconds to keep trying to bring every server back when a rollout failed."""
     max_absent_share: float = 0.1

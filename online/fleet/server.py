@@ -8,6 +8,7 @@ learner runs. The second has kept the last good draft and will refuse again.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from collections import Counter
@@ -207,6 +208,11 @@ class FleetServer:
 
     registry: Registry | None = field(default=None, repr=False, compare=False, kw_only=True)
     """The registry whose versions it is to serve. None: a version is known by its name alone."""
+
+    @property
+    def answered_s(self) -> float:
+        """Time of the last answer, by the monotonic clock; infinite if it is not kept."""
+        return math.inf
 
     async def status(self) -> Status:
         """The server's present status.
@@ -474,10 +480,9 @@ async def converge(
     to, once. With `insist` a refusal is retried too: there is nothing better to do when going back.
     Without, it is final.
     """
-    deadline_s = time.monotonic() + timeout_s
     servers = list(servers)
     errors = await asyncio.gather(
-        *(bring(server, version, deadline_s, insist) for server in servers)
+        *(bring(server, version, timeout_s, insist) for server in servers)
     )
     failed = {
         server.url: error
@@ -496,10 +501,14 @@ async def converge(
 
 
 async def bring(
-    server: FleetServer, version: str, deadline_s: float, insist: bool
+    server: FleetServer, version: str, timeout_s: float, insist: bool
 ) -> UnreachableError | RefusedError | None:
-    """None once the server reports that it serves `version`, intact; else the last error."""
-    pause_s = 0.05
+    """None once the server reports that it serves `version`, intact; else the last error.
+
+    A silent server is waited for until `timeout_s` after its last answer, which may be over: a
+    member that is gone holds up no rollout.
+    """
+    pause_s, deadline_s = 0.05, time.monotonic() + timeout_s
     while True:
         try:
             status = await server.status()
@@ -514,7 +523,10 @@ async def bring(
         except (UnreachableError, RefusedError) as failure:
             error = failure
         is_final = isinstance(error, RefusedError) and not insist
-        if is_final or time.monotonic() + pause_s > deadline_s:
+        until_s = deadline_s
+        if isinstance(error, UnreachableError):
+            until_s = min(deadline_s, server.answered_s + timeout_s)
+        if is_final or time.monotonic() + pause_s > until_s:
             return error
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, 5.0)  # a restart takes minutes: asking more often would not help

@@ -25,14 +25,16 @@ from redraft.online.fleet.server import (
 )
 from redraft.online.journal import Journal, SwapEntry, SwapOutcome
 
+SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
+"""Ways in which a server gives no status; one at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     server: FleetServer
     status: Status | None  # None if it did not answer in time, or not with a status.
     fault: str = ""
-    """`server_unreachable`, `server_refuses` or `server_nonsense`; empty if it answered as it should.
-    """
+    """One of SERVER_FAULTS; empty if it answered as it should."""
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
@@ -142,9 +144,21 @@ class JournaledServer(FleetServer):
     """`seen`: the version it was last seen with. A dict, because a frozen dataclass cannot change a
     field.
     """
+    answers: dict[str, float] = field(
+        default_factory=lambda: {"last": time.monotonic()}, repr=False, compare=False
+    )
+
+    @property
+    def answered_s(self) -> float:
+        return self.answers["last"]
 
     async def status(self) -> Status:
-        status = await super().status()
+        try:
+            status = await super().status()
+        except RefusedError:
+            self.answers["last"] = time.monotonic()
+            raise
+        self.answers["last"] = time.monotonic()
         self.versions["seen"] = status.draft_version
         return status
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
+from redraft.online.fleet.watch import SERVER_FAULTS
 from redraft.online.journal import (
     AcceptanceEntry,
     BufferEntry,
@@ -216,8 +217,9 @@ def _list_faults(faults: Sequence[FaultEntry], now_s: float) -> list[FaultEntry]
     kept: dict[tuple[str, str | None], FaultEntry] = {}
     for fault in faults:
         if fault.time_s > now_s - 86400:
-            kept.pop((fault.what, fault.detail), None)
-            kept[fault.what, fault.detail] = fault
+            what = SERVER_FAULTS[0] if fault.what in SERVER_FAULTS else fault.what
+            kept.pop((what, fault.detail), None)
+            kept[what, fault.detail] = fault
     return list(kept.values())[-12:][::-1]
 
 

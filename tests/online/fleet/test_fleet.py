@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import time
 from collections import defaultdict
 from dataclasses import replace
 from itertools import repeat
@@ -561,6 +562,25 @@ async def test_a_server_that_is_away_is_left_to_reconcile(away):
         assert fakes[away].version == OLD
         assert (await converge(servers, outcome.version, timeout_s=0)).is_complete
         assert {fake.version for fake in fakes} == {NEW}
+
+
+@pytest.mark.parametrize("passes", [True, False])
+@in_event_loop
+async def test_a_member_that_has_long_been_gone_holds_up_no_rollout(tmp_path, passes):
+    traffic = Traffic(tau={OLD: 2.0, NEW: 2.5 if passes else 1.0})
+    fakes = [FakeServer(traffic) for _ in range(4)]
+    async with running(*fakes) as servers:
+        journal = Journal(tmp_path)
+        known = [JournaledServer(one.url, one.token, one.http, journal) for one in servers]
+        fakes[2].stop()
+        known[2].answers["last"] -= 31
+        began_s = time.monotonic()
+        outcome = await roll_out(known, NEW)
+        assert time.monotonic() - began_s < 20, "it was waited for three times 30 s"
+        assert outcome.passed is passes
+        assert list(outcome.absent) == [fakes[2].url]
+        await fakes[2].start()  # as soon as it answers, it is waited for as any other
+        assert (await converge(known, outcome.version, 30)).is_complete
 
 
 @in_event_loop

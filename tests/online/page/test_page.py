@@ -141,9 +141,14 @@ def test_a_first_draft_that_a_paced_server_leaves_off_is_no_fault(tmp_path: Path
 
 def test_of_one_fault_of_one_server_the_present_reason_is_shown(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
-    for server, reason in (("a:1", "nothing listens"), ("b:1", "nothing listens"), ("a:1", "401")):
+    for server, what, reason in (
+        ("a:1", "server_unreachable", "nothing listens"),
+        ("b:1", "server_unreachable", "nothing listens"),
+        ("a:1", "server_refuses", "403"),
+        ("a:1", "server_refuses", "401"),
+    ):
         clock.now_s += 60
-        journal.write(FaultEntry(what="server_unreachable", detail=server, reason=reason))
+        journal.write(FaultEntry(what=what, detail=server, reason=reason))
     faults = look(journal, clock.now_s).faults
     assert [(fault.detail, fault.reason) for fault in faults] == [
         ("a:1", "401"),
