@@ -79,6 +79,13 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     accepted: float  # Draft tokens accepted.
     accepted_at: tuple[float, ...] = ()  # Accepted tokens by draft position.
     tau: float | None  # 1 + accepted / drafts, bonus token included; None without drafts.
+    served_drafts: float | None = None
+    """The engine's own counts of a server, those of /metrics: drafts, accepted tokens and tokens
+    generated, lookups included, and over how many seconds. None if they are unknown.
+    """
+    served_accepted: float | None = None
+    served_tokens: float | None = None
+    served_s: float | None = None
 
 
 class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):

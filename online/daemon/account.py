@@ -11,6 +11,7 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.files.artifact import is_full
 from redraft.heads.files.sealed import DamagedError, set_aside
 from redraft.online.daemon.state import State
+from redraft.online.fleet.server import Served
 from redraft.online.journal import (
     MAX_LABEL_CHARS,
     AcceptanceEntry,
@@ -159,6 +160,7 @@ class Account:
         target_version: str | None = None,
         pace: str = "",
         domain: str | None = None,
+        served: Served | None = None,
     ) -> None:
         self.journal.write(
             AcceptanceEntry(
@@ -171,5 +173,9 @@ class Account:
                 accepted=accepted.num_accepted,
                 accepted_at=tuple(accepted.accepted_per_position),
                 tau=accepted.tau if accepted.num_drafts else None,
+                served_drafts=served and served.counts.num_drafts,
+                served_accepted=served and served.counts.num_accepted,
+                served_tokens=served and served.tokens,
+                served_s=served and served.time_s,
             )
         )

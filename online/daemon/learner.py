@@ -355,6 +355,7 @@ class Learner:
                 server=url,
                 target_version=status.target_version,
                 pace=status.pace,
+                served=one.served,
             )
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():

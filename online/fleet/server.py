@@ -21,6 +21,7 @@ import httpx
 import msgspec
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import SPEC_DECODE, find_counts, read_samples
 from redraft.heads.files.printable import printable
 from redraft.online.fleet.reach import UNIX_SOCKET, explain, explain_answer
 from redraft.online.fleet.registry import Identity, Registry
@@ -37,6 +38,12 @@ from a shared disk. It gives up earlier itself, and answers 504. Giving up on th
 not stop it.
 """
 
+METRICS_TIMEOUT_S = 1.0
+"""Deadline of a look at the counters, which nothing depends on: the next one covers the time."""
+
+GENERATED = "vllm:generation_tokens_total"
+COUNTERS = (SPEC_DECODE, GENERATED)
+MAX_COUNTER_LINES = 4096
 MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
 MAX_QUOTED = 300  # Most characters of a server's words in an error.
 MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
@@ -112,8 +119,27 @@ _Domain = Annotated[str, msgspec.Meta(max_length=64)]
 _Positions = Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_POSITIONS)]
 
 
+class Served(NamedTuple):
+    """The engine's own counters since it started."""
+
+    counts: AcceptanceCounts  # of every proposer
+    tokens: float  # generated
+    time_s: float  # of the reading, by the monotonic clock
+
+    def since(self, first: Served) -> Served | None:
+        """The counts since an earlier reading, and the seconds; None if they fell."""
+        counts = self.counts.since(first.counts)
+        if counts is None or self.tokens < first.tokens:
+            return None
+        return Served(counts, self.tokens - first.tokens, self.time_s - first.time_s)
+
+
 class _PaceAnswer(msgspec.Struct, frozen=True):
     line: Annotated[str, msgspec.Meta(pattern=r"^[ -~]*\Z", max_length=MAX_PACE_CHARS)]
+
+
+class _ForgetAnswer(msgspec.Struct, frozen=True):
+    live_runs: Count
 
 
 class _StatusAnswer(msgspec.Struct, frozen=True):
@@ -250,6 +276,21 @@ class FleetServer:
                 f"{self.url} answers with something other than a status: {error}"
             ) from error
 
+    async def served(self) -> Served | None:
+        """The engine's own counters, lookups included; None if they cannot be read."""
+        try:
+            page = (await self._request("GET", "/metrics", METRICS_TIMEOUT_S)).decode()
+            lines = [line for line in page.splitlines() if line.startswith(COUNTERS)]
+            if len(lines) > MAX_COUNTER_LINES or max(map(len, lines), default=0) > 1000:
+                return None  # they are parsed on the event loop
+            counters = "\n".join(lines)
+            counts = find_counts(counters)
+            tokens = sum(sample.value for sample in read_samples(counters, GENERATED))
+        except Exception:  # nothing depends on them
+            return None
+        is_number = math.isfinite(tokens) and 0 <= tokens <= MAX_COUNTER
+        return Served(counts, tokens, time.monotonic()) if counts and is_number else None
+
     async def swap(self, version: str) -> None:
         """Return once the server serves `version`.
 
@@ -271,6 +312,22 @@ class FleetServer:
             SWAP_TIMEOUT_S,
             json={key: body[key] for key in body if body[key]},
         )
+
+    async def forget(self, tenant: str) -> int:
+        """Drop a tenant's text from the live counts; returns the number of runs dropped.
+
+        Raises:
+            UnreachableError, RefusedError: it may hold the text until it ends.
+        """
+        content = await self._request(
+            "POST", "/redraft/forget", STATUS_TIMEOUT_S, json={"tenant": tenant}
+        )
+        try:
+            return msgspec.json.decode(content, type=_ForgetAnswer).live_runs
+        except (ValueError, RecursionError) as error:
+            raise NonsenseError(
+                f"{self.url} answers with something other than a number of runs: {error}"
+            ) from error
 
     def serves(self, status: Status, version: str) -> bool:
         """Whether a server with this status serves `version` intact.

@@ -19,6 +19,7 @@ from redraft.online.fleet.server import (
     FleetServer,
     NonsenseError,
     RefusedError,
+    Served,
     Status,
     UnreachableError,
     is_alarming,
@@ -37,6 +38,7 @@ class Observation:
     """One of SERVER_FAULTS; empty if it answered as it should."""
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
+    served: Served | None = None  # since the previous look
     lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
     is_alarming: bool | None = (
         None  # hardly a token was accepted over ALARM_DRAFTS drafts; None until they end
@@ -59,6 +61,7 @@ class Watch:
         self._looks: dict[FleetServer, asyncio.Task[Observation]] = {}
         self._last: dict[FleetServer, Status] = {}
         self._window: dict[FleetServer, Status] = {}
+        self._served: dict[FleetServer, Served] = {}
         self._faulty: dict[FleetServer, Observation] = {}
 
     async def look(self) -> list[Observation]:
@@ -68,7 +71,7 @@ class Watch:
         ):  # former servers
             if gone in self._looks:
                 self._looks.pop(gone).cancel()
-            for known in (self._last, self._window, self._faulty):
+            for known in (self._last, self._window, self._served, self._faulty):
                 known.pop(gone, None)
         for server in self.servers:
             if server not in self._looks:
@@ -110,6 +113,10 @@ class Watch:
         # By default against itself: nothing is lost and nothing counted at the first look.
         last = self._last.get(server, status)
         self._last[server] = status
+        served, before = await server.served(), self._served.get(server)
+        if served is not None:
+            self._served[server] = served
+        is_same = (status.boot, status.draft_version) == (last.boot, last.draft_version)
         window = status.since(self._window.get(server, status))
         # The window is judged once it has enough drafts, and then begins again: an alarm is about
         # recent traffic.
@@ -119,6 +126,7 @@ class Watch:
             server=server,
             status=status,
             since_last=status.since(last) or AcceptanceCounts.zero(),
+            served=served.since(before) if served and before and is_same else None,
             lost=_count_lost(last, status),
             is_alarming=is_alarming(window)
             if window and window.num_drafts >= ALARM_DRAFTS

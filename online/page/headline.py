@@ -1,5 +1,6 @@
 """The headline of the page: the answer in one sentence, with the numbers for it."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +35,7 @@ class ServedDraft:
     entries: list[AcceptanceEntry]  # Entries of this version in the last RECENT_S with traffic.
     before: list[AcceptanceEntry]  # of the version before, RECENT_S long; empty: unknown
     servers: dict[str | None, str]  # The last known version of every server.
+    tokens_per_s: float | None  # Of all servers in the last RECENT_S with traffic.
     last_s: float
 
 
@@ -42,7 +44,7 @@ def compose_headline(
 ) -> Headline:
     """Compose the page's answer.
 
-    Tokens per target step, the change since the last version, the learner's phase.
+    Tokens per drafted step, the change since the last version, the learner's phase.
     """
     if draft is None:
         below = "The curves start once a server has answered requests with a draft."
@@ -50,28 +52,29 @@ def compose_headline(
             before="Nothing has been measured yet.",
             below=f"{_describe_learner(state, is_asleep)} {below}",
         )
-    tau, before, name = _compute_tau(draft.entries), draft.before, shorten_version(draft.version)
+    before, name = draft.before, shorten_version(draft.version)
+    tau, own = _compute_tau(draft.entries), _compute_own_tau(draft.entries)
     below = f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}"
     number = f"{tau:.2f} tokens"
     is_new = not before and draft.entries[-1].pace.startswith(PACED)  # off until it has learned
-    if tau < ALARM_TAU and not is_new:
+    if own is not None and own < ALARM_TAU and not is_new:
         remedy = "If the learner does not roll it back, run redraft fleet rollback."
         return Headline(
             before=f"Draft {name} is hardly accepted:",
-            number=number,
-            after="per target step.",
+            number=f"{own:.2f} tokens",
+            after="per drafted step.",
             below=f"{below} {remedy}",
             tone="bad",
         )
     if not before:
         return Headline(
-            before=f"Draft {name} emits", number=number, after="per target step.", below=below
+            before=f"Draft {name} emits", number=number, after="per drafted step.", below=below
         )
     gain = tau - _compute_tau(before)
     return Headline(
         before=f"Draft {name} emits",
         number=number,
-        after="per target step,",
+        after="per drafted step,",
         change=f"{f'{gain:+.2f}'.replace('-', '−')} since "
         f"{shorten_version(before[0].draft_version)}.",
         below=below,
@@ -98,6 +101,7 @@ def find_served_draft(history: History) -> ServedDraft | None:
         entries=[entry for entry in recent if entry.draft_version == version],
         before=_select_entries_before(history, version),
         servers=servers,
+        tokens_per_s=_sum_rates(history.select(AcceptanceEntry, recent[-1].time_s - RECENT_S)),
         last_s=recent[-1].time_s,
     )
 
@@ -123,7 +127,7 @@ def _select_engine_entries(history: History, ending_s: float | None) -> list[Acc
     """Engines' counts in the RECENT_S before `ending_s`, or before the last entry with traffic."""
     if ending_s is None:
         last = history.last(
-            AcceptanceEntry, lambda entry: entry.domain is None and entry.drafts > 0
+            AcceptanceEntry, lambda entry: entry.domain is None and count_shown(entry)[0] > 0
         )
         if last is None:
             return []
@@ -132,12 +136,38 @@ def _select_engine_entries(history: History, ending_s: float | None) -> list[Acc
     return [
         entry
         for entry in entries
-        if entry.domain is None and entry.drafts and entry.time_s <= ending_s
+        if entry.domain is None and count_shown(entry)[0] and entry.time_s <= ending_s
     ]
 
 
+def count_shown(entry: AcceptanceEntry) -> tuple[float, float]:
+    """Drafts and accepted tokens as the engine counts them, lookups included, like the screen of
+    `redraft up` and `redraft fleet watch`; those of the version if the engine's are unknown.
+    """
+    if entry.served_drafts is None or entry.served_accepted is None:
+        return entry.drafts, entry.accepted
+    return entry.served_drafts, entry.served_accepted
+
+
 def _compute_tau(entries: Sequence[AcceptanceEntry]) -> float:
-    return 1 + sum(entry.accepted for entry in entries) / sum(entry.drafts for entry in entries)
+    drafts, accepted = map(sum, zip(*map(count_shown, entries), strict=True))
+    return 1 + accepted / drafts
+
+
+def _compute_own_tau(entries: Sequence[AcceptanceEntry]) -> float | None:
+    """tau of the version's own drafts; None without any."""
+    drafts = sum(entry.drafts for entry in entries)
+    return 1 + sum(entry.accepted for entry in entries) / drafts if drafts else None
+
+
+def _sum_rates(entries: Sequence[AcceptanceEntry]) -> float | None:
+    """Tokens per second of all servers together; None if no engine counts them."""
+    tokens, seconds = defaultdict[str | None, float](float), defaultdict[str | None, float](float)
+    for entry in entries:
+        if entry.served_tokens is not None and entry.served_s:
+            tokens[entry.server] += entry.served_tokens
+            seconds[entry.server] += entry.served_s
+    return sum(tokens[server] / seconds[server] for server in seconds) if seconds else None
 
 
 def shorten_version(version: str) -> str:
@@ -155,10 +185,9 @@ def _describe_traffic(draft: ServedDraft, now_s: float) -> str:
         fleet = f"{on_it} of {servers} servers run it"
     silent_s = now_s - draft.last_s
     ago = f"; no traffic for {format_duration(silent_s)}" if silent_s > SILENT_S else ""
-    return (
-        f"{fleet}; measured over {sum(entry.drafts for entry in draft.entries):,.0f} target "
-        f"steps{ago}."
-    )
+    rate = "" if draft.tokens_per_s is None else f"; {draft.tokens_per_s:,.1f} tokens/s"
+    steps = sum(count_shown(entry)[0] for entry in draft.entries)
+    return f"{fleet}{rate}; measured over {steps:,.0f} drafted steps{ago}."
 
 
 def _describe_learner(state: StateEntry | None, is_asleep: bool) -> str:

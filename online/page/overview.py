@@ -28,6 +28,7 @@ from redraft.online.page.headline import (
     Headline,
     ServedDraft,
     compose_headline,
+    count_shown,
     find_served_draft,
 )
 from redraft.online.page.history import E, History
@@ -146,9 +147,10 @@ def build_curves(
     # 1. Drafts and accepted tokens by name, to choose the curves to draw.
     totals: dict[str, list[float]] = {}
     for entry in entries:
+        drafts, accepted = count_shown(entry)
         total = totals.setdefault(name(entry), [0.0, 0.0])
-        total[0] += entry.drafts
-        total[1] += entry.accepted
+        total[0] += drafts
+        total[1] += accepted
     drawn = sorted(
         (key for key in totals if totals[key][0]), key=lambda key: rank(*totals[key]), reverse=True
     )
@@ -163,8 +165,9 @@ def build_curves(
         )
         # [time of the last entry, drafts, accepted]; a point is at that time, not in the future.
         bucket[0] = max(bucket[0], entry.time_s)
-        bucket[1] += entry.drafts
-        bucket[2] += entry.accepted
+        drafts, accepted = count_shown(entry)
+        bucket[1] += drafts
+        bucket[2] += accepted
     points = {key: _build_points(buckets) for key, buckets in sums.items()}
     targets = {name(entry): entry.target_version or "" for entry in entries}
     return [

@@ -116,7 +116,7 @@ function curves(place, list, view, empty, height) {
   if (!list.length) return place.replaceChildren(none(empty));
   const lines = list.map(({name, tau, points, target_version}, index) => ({name: server(name), target: target_version, tau: tau.toFixed(2), color: color(index), points: points.map(([at, value, , on]) => [at, value, version(on)])}));
   withLegend(place, lines.map(line => [line.color, line.name, line.tau, line.points.at(-1)[2] + (line.target && ` for target ${line.target}`)]), canvas => timeChart(canvas, {
-    label: `tokens per target step: ${lines.map(line => `${line.name} ${line.tau}`).join(", ")}`,
+    label: `tokens per drafted step: ${lines.map(line => `${line.name} ${line.tau}`).join(", ")}`,
     lines, height, begin: view.begin_s, end: view.now_s, gap: view.gap_s, format: value => value.toFixed(2), axis: value => value.toFixed(1), least: .4, floor: 1,  // a step emits at least the bonus token
     marks: view.marks.map(mark => ({time_s: mark.time_s, name: mark.is_rollback ? `↩ ${version(mark.version)}` : version(mark.version), back: mark.is_rollback})),
   }));

@@ -30,6 +30,7 @@ from redraft.online.fleet.server import (
 )
 from redraft.online.fleet.watch import JournaledServer, Watch
 from redraft.online.journal import AcceptanceEntry, FaultEntry, Journal
+from redraft.recipes.serve.up_parts import Meter
 
 STATUS, SWAP = "/redraft/status", "/redraft/swap"
 
@@ -130,6 +131,80 @@ async def test_the_words_of_a_server_reach_no_terminal_as_they_are(tmp_path):
         fake.answers = {STATUS: json.dumps(status | odd).encode()}
         found = await one.status()
     assert all(map(str.isprintable, [found.capture_off, found.swap_off, *found.notes]))
+
+
+def metrics(drafts, accepted, tokens):
+    """A page of vLLM's counters, of two engines."""
+    lines = [
+        f'vllm:spec_decode_num_{name}_total{{engine="{engine}"}} {value}'
+        for engine in range(2)
+        for name, value in (
+            ("drafts", drafts),
+            ("draft_tokens", 3 * drafts),
+            ("accepted_tokens", accepted),
+        )
+    ]
+    lines.append(f'vllm:generation_tokens_total{{engine="0"}} {tokens}')
+    return "\n".join([*lines, "vllm:other 1"]).encode()
+
+
+@in_event_loop
+async def test_the_engines_own_counters_are_read_as_the_screen_of_the_server_reads_them():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        watch = Watch(servers)
+        first, second = metrics(100, 20, 500), metrics(500, 336, 1300)
+        fake.answers["/metrics"] = first
+        assert (await watch.look())[0].served is None
+        fake.answers["/metrics"] = second
+        (found,) = await watch.look()
+        meter = Meter(fake.url)
+        meter.describe(first.decode(), 0.0)
+        assert f"{found.served.counts.tau:.2f} tokens per" in meter.describe(second.decode(), 1.0)
+        assert found.served.counts.tau == 1 + 632 / 800
+        assert found.served.tokens == 800
+        assert found.served.time_s > 0
+        fake.answers["/metrics"] = first
+        assert (await watch.look())[0].served is None, "counters that fell"
+        assert found.fault == ""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"\xff\xfe",
+        metrics("NaN", 1, 1),
+        metrics("1e400", 1, 1),
+        metrics(1, 1, "Inf"),
+        metrics(1, 1, -1),
+        metrics(1, 1, "x"),
+        b"vllm:spec_decode_num_drafts_total 1\n" * 200_000,
+        b"vllm:spec_decode_num_accepted_tokens_per_pos_total 1\n" + metrics(1, 1, 1),
+        b'vllm:spec_decode_num_drafts_total{a="' + b"x" * (7 << 20) + b'"} 1\n',
+    ],
+    ids=range(10),
+)
+@in_event_loop
+async def test_counters_that_are_none_are_no_fault_and_cost_little(page):
+    fake = FakeServer(Traffic(), answers={"/metrics": page})
+    async with running(fake) as servers:
+        watch = Watch(servers)
+        await watch.look()
+        began_s = time.process_time()
+        (found,) = await watch.look()
+        assert time.process_time() - began_s < 1
+        assert (found.fault, found.served) == ("", None)
+        assert found.since_last.num_drafts == 500
+
+
+@in_event_loop
+async def test_counters_that_hang_hold_up_no_look(monkeypatch):
+    monkeypatch.setattr(server, "METRICS_TIMEOUT_S", 0.2)
+    fake = FakeServer(Traffic(), trouble={"/metrics": "hang"})
+    async with running(fake) as servers:
+        (found,) = await Watch(servers, patience_s=5).look()
+        assert (found.fault, found.served) == ("", None)
 
 
 @asynccontextmanager

@@ -94,11 +94,11 @@ def test_the_answer_comes_first(tmp_path: Path):
     accept(journal, "v000012", 300, 2.8)
     accept(journal, "v000012", 100, 3.2)
     headline = look(journal, clock.now_s).headline
-    assert sentence(headline) == "Draft v12 emits 2.90 tokens per target step, +0.30 since v11."
+    assert sentence(headline) == "Draft v12 emits 2.90 tokens per drafted step, +0.30 since v11."
     assert headline.tone == "good"
     assert (
         headline.below
-        == "Learner: judging step-7. Its server runs it; measured over 400 target steps."
+        == "Learner: judging step-7. Its server runs it; measured over 400 drafted steps."
     )
 
 
@@ -123,7 +123,7 @@ def test_a_draft_that_is_hardly_accepted_is_said_in_red(tmp_path: Path):
     journal, _ = make_empty(tmp_path)
     accept(journal, "v000003", 500, 1.02)
     headline = look(journal).headline
-    assert sentence(headline) == "Draft v3 is hardly accepted: 1.02 tokens per target step."
+    assert sentence(headline) == "Draft v3 is hardly accepted: 1.02 tokens per drafted step."
     assert headline.tone == "bad"
 
 
@@ -131,12 +131,33 @@ def test_a_first_draft_that_a_paced_server_leaves_off_is_no_fault(tmp_path: Path
     journal, clock = make_empty(tmp_path)
     accept(journal, "v000001", 500, 1.02, pace="pace auto: 0 tokens at 1")
     headline = look(journal).headline
-    assert sentence(headline) == "Draft v1 emits 1.02 tokens per target step."
+    assert sentence(headline) == "Draft v1 emits 1.02 tokens per drafted step."
     assert headline.tone == "plain"
     clock.now_s += 60
     swap(journal, "v000002", "v000001")
     accept(journal, "v000002", 500, 1.01, pace="pace auto: 0 tokens at 1")
     assert look(journal, clock.now_s).headline.tone == "bad"
+
+
+def test_lookups_count_as_on_the_screen_of_the_server(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    for server, tokens in ((SERVERS[0], 900.0), (SERVERS[1], 300.0)):
+        served = {"served_drafts": 400, "served_accepted": 316, "served_tokens": tokens}
+        accept(journal, "v000001", 100, 1.02, server, pace="pace auto: 0", **served, served_s=10.0)
+        accept(journal, "v000001", 0, 1.0, server, served_drafts=0, served_accepted=0,
+               served_tokens=0, served_s=10.0)  # fmt: skip
+    view = look(journal, clock.now_s)
+    assert sentence(view.headline) == "Draft v1 emits 1.79 tokens per drafted step."
+    assert "; 60.0 tokens/s; measured over 800 drafted steps." in view.headline.below
+    assert [round(curve.tau, 2) for curve in view.servers] == [1.79, 1.79]
+
+
+def test_a_draft_that_only_looks_things_up_well_is_still_said_in_red(tmp_path: Path):
+    journal, _ = make_empty(tmp_path)
+    accept(journal, "v000003", 500, 1.02, served_drafts=600, served_accepted=500)
+    headline = look(journal).headline
+    assert sentence(headline) == "Draft v3 is hardly accepted: 1.02 tokens per drafted step."
+    assert headline.tone == "bad"
 
 
 def test_of_one_fault_of_one_server_the_present_reason_is_shown(tmp_path: Path):
@@ -187,7 +208,7 @@ def test_the_fleets_version_is_what_most_servers_have(tmp_path: Path):
     ):
         accept(journal, version, 100, tau, server)
     headline = look(journal).headline
-    assert sentence(headline) == "Draft v1 emits 2.50 tokens per target step."
+    assert sentence(headline) == "Draft v1 emits 2.50 tokens per drafted step."
     assert "2 of 3 servers run it" in headline.below
 
 
@@ -196,7 +217,9 @@ def test_in_a_tie_the_version_seen_last_is_the_fleets(tmp_path: Path):
     accept(journal, "v000001", 100, 2.0, "http://a")
     accept(journal, "v000001", 100, 2.0, "http://b")
     accept(journal, "v000002", 100, 3.0, "http://a")  # a is heard of first, and last
-    assert sentence(look(journal).headline).startswith("Draft v2 emits 3.00 tokens per target step")
+    assert sentence(look(journal).headline).startswith(
+        "Draft v2 emits 3.00 tokens per drafted step"
+    )
 
 
 def test_domains_do_not_count_twice(tmp_path: Path):
