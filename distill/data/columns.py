@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redraft.distill.data.messages import (
+    FINISHES,
     TEXT_ROLE,
     TOOL_KEYS,
     Message,
     Tool,
     begins_with_question,
     first_key,
+    is_cut_reason,
     join_turns,
     parse_json,
     parse_list,
@@ -82,6 +84,12 @@ class RowReader:
         if found := self.take(TOOLS):
             tools = self._tools(*found) or tools
         return self._with_system(messages), tools
+
+    def is_cut(self) -> bool:
+        """Whether the server cut the row's last answer."""
+        cut = isinstance(self.row.get("cut"), bool) and self.take(("cut",))
+        reasons = [found for name in FINISHES if (found := self.take((name,)))]
+        return bool(cut and cut[1]) or any(is_cut_reason(reason) for _, reason in reasons)
 
     def arguments(self) -> Arguments:
         """The template arguments of the request that got the answers; empty if the row has none.

@@ -298,7 +298,7 @@ def read_conversation(
         "messages": messages,
         "domain": str((named and named[1]) or domain),
     }
-    if isinstance(row.get("cut"), bool) and (cut := reader.take(("cut",))) and cut[1]:
+    if messages[-1].pop("cut", False) or reader.is_cut():
         conversation["cut"] = True
     if tools:
         conversation["tools"] = tools

@@ -9,9 +9,10 @@ from typing import Any
 from redraft.distill.data.rows import UnusableRowError
 
 Message = dict[str, Any]
-"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, and `tool_calls`, as
-in the chat API but with the arguments as an object. A tool's result has `name` or `tool_call_id`
-if the data has them. A content of several texts has `parts`, a list of them.
+"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, `tool_calls`, as in the
+chat API but with the arguments as an object, and `cut` if the server cut it. A tool's result has
+`name` or `tool_call_id` if the data has them. A content of several texts has `parts`, a list of
+them.
 """
 
 Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`
@@ -47,6 +48,14 @@ PARAMETER_KEYS = ("parameters", "input_schema")
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 """Keys of a tool call with its arguments, in OpenAI's API, Llama's, LangChain's and Anthropic's."""
+
+FINISHES = ("finish_reason", "stop_reason")
+"""Keys of an answer, or columns about a row's last, with the reason for which it ended, in OpenAI's
+and in Anthropic's API.
+"""
+
+CUTS = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
+"""Reasons for which a server ends an answer that the target did not end."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and
@@ -168,6 +177,9 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     if speaker == "assistant":
         known += [REASONING_FIELDS, CALL_KEYS]
         _add_reasoning_and_calls(message, raw, content, unread)
+        known += [[key] for key in FINISHES]
+        if any(is_cut_reason(raw.get(key)) for key in FINISHES):
+            message["cut"] = True
     if speaker == "tool":
         known += [[key] for key in NAMES]
         message |= {key: raw[key] for key in NAMES if isinstance(raw.get(key), str)}
@@ -195,7 +207,7 @@ def join_turns(messages: Iterable[Message]) -> list[Message]:
 
 
 def _continues_turn(first: Message, second: Message) -> bool:
-    if not first["role"] == second["role"] == "assistant":
+    if not first["role"] == second["role"] == "assistant" or "cut" in first:
         return False
     # Templates write a thought, then a text, then calls: in another order, they are turns.
     is_text_after_call = "tool_calls" in first and second["content"].strip()
@@ -209,7 +221,12 @@ def _join_messages(first: Message, second: Message) -> Message:
         **{key: value for key, value in first.items() if key != "parts"},
         "content": "\n\n".join(texts),
         **({"tool_calls": calls} if calls else {}),
+        **({"cut": True} if "cut" in second else {}),
     }
+
+
+def is_cut_reason(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() in CUTS
 
 
 def refuse_media(names: Iterable[str]) -> None:

@@ -59,6 +59,12 @@ class ReasoningForm:
             return None
         return thought.strip(), said.removesuffix(self.after) if self.after else said.lstrip()
 
+    def read_open(self, content: str) -> str:
+        """The reasoning in a text that ends before its closing tag; empty for any other text."""
+        opening, text = self.tags[0], content.lstrip()
+        is_open = text.startswith(opening) and not any(tag in content for tag in CLOSING_TAGS)
+        return text.removeprefix(opening).strip() if is_open else ""
+
 
 THINK = ReasoningForm("<think>\n", "\n</think>\n\n")
 
@@ -70,21 +76,33 @@ REASONING_FORMS = (
     ReasoningForm("<seed:think>", "</seed:think>"),  # Seed-OSS
     ReasoningForm("<|channel>thought\n", "\n<channel|>"),  # Gemma 4
 )
+CLOSING_TAGS = ("</think>", *(form.tags[1] for form in REASONING_FORMS))
 
 
 def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] | None:
     """(reasoning, answer, form in which they stand in the content) of an assistant's message.
 
-    None without reasoning. The form is None if the reasoning stands in a field.
+    None without reasoning. The form is None if the reasoning stands in a field. Of a thought that
+    does not close, the answer is empty.
     """
     if message["role"] != "assistant":
         return None
+    content = message["content"]
     if message.get("reasoning"):
-        return message["reasoning"].strip(), message["content"], None
+        return message["reasoning"].strip(), content, None
     for form in REASONING_FORMS:
-        if parts := form.read(message["content"]):
+        if parts := form.read(content):
             return *parts, form
+    for form in REASONING_FORMS:
+        if thought := form.read_open(content):
+            return thought, "", form
     return None
+
+
+def is_cut(message: Message) -> bool:
+    """Whether the server cut an assistant's message: it is marked so, or its thought is open."""
+    opens = any(form.read_open(message["content"]) for form in REASONING_FORMS)
+    return message["role"] == "assistant" and (message.get("cut", False) or opens)
 
 
 def without_reasoning(message: Message, content: str) -> Message:

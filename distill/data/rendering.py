@@ -28,6 +28,7 @@ from redraft.distill.data.pieces import PieceEncoder, Pieces
 from redraft.distill.data.reasoning import (
     REASONING_FORMS,
     ReasoningForm,
+    is_cut,
     split_reasoning,
     without_reasoning,
 )
@@ -163,14 +164,15 @@ class Renderer:
         turns, refused = [], Counter[str]()
         given = self.known_arguments(conversation)
         for i in range(_num_opening(messages), len(messages)):
-            if not _is_answer(messages[i]) and not (i == cut and split_reasoning(messages[i])):
+            is_ended = i != cut and not is_cut(messages[i])
+            if not _is_answer(messages[i]) and (is_ended or not split_reasoning(messages[i])):
                 continue
             try:
                 turn = self._write(
                     context[:i],
                     conversation.get("tools"),
                     messages[i],
-                    is_ended=i != cut,
+                    is_ended=is_ended,
                     given=given,
                 )
             except RefusedAnswerError as error:

@@ -28,7 +28,7 @@ from redraft.distill.data.conversations import (
 )
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.messages import conversation_hash
-from redraft.distill.data.reasoning import split_reasoning
+from redraft.distill.data.reasoning import is_cut, split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.artifact import write_whole
@@ -183,8 +183,8 @@ def describe_training(
         yield f"  {loss}"
     for reason, question in stats.examples.items():
         yield f"  refused {reason}, e.g. the answer to {printable(question)!r}"
-    if num_cut := sum(bool(conversation.get("cut")) for conversation in train):
-        yield f"  {num_cut:,} last answers cut at a length limit when they were written"
+    if num_cut := sum(map(has_cut_answer, train)):
+        yield f"  {num_cut:,} conversations with an answer that the server cut"
 
 
 def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
@@ -244,12 +244,16 @@ def describe_vocabulary(
         )
 
 
+def has_cut_answer(conversation: Conversation) -> bool:
+    return conversation.get("cut", False) or any(map(is_cut, conversation["messages"]))
+
+
 def possible_kinds(conversation: Conversation) -> set[str]:
     if is_plain_text(conversation):
         return {"text"}
     messages = conversation["messages"]
     kinds = {
-        "cut": bool(conversation.get("cut")),
+        "cut": has_cut_answer(conversation),
         "tools": any("tool_calls" in message for message in messages),
         "reasoning": any(split_reasoning(message) for message in messages),
         "plain": True,

@@ -205,6 +205,24 @@ def test_messages_of_an_assistant_in_a_row_are_one_turn(
     assert read_conversation(row)["messages"] == [QUESTION, turn]
 
 
+@pytest.mark.parametrize(
+    ("row", "is_cut"),
+    [
+        ({"messages": CHAT, "cut": True}, True),
+        ({"messages": CHAT, "finish_reason": "length"}, True),
+        ({"messages": CHAT, "stop_reason": "max_tokens"}, True),
+        ({"messages": [QUESTION, {**ANSWER, "finish_reason": "length"}]}, True),
+        ({"messages": [QUESTION, say("3 "), say("m", finish_reason="length")]}, True),
+        ({"messages": CHAT, "finish_reason": "stop", "cut": False}, False),
+        ({"messages": [QUESTION, {**ANSWER, "finish_reason": "tool_calls"}]}, False),
+    ],
+)
+def test_an_answer_that_the_server_cut_is_marked_so(row: dict[str, Any], is_cut: bool) -> None:
+    columns = Columns()
+    assert read_conversation(row, columns=columns).get("cut", False) == is_cut
+    assert not columns.unread
+
+
 def test_a_text_after_a_call_and_a_second_thought_are_turns_of_their_own() -> None:
     messages = [
         QUESTION,

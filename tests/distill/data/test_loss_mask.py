@@ -516,6 +516,25 @@ def test_an_answer_cut_in_its_thought_has_no_end_and_no_closing_tag() -> None:
     assert (prompt[-7:], answer) == ("<think>", "scat")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gemma4_v5", "deepseek_r1_distill"])
+def test_a_thought_that_does_not_close_opens_once_and_has_no_end(name: str) -> None:
+    row = {"messages": [user("why 1"), say("<think>\nscat")]}
+    ((turn,), refused, _) = write_turns(name, row)
+    assert not refused
+    opening, closing = make_renderer(name).reasoning_form.tags
+    written = turn.prompt.rpartition("why 1")[2] + turn.answer
+    assert written.count(opening) == 1
+    assert closing not in written
+    assert turn.answer.endswith("scat")
+
+
+def test_an_answer_that_the_server_cut_has_no_end_wherever_it_stands() -> None:
+    messages = [user("why 1"), say("scat", finish_reason="length"), user("go on"), say("ter")]
+    turns, _, _ = write_turns("qwen3", {"messages": messages})
+    assert [turn.answer for turn in turns] == ["scat", "ter<|im_end|>"]
+    assert "scat<|im_end|>" in turns[1].prompt  # as the server writes it when it is sent back
+
+
 def test_parts_are_detected_as_vllm_detects_them() -> None:
     hf = pytest.importorskip("vllm.renderers.hf")
     templates = [*(make_tokenizer(name).chat_template for name in template_names())]

@@ -155,7 +155,7 @@ def test_everything_cut_or_refused_is_told_with_its_reason(
         counts = [re.search(rf"  (\d+) {reason}", part) for part in (training, held_out)]
         assert [bool(count) for count in counts] == [True, True], reason
         assert sum(int(count[1]) for count in counts if count) == total, reason
-    assert "last answers cut at a length limit when they were written" in training
+    assert "conversations with an answer that the server cut" in training
 
 
 def user(content: str) -> dict[str, Any]:
