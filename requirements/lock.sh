@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}
-extras=(--extra deepspeed --extra report --extra wandb --extra nats --extra domains --extra gguf --extra dev)
+extras=(--extra deepspeed --extra report --extra wandb --extra nats --extra gguf --extra dev)
 
 unset UV_FIND_LINKS PIP_FIND_LINKS UV_TORCH_BACKEND  # a lock of PyPI's files
 

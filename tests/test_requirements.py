@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements"
 ENGINES = ("cpu", "cuda")
-INSTALLED = ("deepspeed", "report", "wandb", "nats", "domains", "gguf", "dev")
+INSTALLED = ("deepspeed", "report", "wandb", "nats", "gguf", "dev")
 
 
 def read_lock(name: str) -> dict[str, list[str]]:

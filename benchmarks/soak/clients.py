@@ -5,7 +5,7 @@ Was it answered, or did the client learn why not?
 answered    complete: every choice has a finish reason, and a stream ends with [DONE]
 left        the client hung up in the middle, on purpose
 told        an error status with a message, or an error event in the stream
-cut         the connection broke visibly because the router itself was killed
+cut         the connection broke visibly because the tap itself was killed
 untold      anything else: silence, a cut answer that looks whole, a stream that ends without a word
 """
 
@@ -16,7 +16,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,15 +56,14 @@ class Tally:
 
 @dataclass
 class Clients:
-    """`num_clients` that talk to the router at `url`, one request each at a time."""
+    """`num_clients` that talk to the taps, one request each at a time."""
 
-    url: str
+    taps: Mapping[str, Callable[[float], bool]]
+    """By address: whether the tap has lived without a break since this monotonic time."""
     prompts: Sequence[Prompt]
     rng: random.Random
     num_clients: int
     pause_s: float
-    was_router_up: Callable[[float], bool]
-    """Whether the router has lived without a break since this monotonic time."""
     tally: Tally = field(default_factory=Tally)
 
     async def run(self, is_over: asyncio.Event) -> None:
@@ -73,7 +72,7 @@ class Clients:
 
     async def _live(self, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
-            # A new connection now and then. An idle one is given up before the router closes it.
+            # A new connection now and then. An idle one is given up before the tap closes it.
             limits = httpx.Limits(keepalive_expiry=2)
             async with httpx.AsyncClient(timeout=SILENCE_S, limits=limits) as http:
                 for _ in range(self.rng.randrange(1, 8)):
@@ -85,12 +84,11 @@ class Clients:
     async def ask(self, http: httpx.AsyncClient) -> Verdict:
         """Send one random request and judge what comes back."""
         path, body, headers = self.draw_request()
+        url, was_up = self.rng.choice(list(self.taps.items()))
         patience = self.rng.randrange(1, 12) if self.rng.random() < 0.15 else None
         began_s = time.monotonic()
         try:
-            async with http.stream(
-                "POST", f"{self.url}{path}", json=body, headers=headers
-            ) as answer:
+            async with http.stream("POST", f"{url}{path}", json=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     return judge_refusal(answer.status_code, await answer.aread())
                 if not body["stream"]:
@@ -101,8 +99,8 @@ class Clients:
             is_silence = isinstance(error, httpx.TimeoutException) and not isinstance(
                 error, httpx.ConnectTimeout
             )
-            # A failed connect is no silence: a killed router refuses, and the client knows.
-            if is_silence or self.was_router_up(began_s):
+            # A failed connect is no silence: a killed tap refuses, and the client knows.
+            if is_silence or was_up(began_s):
                 return Verdict(
                     "untold", f"{name} of {path} stream={body['stream']} after {_since(began_s)}"
                 )

@@ -134,9 +134,9 @@ async def find_problem(world: World, target: str) -> str:
             else:
                 async with httpx.AsyncClient() as http:
                     answer = await http.get(f"{stage.url(target)}/health")
-                # Router and tap are well without servers, too: they say that they have none.
-                is_proxy = target in ("router", "tap")
-                if answer.status_code != 200 and not (is_proxy and answer.status_code == 503):
+                # A tap is well without its server, too: it says that it has none.
+                is_tap = target in stage.taps
+                if answer.status_code != 200 and not (is_tap and answer.status_code == 503):
                     return f"/health answers {answer.status_code}"
     except (OSError, ValueError, httpx.HTTPError) as error:
         return f"{type(error).__name__}: {error}"
@@ -411,7 +411,7 @@ async def tear_spool(world: World, target: str) -> None:
 def list_faults(stage: Stage) -> list[Fault]:
     """Every fault that this machine can inject."""
     learners = list(stage.learners)
-    processes = [*stage.servers, *learners, "router", "tap", "broker"]
+    processes = [*stage.servers, *learners, *stage.taps, "broker"]
     faults = [
         *(Fault("kill", name, kill) for name in processes),
         *(Fault("kill the engine of", name, kill_engine) for name in stage.servers),
@@ -421,7 +421,7 @@ def list_faults(stage: Stage) -> list[Fault]:
         Fault("hostile records to", "spool-learner", poison_spool),
         *(Fault("torn files of", name, tear_learner) for name in learners),
         Fault("torn spool of", "spool-learner", tear_spool),
-        Fault("torn fleet.toml of", "router", tear_fleet),
+        Fault("torn fleet.toml of", "learner", tear_fleet),
     ]
     faults += [
         Fault("full disk of", name, fill) for name, disk in stage.disks.items() if disk.is_real
@@ -430,7 +430,9 @@ def list_faults(stage: Stage) -> list[Fault]:
         Fault("hung disk of", name, freeze) for name, disk in stage.disks.items() if disk.is_real
     ]
     if stage.faketime is not None:
-        faults += [Fault("clock jump of", name, shift_clock) for name in (*learners, "router")]
+        faults += [
+            Fault("clock jump of", name, shift_clock) for name in (*learners, *stage.taps[:1])
+        ]
     return faults
 
 

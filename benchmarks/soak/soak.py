@@ -4,7 +4,7 @@ survived all of them.
     $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
     $ python -m benchmarks.soak --overwrite --minutes 3 --faults 12 --seed 7
 
-Two real vLLM servers, the router, a real nats-server and two learners run below a supervisor that
+Two real vLLM servers, a tap before each, a real nats-server and two learners run below a supervisor that
 starts them again whenever they end. Clients stream, hang up, ask for several answers and opt out.
 Meanwhile processes are killed and stopped, disks fill up and hang, clocks jump, hostile records
 arrive, and an attacker sends mutated requests. Everything stays on this machine. Full and hung
@@ -79,8 +79,6 @@ set it back.
 ATTACKS_PER_MINUTE = 10_000 / 30
 """Fewest requests of the attacker."""
 
-PROXIES = ("router", "tap")
-
 PROGRESS_S = 10.0
 
 
@@ -140,16 +138,14 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         print(
             f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True
         )
-        router = world.processes["router"]
         # A generator for the clients alone: the number of requests sent must not change the faults
         # drawn.
         clients = Clients(
-            stage.url("router"),
+            {stage.url(name): world.processes[name].was_up for name in stage.taps},
             stage.prompts,
             random.Random(rng.random()),
             cfg.clients,
             cfg.pause_s,
-            router.was_up,
         )
         attack = Attack(doors=build_doors(world), seed=rng.randrange(1 << 31))
         print(f"seed of the attacker: {attack.seed}", flush=True)
@@ -191,8 +187,7 @@ def build_processes(stage: Stage) -> dict[str, Supervised]:
     broker = Supervised("broker", stage.build_broker(), stage.log("broker"), liveness=store_probe)
     others = [
         *(stage.build_learner(name) for name in stage.learners),
-        stage.build_router(),
-        stage.build_tap(),
+        *(stage.build_tap(number + 1) for number in range(len(stage.taps))),
     ]
     servers = [stage.build_server(number + 1) for number in range(len(stage.servers))]
     return {process.name: process for process in (broker, *servers, *others)}
@@ -219,7 +214,7 @@ def build_doors(world: World) -> list[Door]:
                 generates=True,
                 streams=streams,
             )
-            for name in PROXIES
+            for name in world.stage.taps
         ),
         Door(process=processes["learner"], port=ports["learner-page"], paths=page),
         Door(process=processes["server-1"], port=ports["server-1"], paths=plugin, streams=streams),

@@ -1,7 +1,7 @@
 """The service under test: folders, disks, settings and the command of every process.
 
-clients ─► router ─► server-1, server-2 ─► broker ─► learner ─► registry ─► both servers
-           tap ─► server-1                   └ witness ─► spool ─► spool-learner (it only stores)
+clients ─► tap-1 ─► server-1 ─► broker ─► learner ─► registry ─► both servers
+        └► tap-2 ─► server-2      └ witness ─► spool ─► spool-learner (it only stores)
 
 log-disk: the broker's store      learner-disk, spool-disk: a learner's folder, and the spool
 """
@@ -63,9 +63,7 @@ class Stage:
     disks: Mapping[str, Disk]
     """By the name of the process whose files it holds: broker, learner, spool-learner."""
     ports: Mapping[str, int]
-    """By the name of the process; `admin` is the router's second port, `learner-page` the learner's
-    only one.
-    """
+    """By the name of the process; `learner-page` is the learner's only one."""
     learners: Mapping[str, LearnerConfig]
     """learner and spool-learner."""
     faketime: Path | None
@@ -86,6 +84,11 @@ class Stage:
     @property
     def servers(self) -> list[str]:
         return [f"server-{number}" for number in range(1, NUM_SERVERS + 1)]
+
+    @property
+    def taps(self) -> list[str]:
+        """One before each server."""
+        return [f"tap-{number}" for number in range(1, NUM_SERVERS + 1)]
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.ports[name]}"
@@ -143,25 +146,13 @@ class Stage:
         learner.port = self.ports.get(f"{name}-page")
         return learner
 
-    def build_router(self) -> Supervised:
-        settings = str(self.folder / "router.toml")
-        router = self._build("router", "router", "--config", settings)
-        router.port = self.ports["router"]
-        return router
-
-    def build_tap(self) -> Supervised:
-        tap = self._build(
-            *("tap", "tap", self.url("server-1"), "--target", str(self.target)),
-            *(
-                "--spool",
-                str(self.folder / "tap-spool"),
-                "--port",
-                str(self.ports["tap"]),
-                "--admin-port",
-                "0",
-            ),
-        )
-        tap.port = self.ports["tap"]
+    def build_tap(self, number: int) -> Supervised:
+        name, server = f"tap-{number}", self.url(f"server-{number}")
+        # Log-probabilities for every request would slow the servers down.
+        sample = ("--fraction", "0.2", "--spool", str(self.folder / f"{name}-spool"))
+        ports = ("--port", str(self.ports[name]), "--admin-port", "0")
+        tap = self._build(name, "tap", server, "--target", str(self.target), *sample, *ports)
+        tap.port = self.ports[name]
         return tap
 
     def build_broker(self) -> list[str]:
@@ -213,7 +204,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
         )
         for name in names
     }
-    doors = ("server-1", "server-2", "broker", "router", "tap", "admin", "learner-page")
+    doors = ("server-1", "server-2", "broker", "tap-1", "tap-2", "learner-page")
     ports = {name: free_port() for name in doors}
     write_token(folder / "token")
     (disks["spool-learner"].folder / "spool").mkdir(mode=0o700)
@@ -228,7 +219,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
         folder=folder, target=target, fingerprint=fingerprint(target), token=read_token(folder / "token"),
         prompts=prompts, disks=disks, ports=ports, learners=learners, faketime=faketime,
     )  # fmt: skip
-    for name in ("learner", "spool-learner", "router", "tap"):
+    for name in ("learner", "spool-learner", *stage.taps):
         stage.clock_file(name).write_text(NO_SHIFT)
     return stage
 
@@ -265,10 +256,6 @@ def _write_settings(
         f'listen: "127.0.0.1:{ports["broker"]}"\nmax_payload: 8MB\n'
         f'jetstream {{ store_dir: "{disks["broker"].folder}/store", max_file_store: '
         f"{DISK_BYTES * 3 // 4} }}\n"
-    )
-    (folder / "router.toml").write_text(
-        f'fleet = "fleet.toml"\nport = {ports["router"]}\nadmin_port = {ports["admin"]}\npoll_s = '
-        "1\n"
     )
     shared = {"target": str(target.absolute()), "initial": str(draft), "token": "token"}
     log = f'ingest = "nats://127.0.0.1:{ports["broker"]}"'

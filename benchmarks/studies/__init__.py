@@ -1,1 +1,1 @@
-"""Studies on the small target: all families of heads, a draft per domain, and the target itself."""
+"""Studies on the small target: all families of heads, and the target itself."""

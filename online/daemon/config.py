@@ -14,7 +14,6 @@ from redraft.online.learning.gate import Policy
 from redraft.online.learning.staleness import SleepPolicy
 from redraft.online.page.config import Page
 from redraft.online.records.nats_config import Nats, StreamLimits, parse_addresses
-from redraft.online.records.origin import require_label
 from redraft.online.settings import read_toml
 
 
@@ -34,12 +33,6 @@ class LearnerConfig:
     """Log the servers send records to instead: the --capture.ingest of `redraft serve`, e.g.
     nats://HOST:4222. Separate several addresses with commas; use tls:// for TLS. Remove `spool`
     if you set this.
-    """
-    domain: str = ""
-    """Domain, if the draft serves only one; empty for all. The learner then uses only records of
-    requests with this X-Redraft-Domain, and only the servers of this domain in `fleet.file`.
-    Every domain needs a separate learner with a separate registry, folder and spool. An ingest
-    log can be shared if each of the learners has a domain.
     """
     folder: Path = Path("learner")
     """Folder for the learner's state, checkpoints, journal and buffer. It holds users' text."""
@@ -77,7 +70,6 @@ class LearnerConfig:
             )
         if self.ingest:
             parse_addresses(self.ingest)
-        require_label(self.domain)
 
     @property
     def buffer_config(self) -> BufferConfig:

@@ -38,7 +38,7 @@ from redraft.online.daemon.alarm import Alarm
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import Cycle
 from redraft.online.daemon.opening import FULL_DISK_RETRY_S, open_stream, opened, read_vocab_size
-from redraft.online.fleet.discovery import Members, discover, list_servers, read_fleet
+from redraft.online.fleet.discovery import Members, discover, read_fleet
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import STATUS_TIMEOUT_S, FleetServer
 from redraft.online.fleet.watch import SERVER_FAULTS, JournaledServer, Observation, Watch
@@ -72,7 +72,7 @@ def run(cfg: LearnerConfig) -> None:
         cfg.fleet.token()
     )  # a mistake in the fleet is reported now, not after minutes of loading
     if cfg.fleet.file is not None:
-        read_fleet(cfg.fleet.file, cfg.domain, token)
+        read_fleet(cfg.fleet.file, token)
     if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
         raise ValueError(
             "zero_retention keeps no text on a disk: it needs a spool in memory, such as "
@@ -126,9 +126,7 @@ async def learn(
         async with AsyncExitStack() as stack:
             if cfg.page.port:
                 shown = build_app(cfg.folder / "journal", telemetry.registry)
-                address = await stack.enter_async_context(
-                    serve_in_background(shown, cfg.page.host, cfg.page.port)
-                )
+                address = await stack.enter_async_context(serve_in_background(shown, cfg.page))
                 print(f"live page: {address}", flush=True)
             # Last in, first out: the training is saved before the page ends and the clients of the
             # servers close.
@@ -281,12 +279,11 @@ class Learner:
     async def _find_servers(self) -> None:
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):  # a name server can hang too
-                found = await discover(self.cfg.fleet, self.cfg.domain)
+                found = await discover(self.cfg.fleet)
         except (OSError, ValueError) as error:  # keep the known servers
             self.account.begin_fault("fleet_unknown", type(error).__name__)
             return
         self.account.end_faults("fleet_unknown")
-        self.buffer.known_domains = frozenset(list_domains(self.cfg))
         if self.rollouts.fleet.locked():  # a swap in progress relies on the present list of servers
             return
         known = set(self.members.servers)
@@ -456,16 +453,6 @@ class Learner:
             forgotten = await reach.forget(tenant)
         self.trainer.forget(stored_name(tenant))
         return forgotten
-
-
-def list_domains(cfg: LearnerConfig) -> set[str]:
-    """The domains in the settings or fleet.toml.
-
-    Raises:
-        ValueError, OSError: it is unreadable.
-    """
-    listed = [server.domain for server in list_servers(cfg.fleet.file)] if cfg.fleet.file else []
-    return {cfg.domain, *cfg.judging.domains, *listed} - {""}
 
 
 def _name_fault(error: OSError) -> str:

@@ -91,7 +91,8 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
         AlreadyOwnedError, BufferFullError: as `Buffer` does.
     """
     states = read_hidden_shape(cfg.draft.family, registry.current_path())
-    return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
+    known = frozenset(cfg.judging.domains)
+    return Buffer(cfg.buffer_config, target_fingerprint, states, known)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:

@@ -1,10 +1,9 @@
 """Find the servers.
 
-A list in the settings, a file shared by learners, or all addresses of a host name.
+A list in the settings, a file, or all addresses of a host name.
 
     fleet.toml      [[servers]]                              the name      vllm-code.default.svc, a headless service:
                     url = "http://10.0.0.5:8000"                           every address it has is a server
-                    domain = "code"
 
 Servers come and go. A new one is brought to the current draft as if it had restarted, and a former
 one is forgotten. If the file or the name cannot be read, the known servers stay.
@@ -30,7 +29,6 @@ from redraft.online.fleet.server import (
     require_address,
     trusted_certificates,
 )
-from redraft.online.records.origin import require_label
 from redraft.online.tokens import check_token, read_token
 
 AnyServer = TypeVar("AnyServer", bound=FleetServer)
@@ -43,8 +41,7 @@ class FleetConfig:
     canary.
     """
     file: Path | None = None
-    """fleet.toml, a list of servers shared by several learners and the router. Changes to it are
-    picked up while the learner runs.
+    """fleet.toml, a list of servers. Changes to it are picked up while the learner runs.
     """
     name: str = ""
     """Host name with port, e.g. http://vllm.default.svc:8000. Every address it resolves to is a
@@ -91,11 +88,9 @@ def _has_port(url: str) -> bool:
 
 class ListedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
-    domain: str = ""
     token_file: str = ""  # bearer token's, relative to fleet.toml; empty: the learner's
 
     def __post_init__(self) -> None:
-        require_label(self.domain)
         require_address(self.url)
 
 
@@ -103,10 +98,8 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     servers: list[ListedServer]
 
 
-async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
+async def discover(cfg: FleetConfig) -> dict[str, str]:
     """The bearer token of every server, by address, as of now.
-
-    `domain` selects servers of the file; empty: all.
 
     Raises:
         ValueError: if there is no token, no server is named in any way, or the file is not a
@@ -117,14 +110,14 @@ async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
     # The order is kept: the first server to answer becomes the canary.
     found = dict.fromkeys((server.rstrip("/") for server in cfg.servers), token)
     if cfg.file is not None:
-        found |= read_fleet(cfg.file, domain, token)
+        found |= read_fleet(cfg.file, token)
     if cfg.name:
         found |= dict.fromkeys(await resolve_addresses(cfg.name), token)
     return found
 
 
-def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
-    """The token of every server of one domain, by address; an empty domain selects all servers.
+def read_fleet(path: Path, token: str) -> dict[str, str]:
+    """The token of every server in fleet.toml, by address.
 
     Raises:
         ValueError: if the file is not a fleet.toml.
@@ -135,7 +128,6 @@ def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
         if server.token_file
         else token
         for server in list_servers(path)
-        if domain in ("", server.domain)
     }
 
 

@@ -108,7 +108,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         config: BufferConfig,
         target_fingerprint: str,
         hidden_shape: tuple[int, int] | None = None,
-        domain: str = "",
+        known_domains: frozenset[str] = frozenset(),
     ) -> None:
         """Open the buffer.
 
@@ -118,18 +118,16 @@ class Buffer(AbstractContextManager["Buffer"]):
             hidden_shape: Shape of the hidden states the draft reads. The target's records without
             them are not
                 stored.
-            domain: If given, records of other domains are not stored.
+            known_domains: Domains that an operator named. Clients can send any name: see
+                `name_domains`.
 
         Raises:
             AlreadyOwnedError: if another process has the folder open.
             BufferFullError: if the disk is full.
         """
         self.config = config
-        self.target_fingerprint, self.hidden_shape, self.domain = (
-            target_fingerprint,
-            hidden_shape,
-            domain,
-        )
+        self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
+        self.known_domains = known_domains
         self.counts: Counter[str] = Counter()
         self.damage: list[str] = []  # a sentence for each; whoever reports it may empty the list
         self.now_s = 0.0  # the caller's, at the last `expire`: arrivals and ages are by it
@@ -140,8 +138,6 @@ class Buffer(AbstractContextManager["Buffer"]):
             if config.folder
             else None
         )
-        self.known_domains: frozenset[str] = frozenset({domain} - {""})
-        """Domains that an operator named. Clients can send any name: see `name_domains`."""
         self.names: Mapping[str, str] = {}  # of domains, as judged and shown; `refresh_names`
         self._segments = Segments(self._find_text)
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant`
@@ -213,8 +209,6 @@ class Buffer(AbstractContextManager["Buffer"]):
                     _sha256(record.tenant), -math.inf
                 ):
                     counts["forgotten"] += 1
-                elif self.domain not in ("", record.domain):
-                    counts["other_domain"] += 1
                 elif record.context_begin:
                     counts["textless"] += 1
                 elif self._is_stateless(record):
@@ -502,8 +496,6 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._is_ours(target) and target not in self._cursor.past for target in TARGETS
         ]
         is_usable = np.array(is_counted, bool)[index["target"]]
-        if self.domain:  # the files may be from a time when the learner had another domain
-            is_usable &= index["domain"] == self.domain
         usable: Index = index[is_usable]
         return usable
 

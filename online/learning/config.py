@@ -105,7 +105,7 @@ class Judging:
     counts once, however often it was sent.
     """
     domains: tuple[str, ...] = ()
-    """Domains to judge by themselves in any case, in addition to those in `fleet.file`. Clients can
+    """Domains to judge by themselves in any case. Clients can
     invent domains, so another one is judged by itself only if at least two tenants send it, or
     if there is just one tenant; the rest counts as one domain, `other`.
     """

@@ -3,7 +3,6 @@ cannot undo.
 
 buffer, quarantine, files of a later release        overwritten
 spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
-subjects of the log without a learner               the tenant's messages overwritten
 anchors                                             written again without them
 records that arrive later                           dropped by the list of forgotten tenants
 drafts                                              cannot forget: versions that may have learned are named
@@ -37,7 +36,6 @@ class Forgotten:
 
     buffer: int
     arriving: int  # In the spool or the log, dropped on arrival.
-    unread: int  # Messages of the log for domains without a learner.
     anchors: int
     unattributed: int  # anybody's, unreadable: quarantine, later layouts, torn files
     learned: tuple[str, ...]  # Versions that may have learned from the records in the buffer.
@@ -46,7 +44,7 @@ class Forgotten:
 
     @property
     def num_records(self) -> int:
-        return self.buffer + self.arriving + self.unread + self.anchors
+        return self.buffer + self.arriving + self.anchors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,6 @@ class Reach:
         # Before the deletion: afterwards nobody knows when the first record arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
-        unread = await self.stream.erase_unread(name) if self.stream else 0
         # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every
         # record of it.
         drained = await self._drain()
@@ -81,7 +78,7 @@ class Reach:
         )  # the spool and the log may have held bad records too
         unattributed = found.num_examples + found.num_later_files + drained.counts["later_layout"]
         return self._tell(
-            found, buffer=num_deleted, arriving=drained.counts["forgotten"], unread=unread,
+            found, buffer=num_deleted, arriving=drained.counts["forgotten"],
             anchors=await asyncio.to_thread(self._forget_anchors, name), unattributed=unattributed,
         )  # fmt: skip
 
@@ -93,7 +90,6 @@ class Reach:
             found,
             buffer=found.num_records,
             arriving=self.spool.count_tenant(name) if self.spool else 0,
-            unread=0,
             anchors=count_tenant(self.anchors.read_bytes(), name) if self.anchors else 0,
             unattributed=found.num_examples + found.num_later_files,
         )

@@ -23,7 +23,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -41,11 +41,11 @@ from nats.js.errors import APIError, NotFoundError
 
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.intake import Taken, store
-from redraft.online.records.nats_config import Nats, StreamLimits, to_subject_token
+from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
-from redraft.online.records.record import Record, is_later_layout, read_frames
+from redraft.online.records.record import is_later_layout, read_frames
 
-CONSUMER = "learner"  # of all domains; a consumer for one has the domain's name appended
+CONSUMER = "learner"
 REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
 REQUEST_RECORDS = 256
 REQUEST_BYTES = 16 << 20  # of one request; twice this in memory: one stored, one arriving
@@ -138,36 +138,6 @@ class StreamSource:
             self.buffer.counts += first
         return taken + Taken(counts=first if keep_later else Counter(later_layout=len(later)))
 
-    async def erase_unread(self, name: str) -> int:
-        """Overwrite a tenant's records of domains without a learner, and unreadable ones.
-
-        Returns the number.
-
-        Raises:
-            BrokerError
-        """
-        num_erased = 0
-        with wrap_broker_errors(self.ingest):
-            client = await connect(self.ingest, self.config, "learner")
-            try:
-                stream = client.jetstream()
-                read = {
-                    found.config.filter_subject
-                    for found in await stream.consumers_info(self.config.stream)
-                }
-                info = await stream.stream_info(self.config.stream, subjects_filter=">")
-                if None in read:  # a consumer without a filter takes all subjects
-                    return 0
-                for subject in set(info.state.subjects or ()) - read:
-                    async for message in _read_subject(stream, self.config.stream, subject):
-                        tenants = _list_tenants(message.data)
-                        if tenants is None or name in tenants:
-                            await stream.delete_msg(self.config.stream, message.seq)
-                            num_erased += 1
-            finally:
-                await client.close()
-        return num_erased
-
     async def _release(self, messages: list[Any]) -> None:
         """Overwrite the messages in the broker's files, then acknowledge them."""
         if messages and self._client is not None and time.monotonic() >= self._erase_from_s:
@@ -224,10 +194,8 @@ class StreamSource:
                     f"{reason}: install {'.'.join(map(str, SAFE_BROKER))} or later",
                 )
             )
-        await provide_stream(
-            self._client.jetstream(), self.config, self.limits, self.buffer.domain, self.registry_id
-        )
-        pull = Pull(self._client, self.config.stream, name_consumer(self.buffer.domain))
+        await provide_stream(self._client.jetstream(), self.config, self.limits, self.registry_id)
+        pull = Pull(self._client, self.config.stream, CONSUMER)
         await pull.open()
         return pull
 
@@ -316,14 +284,10 @@ class Pull:
         self._something.set()
 
 
-def name_consumer(domain: str) -> str:
-    return f"{CONSUMER}-{to_subject_token(domain)}" if domain else CONSUMER
-
-
 async def provide_stream(
-    stream: Any, config: Nats, limits: StreamLimits, domain: str = "", registry_id: str = ""
+    stream: Any, config: Nats, limits: StreamLimits, registry_id: str = ""
 ) -> None:
-    """Create or update the stream and our consumer, for one domain or all.
+    """Create or update the stream and our consumer.
 
     A record has one consumer.
 
@@ -351,7 +315,7 @@ async def provide_stream(
         }
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
     with suppress(NotFoundError):
-        former = await stream.consumer_info(config.stream, name_consumer(domain))
+        former = await stream.consumer_info(config.stream, CONSUMER)
         # A restarted learner finds the registry's id and begins at once: a request of the one
         # before may still wait.
         if (
@@ -359,21 +323,19 @@ async def provide_stream(
             and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id
         ):
             raise BrokerError(
-                f"a learner of another registry takes {domain or 'all records'} of {config.stream} "
-                "already: give each "
-                "learner of a log a different domain, or a different nats.fleet"
+                f"a learner of another registry takes the records of {config.stream} already: give "
+                "each learner a different nats.fleet"
             )
         # If the stream lost the newest messages with a disk, an old consumer remembers a later
         # position and would skip as many new messages. A new consumer delivers every unacknowledged
         # message at once.
         await stream.delete_consumer(config.stream, former.name)
     consumer = ConsumerConfig(
-        durable_name=name_consumer(domain),
+        durable_name=CONSUMER,
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=ACK_WAIT_S,
         # no limit: records of a later layout are never acknowledged, and must not block the others
         max_ack_pending=-1,
-        filter_subject=config.subject(domain) if domain else None,
         metadata={REGISTRY_ID: registry_id} if registry_id else None,
     )
     try:
@@ -381,28 +343,22 @@ async def provide_stream(
     except APIError as error:
         if error.err_code not in OVERLAPPING:
             raise
-        await _make_way(stream, config, consumer)
+        await _make_way(stream, config)
         await stream.add_consumer(config.stream, consumer)
 
 
-async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
+async def _make_way(stream: Any, config: Nats) -> None:
     """Delete former learners' consumers of these records.
 
     Raises:
         BrokerError: one is running.
     """
     for found in await stream.consumers_info(config.stream):
-        subjects = (found.config.filter_subject, wanted.filter_subject)
-        # Two filters overlap only if they are equal. A consumer without one overlaps with every
-        # other.
-        if all(subjects) and subjects[0] != subjects[1]:
-            continue
         # A running learner nearly always has a request waiting at the broker, a former one never.
         if found.num_waiting or not found.name.startswith(CONSUMER):
             raise BrokerError(
-                f"{found.name} of {config.stream} takes {subjects[0] or 'all records'} already: if "
-                "one learner of a "
-                "log has a domain, every learner needs a different one"
+                f"{found.name} of {config.stream} takes its records already: give each learner a "
+                "different nats.fleet"
             )
         await stream.delete_consumer(config.stream, found.name)
 
@@ -416,25 +372,6 @@ async def _put_off(messages: list[Any]) -> None:
                     LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1),
                 )
             )
-
-
-async def _read_subject(stream: Any, name: str, subject: str) -> AsyncIterator[Any]:
-    seq = 1
-    with suppress(NotFoundError):
-        while True:
-            message = await stream.get_msg(name, seq=seq, subject=subject, next=True)
-            yield message
-            seq = message.seq + 1
-
-
-def _list_tenants(data: bytes) -> set[str] | None:
-    """The tenants of a message's records; None if it holds anything else."""
-    tenants = set()
-    for _, record in read_frames(data):
-        if not isinstance(record, Record):
-            return None
-        tenants.add(record.tenant)
-    return tenants
 
 
 def _count_deliveries(message: Any) -> int:

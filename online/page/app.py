@@ -9,19 +9,18 @@ It only reads the journal.
 | `/metrics` | Prometheus text, if a registry was given |
 
 There is no login, and the page shows addresses and numbers: serve it on a loopback address, or
-behind a proxy that authenticates users.
+behind a proxy that authenticates users. It answers under addresses and local names alone, so that
+no web site can read it from the operator's browser (`online.traffic.sockets`).
 """
 
 import asyncio
-import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -29,8 +28,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from redraft.online.journal import Journal
+from redraft.online.page.config import Page
 from redraft.online.page.history import History
 from redraft.online.page.overview import Overview, build_overview
+from redraft.online.traffic.sockets import OperatorServer
 
 FOLDER = Path(__file__).parent / "assets"
 ASSETS = {
@@ -110,7 +111,7 @@ def build_app(
 
 
 @asynccontextmanager
-async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIterator[str]:
+async def serve_in_background(app: Starlette, page: Page) -> AsyncIterator[str]:
     """Serve `app` as long as the context lasts, and yield the address.
 
     Port 0 picks a free port.
@@ -118,39 +119,11 @@ async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIter
     Raises:
         OSError: if the port is taken, or the host is not an address of this machine.
     """
-    listening = _listen(host, port)
-    config = uvicorn.Config(
-        app,
-        ws="none",  # an upgrade is a request like any other
-        log_level="error",  # its warnings are about what clients send, a line each
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=2,
-    )
-    server = _EmbeddedServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    server = OperatorServer(app, page.host, page.port, setting="page.port", hosts=page.hosts)
+    serving = asyncio.create_task(server.serve([server.socket]))
     try:
-        name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{listening.getsockname()[1]}/"
+        name = f"[{page.host}]" if ":" in page.host else page.host
+        yield f"http://{name}:{server.socket.getsockname()[1]}/"
     finally:
         server.should_exit = True
         await serving
-
-
-class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server without signal handlers: signals belong to the daemon."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    # Done here: uvicorn would end the whole process if the port were taken
-    try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-    except OSError as error:
-        problem = f"the page cannot be served on {host}, port {port} ({error.strerror})"
-        raise OSError(f"{problem}: set page.port to a free port, or to 0 for no page") from error

@@ -11,3 +11,7 @@ class Page:
     """
     port: int = 8400
     """Port of the live page and /metrics; 0 disables both."""
+    hosts: tuple[str, ...] = ()
+    """Names under which browsers and Prometheus may ask, besides IP addresses, names without a dot,
+    and those below .svc, .cluster.local, .internal and .localhost. Name that of your proxy here.
+    """

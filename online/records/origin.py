@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
 EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
-DOMAIN_HEADER = b"x-redraft-domain"  # as sent, by the client or the router in front
 MAX_LABEL_CHARS = 64  # of a tenant or domain: column of the buffer, label of metrics
 
 
@@ -73,24 +72,6 @@ def _decode(header: str) -> str:
         return header.encode("latin-1").decode()
     except UnicodeError:
         return header
-
-
-def is_label(domain: str) -> bool:
-    return (
-        domain.isascii()
-        and domain.isprintable()
-        and domain == domain.strip()
-        and len(domain) <= MAX_LABEL_CHARS
-    )
-
-
-def require_label(domain: str) -> None:
-    """Raise ValueError unless the name can travel in a header."""
-    if not is_label(domain):
-        raise ValueError(
-            f"{domain!r} cannot be a domain: use at most {MAX_LABEL_CHARS} printable ASCII "
-            "characters"
-        )
 
 
 def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:

@@ -1,1 +1,1 @@
-"""Proxies in front of vLLM: the router and the tap."""
+"""The tap: a recording proxy in front of a vLLM without the plugin."""

@@ -1,12 +1,9 @@
-"""The proxy of tap and router: forwards requests to servers, and answers back as they arrive.
+"""The tap's proxy: forwards requests to the server, and answers back as they arrive.
 
-client ─► domain ─► pool ─► server       a tap asks the server for more than the client did, records
-client ◄─────────── tap ◄─ server        the answer, and removes the extra fields again
+client ─► tap ─► server       the tap asks the server for more than the client did, records the
+client ◄─ tap ◄─ server       answer, and removes the extra fields again
 
-tap      one server, recorded                   router   pools of servers, recorded if they have no plugin
-
-A small body is read whole, because the domain and the tap need it. A large one is passed on piece
-by piece.
+A small body is read whole, because the tap needs it. A large one is passed on piece by piece.
 """
 
 import asyncio
@@ -14,28 +11,29 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from redraft.online.records.origin import DOMAIN_HEADER, Origin, read_origin_headers
-from redraft.online.traffic.domains import Domains
+from redraft.online.records.origin import Origin, read_origin_headers
 from redraft.online.traffic.front import FrontConfig
-from redraft.online.traffic.pools import NoServerError, Pools
 from redraft.online.traffic.tap import Tap
 from redraft.online.traffic.tap_messages import COMPLETION_PATHS, TEXT_PATHS
 from redraft.online.traffic.upstream import (
     BrokenError,
     ForwardedRequest,
     Header,
+    OutOfFilesError,
+    RefusedError,
     Reply,
     UnsendableError,
+    Upstream,
 )
 
 logger = logging.getLogger("redraft.proxy")
@@ -63,25 +61,26 @@ REFUSALS = (400, 422)  # statuses of an invalid request, before the engine sees 
 NO_CONTENT = (204, 304)  # Statuses without a body, whatever their Content-Length says.
 
 CLIENT_PATHS = (
-    *(
-        "v1",
-        "v2",
-        "health",
-        "ping",
-        "version",
-        "metrics",
-        "tokenize",
-        "detokenize",
-        "inference",
-        "cohere",
-    ),
-    *("pooling", "classify", "score", "rerank", "generative_scoring", "invocations"),
+    *("v1", "v2", "health", "ping", "version", "tokenize", "detokenize", "inference", "cohere"),
+    *("metrics", "pooling", "classify", "score", "rerank", "generative_scoring", "invocations"),
 )
 """First parts of the paths that vLLM has for clients."""
 
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # those that change the server
-POOL_HEADER = b"x-redraft-pool"  # Response header: the domain of the answering server.
-MAX_READ_BYTES = 1 << 20  # read whole; parsing 1 MiB of JSON holds the interpreter for 10 ms
+ADMIN_PATHS = (
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/inference/v1/abort_requests",
+)
+"""Those below that change the server, or end another client's request."""
+
+URL_HEADERS = (b"location", b"content-location")
+MAX_READ_BYTES = 1 << 20  # of a body that is read whole
+MAX_JSON_PARTS = 150_000
+"""Most members and elements of a body of JSON that is parsed: a prompt of 131,072 token ids has
+room. Every stream stands still meanwhile, for tens of milliseconds at this limit.
+"""
+
+MAX_LENGTH_DIGITS = 18
 
 
 STARTS_PER_TURN = 4  # requests started per turn; a start takes as long as a dozen chunks
@@ -126,6 +125,16 @@ class BodyTooLargeError(Exception):
     """The body is larger than `max_body_bytes`."""
 
 
+class BadLengthError(Exception):
+    """The Content-Length is not one, or has more digits than any length."""
+
+
+SENDING_ERRORS = (
+    *(RefusedError, OutOfFilesError, BrokenError, UnsendableError),
+    BodyTooLargeError,
+)
+
+
 class Body:
     """The body of a request.
 
@@ -138,8 +147,11 @@ class Body:
         self.length = request.headers.get("content-length")  # the client's; None if it sends chunks
         self._receive, self._max_bytes = request.receive, max_bytes
         self._ended = asyncio.Event()
-        if self.length and int(self.length) > max_bytes:
-            raise BodyTooLargeError
+        if self.length is not None:
+            if not (self.length.isdecimal() and len(self.length) <= MAX_LENGTH_DIGITS):
+                raise BadLengthError
+            if int(self.length) > max_bytes:
+                raise BodyTooLargeError
 
     async def read_beginning(self) -> None:
         """Read the whole body, or the first `MAX_READ_BYTES`.
@@ -193,26 +205,18 @@ class Relayed:
 
 class Proxy:
     def __init__(
-        self,
-        pools: Pools,
-        *,
-        domains: Domains | None = None,
-        tap: Tap | None = None,
-        max_body_bytes: int = FrontConfig.max_body_bytes,
+        self, upstream: Upstream, tap: Tap, *, max_body_bytes: int = FrontConfig.max_body_bytes
     ) -> None:
-        self.pools, self.domains, self.tap = pools, domains or Domains(), tap
-        self.max_body_bytes = max_body_bytes
+        self.upstream, self.tap, self.max_body_bytes = upstream, tap, max_body_bytes
         self._turnstile = Turnstile()
 
-    def app(self, *, hidden: Sequence[str] = ()) -> Router:
-        """For clients: forward the API that vLLM has for them, except `hidden`.
+    def app(self) -> Router:
+        """For clients: forward the API that vLLM has for them.
 
         Its other routes are the learner's (/redraft/...) or a developer's: one of them puts a
         server to sleep.
         """
         own = [
-            # The first match counts, and the last route takes every path.
-            *(Route(path, _respond_not_found, methods=METHODS) for path in (*hidden, *ADMIN_PATHS)),
             *(Route(f"/{name}", self, methods=METHODS) for name in CLIENT_PATHS),
             *(Route(f"/{name}/{{path:path}}", self, methods=METHODS) for name in CLIENT_PATHS),
         ]
@@ -220,37 +224,26 @@ class Proxy:
             own, lifespan=self._lifespan
         )  # a full application's middleware would slow down every chunk
 
-    def admin_app(
-        self, routes: Sequence[BaseRoute] = (), metrics: CollectorRegistry | None = None
-    ) -> Router:
-        """For operators: `routes`, /metrics, and the state of the tap.
+    def admin_app(self) -> Router:
+        """For operators: /metrics, and the state of the tap.
 
-        They name servers, and are not for clients.
+        It names the server, and is not for clients.
         """
-        metrics = metrics or CollectorRegistry()
-        metrics.register(self.pools.guard)  # type: ignore[arg-type]  # only `collect` is called
+        metrics = CollectorRegistry()
+        metrics.register(self.tap.guard)  # type: ignore[arg-type]  # only `collect` is called
 
         async def show_metrics(request: Request) -> Response:
             return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
-        own = [Route("/metrics", show_metrics), Route("/redraft/tap", self._tap_status)]
-        return Router([*routes, *own])
+        async def show_status(request: Request) -> Response:
+            return JSONResponse({"requests": self.upstream.requests, **self.tap.status()})
+
+        return Router([Route("/metrics", show_metrics), Route("/redraft/tap", show_status)])
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncIterator[None]:
-        async with self.pools.running():
-            if self.tap is None:
-                yield
-                return
-            checking = asyncio.create_task(self.tap.checks.check_forever(self.pools))
-            try:
-                async with self.tap.shipping():
-                    yield
-            finally:
-                checking.cancel()
-
-    async def _tap_status(self, request: Request) -> Response:
-        return _respond_not_found(request) if self.tap is None else JSONResponse(self.tap.status())
+        async with self.upstream.running(), self.tap.running(self.upstream):
+            yield
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request and return the answer.
@@ -259,18 +252,14 @@ class Proxy:
         """
         await self._turnstile.enter()
         request, send = Request(scope, receive), _sending(send)
-        if not {".", ".."}.isdisjoint(
-            scope["path"].split("/")
-        ):  # it could resolve to the servers' /redraft/...
-            await _respond_with_error(400, "a path that contains . or .. is not forwarded")(
-                scope, receive, send
-            )
+        if refused := _refuse_path(scope["path"]):
+            await refused(scope, receive, send)
             return
         with contextlib.suppress(ClientDisconnect):
             try:
                 body = Body(request, self.max_body_bytes)
                 await body.read_beginning()
-            except BodyTooLargeError as error:
+            except (BodyTooLargeError, BadLengthError) as error:
                 await _respond_to(error, self.max_body_bytes)(scope, receive, send)
                 return
             # Opened outside the task: cancelling the task must not cancel the closing of the reply.
@@ -293,7 +282,7 @@ class Proxy:
     ) -> None:
         try:
             relayed = await self._forward(request, body)
-        except (NoServerError, BrokenError, UnsendableError, BodyTooLargeError) as error:
+        except SENDING_ERRORS as error:
             return await _respond_to(error, self.max_body_bytes)(
                 request.scope, request.receive, send
             )
@@ -313,9 +302,7 @@ class Proxy:
         except BrokenError as error:
             # The client sees a broken connection, as it would without the proxy. A stream says why
             # before it breaks.
-            logger.warning(
-                "%s closed the connection in the middle of an answer: %s", reply.upstream.url, error
-            )
+            logger.warning("the server closed the connection within an answer: %s", error)
             if _is_event_stream(reply):
                 await send(
                     {
@@ -326,70 +313,60 @@ class Proxy:
                 )
 
     async def _forward(self, request: Request, body: Body) -> Relayed:
-        """A server's reply, and the chunks to send to the client.
+        """The server's reply, and the chunks to send to the client.
 
         Raises:
-            NoServerError, BrokenError, UnsendableError, BodyTooLargeError
+            RefusedError, OutOfFilesError, BrokenError, UnsendableError, BodyTooLargeError
         """
         origin = read_origin_headers(request.headers)
         path = request.url.path
         is_text = request.method == "POST" and path.rstrip("/") in TEXT_PATHS
-        kind = COMPLETION_PATHS.get(path, "") if is_text else ""
-        payload: Any = _parse_json(body.beginning) if is_text and body.is_whole else None
-        domain = self._detect_domain(origin, payload)
         forwarded = ForwardedRequest(
             method=request.method,
             path=_read_path(request),
-            headers=_build_request_headers(request, "" if domain == origin.domain else domain),
+            headers=_build_request_headers(request),
             body=body.beginning if body.is_whole else body,
             length=body.length,
         )
-        if self.tap is not None and is_text and (key := request.headers.get("authorization")):
-            self.tap.checks.authorization = key.encode("latin-1")
-        # After `forwarded`, which needs the domain as the client sent it.
-        origin = origin._replace(domain=domain)
-        if (
-            self.tap is not None
-            and is_text
-            and self.tap.should_record(payload, origin, is_read=body.is_whole, is_known=bool(kind))
-        ):
-            reply = await self.pools.send(
-                self.tap.ask_for_logprobs(forwarded, payload, kind), domain
-            )
+        if not is_text:
+            reply = await self.upstream.send(forwarded)
+            return Relayed(reply, reply.chunks())
+        kind = COMPLETION_PATHS.get(path, "")
+        is_read = body.is_whole and _count_parts(body.beginning) <= MAX_JSON_PARTS
+        payload: Any = _parse_json(body.beginning) if kind and is_read else None
+        if self.tap.should_record(payload, origin, is_read=is_read, is_known=bool(kind)):
+            reply = await self.upstream.send(self.tap.ask_for_logprobs(forwarded, payload, kind))
             if reply.status == 200:
                 self.tap.counts["captured_requests"] += 1
-                return await self._record(self.tap, reply, payload, origin)
+                return await self._record(reply, payload, origin)
             if reply.status not in REFUSALS:
                 return Relayed(reply, reply.chunks())
             # Perhaps only the tap's extra fields were refused (--max-logprobs): try the client's
             # request unchanged.
             await reply.aclose()
             self.tap.counts["refused_requests"] += 1
-        reply = await self.pools.send(forwarded, domain)
+        reply = await self.upstream.send(forwarded)
+        if reply.status == 200:
+            self.tap.check.offer_key(request.headers.get("authorization", ""))
         return Relayed(reply, reply.chunks())
 
-    def _detect_domain(self, origin: Origin, payload: Any) -> str:
+    async def _record(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> Relayed:
+        # By the answer, not by `stream` of the request: vLLM takes "no" and 0 for false.
+        if _is_event_stream(reply):
+            return Relayed(reply, self.tap.relay_stream(reply, payload, origin), is_changed=True)
         try:
-            return self.domains.detect(origin, payload)
-        except (
-            Exception
-        ) as error:  # an odd prompt may confuse the tokenizer, and must still be answered
-            logger.warning(
-                "the domain of a request could not be detected: %s", type(error).__name__
-            )
-            return origin.domain
-
-    async def _record(
-        self, tap: Tap, reply: Reply, payload: dict[str, Any], origin: Origin
-    ) -> Relayed:
-        if payload.get("stream"):
-            return Relayed(reply, tap.relay_stream(reply, payload, origin), is_changed=True)
-        try:
-            answer = await tap.relay_answer(reply, payload, origin)
+            answer = await self.tap.relay_answer(reply, payload, origin)
         except BaseException:
             await reply.aclose()
             raise
         return Relayed(reply, _yield_once(answer), is_changed=True, length=len(answer))
+
+
+def _refuse_path(path: str) -> Response | None:
+    """The answer to a path that is not for clients, or None."""
+    if not {".", ".."}.isdisjoint(path.split("/")):  # it could resolve to /redraft/...
+        return _respond_with_error(400, "a path that contains . or .. is not forwarded")
+    return Response(status_code=404) if path.rstrip("/") in ADMIN_PATHS else None
 
 
 def _sending(send: Send) -> Send:
@@ -413,7 +390,10 @@ async def _yield_once(chunk: bytes) -> AsyncGenerator[bytes, None]:
 
 def _build_response_headers(relayed: Relayed) -> list[Header]:
     reply = relayed.reply
-    headers = _drop_hop_by_hop(reply.headers)
+    headers = [
+        (name, reply.upstream.own_path(value) if name in URL_HEADERS else value)
+        for name, value in _drop_hop_by_hop(reply.headers)
+    ]
     is_chunked = any(
         name == b"transfer-encoding" for name, _ in reply.headers
     )  # a length beside it means nothing
@@ -421,8 +401,6 @@ def _build_response_headers(relayed: Relayed) -> list[Header]:
         headers = [header for header in headers if header[0] != b"content-length"]
     if relayed.length is not None:
         headers.append((b"content-length", b"%d" % relayed.length))
-    if reply.upstream.domain:
-        headers.append((POOL_HEADER, reply.upstream.domain.encode()))
     return headers
 
 
@@ -446,6 +424,11 @@ def _build_error_event(error: BrokenError) -> bytes:
     )  # the blank line ends an event that broke off
 
 
+def _count_parts(body: bytes) -> int:
+    """At least the number of members and elements of this JSON, without parsing it."""
+    return sum(map(body.count, (b",", b"[", b"{", b":")))
+
+
 def _parse_json(body: bytes) -> Any:
     try:
         return json.loads(body)
@@ -459,16 +442,9 @@ def _read_path(request: Request) -> bytes:
     return path + b"?" + query if query else path
 
 
-def _build_request_headers(request: Request, found: str) -> list[Header]:
-    """Headers for the server, with the domain if it was `found`.
-
-    A label of the client is passed on as it is.
-    """
-    dropped = {b"host", b"content-length", *([DOMAIN_HEADER] if found else [])}
-    headers = [
-        header for header in _drop_hop_by_hop(request.headers.raw) if header[0] not in dropped
-    ]
-    return [*headers, (DOMAIN_HEADER, found.encode("latin-1"))] if found else headers
+def _build_request_headers(request: Request) -> list[Header]:
+    dropped = (b"host", b"content-length")
+    return [header for header in _drop_hop_by_hop(request.headers.raw) if header[0] not in dropped]
 
 
 def _drop_hop_by_hop(headers: Iterable[Header]) -> list[Header]:
@@ -483,30 +459,28 @@ def _drop_hop_by_hop(headers: Iterable[Header]) -> list[Header]:
     ]
 
 
-def _respond_not_found(request: Request) -> Response:
-    return Response(status_code=404)
-
-
 def _respond_to(error: Exception, max_body_bytes: int) -> Response:
     match error:
-        case NoServerError():
+        case RefusedError() | OutOfFilesError():
+            logger.warning("a request was not sent: %s", error)
             return _respond_with_error(503, str(error))
         case BodyTooLargeError():
             return _respond_with_error(
                 413, f"the body is larger than {max_body_bytes} bytes (max_body_bytes)"
             )
+        case BadLengthError():
+            return _respond_with_error(400, "the Content-Length is not a number of bytes")
         case UnsendableError():
             return _respond_with_error(400, "the request has a header that cannot be forwarded")
         case _:
+            logger.warning("the server closed the connection before it answered: %s", error)
             return _respond_with_error(
                 502, f"the server closed the connection before it answered: {error}"
             )
 
 
 def _respond_with_error(status: int, message: str) -> Response:
-    """An error in the form OpenAI clients expect. A client's own mistake is not logged."""
-    if status >= 500:
-        logger.warning("%s", message)
+    """An error in the form OpenAI clients expect."""
     return JSONResponse(
         {"error": {"message": message, "type": "server_error", "code": status}}, status
     )

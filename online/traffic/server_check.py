@@ -1,4 +1,4 @@
-"""The check of a server before the tap records its answers, by requests of the tap itself.
+"""The check of the server before the tap records its answers, by requests of the tap itself.
 
     /v1/models          the names of the target itself; an adapter has a parent
     /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling; and by which
@@ -7,7 +7,10 @@
 A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config,
 --override-generation-config,
 --watermark-config.
-The check is repeated after a server was down, because it may have come back with other flags.
+The check is repeated after the server was down, because it may have come back with other flags.
+
+It generates up to 1,026 answers of one token, at most once a minute. They are asked for with the
+operator's key if there is one, else with that of the first client that the server has answered.
 """
 
 import asyncio
@@ -15,18 +18,19 @@ import json
 import logging
 import math
 import operator
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from redraft.online.fleet.reach import explain_answer
 from redraft.online.records.guard import Guard
-from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 
 logger = logging.getLogger("redraft.tap")
 
-CHECK_S = 0.5  # Seconds between two looks for servers that are unchecked.
+CHECK_S = 0.5  # Seconds between two looks whether the server is to be checked.
+COST_PAUSE_S = 60.0  # Least time between two checks that cost answers, or were refused with a key.
 TIMEOUT_S = 60.0
 MAX_TOTAL = 1.01  # Most probability of the likeliest tokens in sum; log-probabilities are rounded.
 MAX_CHANGE = 0.5  # of a log-probability by another top_p; behind the filter it is far more
@@ -79,37 +83,49 @@ class Verdict:
     defaults: Mapping[str, float] = field(default_factory=dict)  # that a bare request is sampled by
 
 
-class ServerChecks:
-    def __init__(self, top_k: int, guard: Guard, defaults: Mapping[str, float]) -> None:
-        """`defaults` are the sampling parameters of the target's generation_config.json."""
+class ServerCheck:
+    def __init__(
+        self,
+        top_k: int,
+        guard: Guard,
+        defaults: Mapping[str, float],
+        key: str = "",
+    ) -> None:
+        """`defaults` are the sampling parameters of the target's generation_config.json, `key` the
+        operator's key for the server.
+        """
         self.top_k, self.guard, self.defaults = top_k, guard, defaults
-        self.verdicts: dict[str, Verdict] = {}
-        self.problems: dict[str, str] = {}  # Why a server is not checked yet.
-        self.authorization = b""  # The newest key of a client, for servers that want one.
+        self.verdict: Verdict | None = None  # None until the server is checked.
+        self.problem = ""  # Why it is not checked yet.
+        self.authorization = f"Bearer {key}" if key else ""
+        self._has_own_key = bool(key)
+        self._wants_key = False  # The server has refused a check without one.
+        self._next_s = 0.0  # No check before this time.
+
+    def offer_key(self, authorization: str) -> None:
+        """Take the key of a client's request that the server has answered, if a key is missing."""
+        if self._wants_key and not self.authorization:
+            self.authorization = authorization
 
     def find_skip_reason(self, model: Any) -> str:
-        """Why no server's answer for this model is recorded; empty if one's is."""
-        verdicts = self.verdicts.values()
-        fit = [verdict for verdict in verdicts if not verdict.problem]
-        if not fit:
-            return "unfit_server" if verdicts else "unchecked_server"
-        is_target = model in (None, "") or any(str(model) in verdict.models for verdict in fit)
-        return "" if is_target else "adapter"
+        """Why an answer for this model is not recorded; empty if it is."""
+        if self.verdict is None:
+            return "unchecked_server"
+        if self.verdict.problem:
+            return "unfit_server"
+        return "" if model in (None, "") or str(model) in self.verdict.models else "adapter"
 
-    def is_fit(self, url: str, model: Any) -> bool:
-        verdict = self.verdicts.get(url, Verdict(problem="unchecked"))
-        return not verdict.problem and (model in (None, "") or str(model) in verdict.models)
-
-    async def check_forever(self, pools: Pools) -> None:
+    async def run_forever(self, upstream: Upstream) -> None:
         while True:
-            with self.guard.round("tap-checks"):
-                await asyncio.gather(*(self._check(upstream) for upstream in pools.upstreams))
+            with self.guard.round("tap-check"):
+                await self._look(upstream)
             await asyncio.sleep(CHECK_S)
 
-    async def _check(self, upstream: Upstream) -> None:
+    async def _look(self, upstream: Upstream) -> None:
         if upstream.is_down:
-            self.verdicts.pop(upstream.url, None)
-        if upstream.is_down or upstream.url in self.verdicts:
+            self.verdict = None
+        is_keyless = self._wants_key and not self.authorization
+        if self.verdict is not None or is_keyless or time.monotonic() < self._next_s:
             return
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -119,18 +135,17 @@ class ServerChecks:
                 )
         except UnfitError as error:
             verdict = Verdict(problem=str(error))
-            logger.warning("nothing of %s is recorded: %s", upstream.url, error)
         except (NotYetError, TimeoutError) as error:
             problem = f"it is not checked yet: {str(error) or 'no answer came in time'}"
-            if self.problems.get(upstream.url) != problem:
+            if self.problem != problem:
                 logger.warning("nothing of %s is recorded: %s", upstream.url, problem)
-            self.problems[upstream.url] = problem
+            self.problem = problem
             return
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             verdict = Verdict(problem="its answers are not those of vLLM's API")
+        if verdict.problem:
             logger.warning("nothing of %s is recorded: %s", upstream.url, verdict.problem)
-        self.problems.pop(upstream.url, None)
-        self.verdicts[upstream.url] = verdict
+        self.problem, self.verdict = "", verdict
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         """The names of the target. Raises: UnfitError, NotYetError."""
@@ -208,14 +223,17 @@ class ServerChecks:
     ) -> dict[str, Any]:
         headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
         headers += [(b"x-redraft-opt-out", b"1")]  # a plugin, or another tap, records no check
-        headers += [(b"authorization", self.authorization)] if self.authorization else []
+        if self.authorization:
+            headers += [(b"authorization", self.authorization.encode("latin-1"))]
         body = b"" if content is None else json.dumps(content).encode()
+        if content is not None:
+            self._next_s = time.monotonic() + COST_PAUSE_S
         try:
             reply = await upstream.send(
                 ForwardedRequest(method=method, path=path, headers=headers, body=body)
             )
-        except Exception as error:  # refused or broken: the pools look after a server that is down
-            raise NotYetError(upstream.problem) from error
+        except Exception as error:
+            raise NotYetError(upstream.problem or str(error)) from error
         try:
             answer = await reply.read()
         except Exception as error:
@@ -231,7 +249,7 @@ class ServerChecks:
                 f"--max-logprobs {self.top_k}, or set fewer logprobs"
             )
         if reply.status in (401, 403):
-            raise NotYetError(f"it wants a key ({reply.status}): the next client's is taken")
+            raise NotYetError(self._explain_refusal(reply.status))
         if reply.status != 200:
             raise NotYetError(f"it answers {reply.status}")
         try:
@@ -239,3 +257,15 @@ class ServerChecks:
         except (ValueError, RecursionError) as error:
             raise UnfitError("its answers are not JSON") from error
         return found
+
+    def _explain_refusal(self, status: int) -> str:
+        self._wants_key = True
+        if self.authorization:
+            self._next_s = time.monotonic() + COST_PAUSE_S
+        if self._has_own_key:
+            return f"it refuses the key of key_file ({status})"
+        self.authorization = ""
+        return (
+            f"it wants a key ({status}): set key_file; until then the key of the next client is "
+            "taken that it answers"
+        )

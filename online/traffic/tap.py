@@ -18,6 +18,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,8 @@ from redraft.online.records.guard import Guard
 from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
-from redraft.online.traffic.server_check import ServerChecks
+from redraft.online.tokens import read_token
+from redraft.online.traffic.server_check import ServerCheck
 from redraft.online.traffic.tap_messages import (
     Answer,
     AnswerError,
@@ -33,7 +35,7 @@ from redraft.online.traffic.tap_messages import (
     find_skip_reason,
     strip_added,
 )
-from redraft.online.traffic.upstream import ForwardedRequest, Reply
+from redraft.online.traffic.upstream import ForwardedRequest, Reply, Upstream
 
 logger = logging.getLogger("redraft.tap")
 
@@ -44,11 +46,16 @@ MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other strea
 
 @dataclass(frozen=True, kw_only=True)
 class TapConfig(Recording):
-    """Settings for recording in front of servers without the plugin."""
+    """Settings for recording in front of a server without the plugin."""
 
     logprobs: int = 20
     """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by
     default.
+    """
+    key_file: Path | None = None
+    """File with a key for the server (vLLM's --api-key), for the tap's own check of it: up to 1,026
+    answers of one token after each start of the server, at most once a minute. If the server wants
+    a key and there is none here, the check takes that of the first client it has answered.
     """
 
 
@@ -67,18 +74,17 @@ class Tap:
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
-        self.checks = ServerChecks(config.logprobs, self.guard, defaults)
+        key = read_token(config.key_file) if config.key_file else ""
+        self.check = ServerCheck(config.logprobs, self.guard, defaults, key)
         self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()
 
     def status(self) -> dict[str, Any]:
-        problems = self.checks.problems | {
-            url: verdict.problem for url, verdict in self.checks.verdicts.items()
-        }
         return {
             **self.counts,
             **self._outlet.status(),
-            "checked_servers": problems,
+            "is_checked": self.check.verdict is not None,
+            "problem": self.check.verdict.problem if self.check.verdict else self.check.problem,
             "failed_rounds": self.guard.failures,
         }
 
@@ -96,8 +102,7 @@ class Tap:
         elif not is_known:
             reason = "other_api"
         elif not (
-            reason := find_skip_reason(payload)
-            or self.checks.find_skip_reason(payload.get("model"))
+            reason := find_skip_reason(payload) or self.check.find_skip_reason(payload.get("model"))
         ):
             # Drawn at random: the tap decides once per request, and several calls may share a
             # request id.
@@ -119,7 +124,7 @@ class Tap:
 
     async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
         """The client's part of a whole answer, which is recorded."""
-        answer, message = self._begin(reply, payload), await reply.read()
+        answer, message = self._begin(payload), await reply.read()
         if len(message) > MAX_INLINE_BYTES:
             cleaned = await asyncio.to_thread(self._clean, message, answer)
         else:
@@ -134,7 +139,7 @@ class Tap:
 
         It is recorded at the end, even if the client disconnects first.
         """
-        answer = self._begin(reply, payload)
+        answer = self._begin(payload)
         chunks = reply.chunks()
         try:
             async for event in self._clean_events(chunks, answer):
@@ -143,13 +148,12 @@ class Tap:
             await chunks.aclose()
             self._keep(answer, payload, origin)
 
-    def _begin(self, reply: Reply, payload: dict[str, Any]) -> Answer:
-        """An answer to be read; it is not recorded if the server that took the request is unfit."""
-        if self.checks.is_fit(reply.upstream.url, payload.get("model")):
-            return Answer(defaults=self.checks.verdicts[reply.upstream.url].defaults)
-        return Answer(
-            failure=AnswerError("unfit_server", f"{reply.upstream.url} is unchecked or unfit")
-        )
+    def _begin(self, payload: dict[str, Any]) -> Answer:
+        """An answer to be read."""
+        # The server may have gone down, and come back with other flags, since it was asked.
+        if self.check.find_skip_reason(payload.get("model")) or self.check.verdict is None:
+            return Answer(failure=AnswerError("unfit_server", "the server is unchecked or unfit"))
+        return Answer(defaults=self.check.verdict.defaults)
 
     async def _clean_events(
         self, chunks: AsyncIterator[bytes], answer: Answer
@@ -219,12 +223,14 @@ class Tap:
             )
 
     @contextlib.asynccontextmanager
-    async def shipping(self) -> AsyncIterator[None]:
-        """Ship records while the block runs, and the rest at the end."""
+    async def running(self, upstream: Upstream) -> AsyncIterator[None]:
+        """Check the server and ship records while the block runs, and ship the rest at the end."""
+        checking = asyncio.create_task(self.check.run_forever(upstream))
         shipping = asyncio.create_task(self._ship_periodically())
         try:
             yield
         finally:
+            checking.cancel()
             shipping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await shipping

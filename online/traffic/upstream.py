@@ -1,8 +1,9 @@
-"""One server of the proxy: connections, requests in flight, and the kinds of failures.
+"""The server that the proxy stands in front of: connections, and the kinds of failures.
 
-refused         no connection, so another server may take the request
-out of files    no connection either, but the limit is ours: the server stays up
-broken          the connection broke after the request had been sent
+refused         no connection
+out of files    no connection either, but the limit is ours: the request waits for a descriptor
+broken          the connection broke after the request had been sent; it is never sent again,
+                because it may have crashed the server
 unsendable      the client's headers are not valid HTTP"""
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import math
 import os
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +25,23 @@ import httpcore
 import httpx
 
 from redraft.online.fleet.reach import explain, explain_answer, list_causes
+from redraft.online.records.guard import Guard
 
 logger = logging.getLogger("redraft.upstream")
 
 CONNECT_TIMEOUT_S = 2.0  # to connect; the answer itself may take any time
 KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a connection closed at this moment would fail
 MAX_IDLE_CONNECTIONS = 128  # Idle connections kept per server. Each holds a descriptor.
-HEALTH_TIMEOUT_S = 5.0
-SILENT_S = 5.0  # without a byte of an answer the server is asked for /health; answers may take more
+TIDY_S = 2.0  # Seconds between two looks for idle connections that have expired.
+OUT_OF_FILES_TIMEOUT_S = 10.0
+RETRY_S = 0.05  # Without a free descriptor a request waits this long for one, and looks this often.
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 Header = tuple[bytes, bytes]  # name in lower case, value: raw, since values need not be text
 
 
 class RefusedError(Exception):
-    """The server did not take the connection."""
+    """The server did not take the connection. The message says why."""
 
 
 class OutOfFilesError(Exception):
@@ -47,6 +49,9 @@ class OutOfFilesError(Exception):
 
     It has no free file descriptor, or the system has no memory for one.
     """
+
+    def __str__(self) -> str:
+        return "there is no free file descriptor: raise the limit (LimitNOFILE, ulimit -n)"
 
 
 class BrokenError(Exception):
@@ -83,10 +88,16 @@ class ForwardedRequest:
 class Reply:
     """A server's answer, whose head has arrived. The receiver must close it."""
 
-    def __init__(self, upstream: Upstream, request: _InFlight, response: httpcore.Response) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        connection: httpcore.AsyncHTTPConnection,
+        response: httpcore.Response,
+    ) -> None:
         self.upstream, self.status = upstream, response.status
         self.headers: list[Header] = [(name.lower(), value) for name, value in response.headers]
-        self._request, self._response = request, response
+        self._connection, self._response = connection, response
+        self._is_open = True
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body as it arrives, still encoded. Raises: BrokenError."""
@@ -94,7 +105,6 @@ class Reply:
         assert isinstance(body, AsyncIterable)
         with _named_failures():
             async for chunk in body:
-                self.upstream.hear(self._request)
                 yield chunk
 
     async def read(self) -> bytes:
@@ -106,59 +116,38 @@ class Reply:
 
         Only the first call counts.
         """
-        await self.upstream.finish(self._request, self._response)
-
-
-@dataclass(eq=False)
-class _InFlight:
-    connection: httpcore.AsyncHTTPConnection
-    heard_s: float  # When the last byte of the answer arrived, or else when the request began.
+        if self._is_open:
+            # Before the first `await`: by a second call another request may have the connection.
+            self._is_open = False
+            await self.upstream.finish(self._connection, self._response)
 
 
 class Upstream:
-    """One server and the load on it.
+    """The server, and the connections to it.
 
     It needs no pool of httpx, which goes through all connections for every idle one whenever a
     request ends: at 600 streams no stream moves for seconds. Here a request takes the connection
     used last, in constant time.
     """
 
-    def __init__(self, url: str, domain: str, certificates: ssl.SSLContext) -> None:
-        self.url, self.domain = url, domain
-        self.last_turn = 0
-        self.is_down = False
-        self.has_failed = False  # the last answer was an error of the server
+    def __init__(self, url: str, guard: Guard | None = None) -> None:
+        self.url, self.guard = url.rstrip("/"), guard or Guard()
+        self.is_down = False  # the last connection was refused
         self.problem = ""  # why the last request did not arrive, with the cure; else empty
         self._is_told = False
-        base = httpx.URL(url)
-        self._certificates = certificates
+        base = httpx.URL(self.url)
+        self._certificates = ssl.create_default_context()
         self._origin = httpcore.Origin(
             base.raw_scheme, base.raw_host, base.port or (443 if base.scheme == "https" else 80)
         )
         self._host, self._path = base.netloc, base.raw_path.rstrip(b"/")
         self._backend = PlainBackend() if base.scheme == "http" and _is_address(base.host) else None
         self._idle: deque[httpcore.AsyncHTTPConnection] = deque()
-        self._in_flight: set[_InFlight] = set()
-        self._unanswered_s = math.inf  # begin of the first request without an answer since
+        self._in_flight: set[httpcore.AsyncHTTPConnection] = set()
 
     @property
     def requests(self) -> int:
         return len(self._in_flight)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether some request has had no byte for `SILENT_S`: the server may hang, or be busy.
-
-        Requests given up count too, until it sends something.
-        """
-        limit_s = time.monotonic() - SILENT_S
-        return self._unanswered_s < limit_s or any(
-            request.heard_s < limit_s for request in self._in_flight
-        )
-
-    def hear(self, request: _InFlight) -> None:
-        """Note a byte of an answer."""
-        request.heard_s, self._unanswered_s = time.monotonic(), math.inf
 
     async def send(self, forwarded: ForwardedRequest) -> Reply:
         """Send the request and return the head of the answer.
@@ -166,49 +155,67 @@ class Upstream:
         Raises:
             RefusedError, OutOfFilesError, BrokenError, UnsendableError
         """
-        request = _InFlight(await self._take_connection(), time.monotonic())
-        # The oldest of the requests without an answer, until `hear` forgets it.
-        self._unanswered_s = min(self._unanswered_s, request.heard_s)
-        self._in_flight.add(request)
+        deadline_s = time.monotonic() + OUT_OF_FILES_TIMEOUT_S
+        while True:
+            try:
+                reply = await self._send_once(forwarded)
+            except OutOfFilesError:
+                # Not the server's fault: the request waits until another one has ended.
+                if time.monotonic() > deadline_s:
+                    raise
+                await self.close_idle()
+                await asyncio.sleep(RETRY_S)
+                continue
+            except RefusedError:
+                self.is_down = True
+                raise RefusedError(f"the server cannot be reached: {self.problem}") from None
+            self.is_down = False
+            return reply
+
+    async def _send_once(self, forwarded: ForwardedRequest) -> Reply:
+        connection = await self._take_connection()
+        self._in_flight.add(connection)
         try:
-            response = await self._send_on(request.connection, forwarded)
+            response = await self._send_on(connection, forwarded)
         except BaseException:
             # also if cancelled: a connection with half a request on it must not be used again
-            self._in_flight.discard(request)
-            await request.connection.aclose()
-            raise
-        self.hear(request)
-        return Reply(self, request, response)
-
-    async def is_healthy(self) -> bool:
-        """Whether the server answers /health in time.
-
-        If this process cannot ask, nothing changes.
-        """
-        question = ForwardedRequest(method="GET", path=b"/health", headers=[], body=b"")
-        connection = await self._take_connection()
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                response = await self._send_on(connection, question)
-                with _named_failures():
-                    await response.aread()
-                    await response.aclose()
-        except OutOfFilesError:
-            return not self.is_down
-        except (RefusedError, BrokenError, TimeoutError):
+            self._in_flight.discard(connection)
             await connection.aclose()
-            return False
-        self._unanswered_s = math.inf
-        await self._put_back(connection)
-        return not self.has_failed  # not every server has this route
+            raise
+        return Reply(self, connection, response)
 
-    async def finish(self, request: _InFlight, response: httpcore.Response) -> None:
+    async def finish(
+        self, connection: httpcore.AsyncHTTPConnection, response: httpcore.Response
+    ) -> None:
         """Count the request as done, and keep the connection if another can use it."""
-        if request in self._in_flight:
-            # Before the first `await`: a second call must find the request gone.
-            self._in_flight.discard(request)
-            await response.aclose()
-            await self._put_back(request.connection)
+        self._in_flight.discard(connection)
+        await response.aclose()
+        await self._put_back(connection)
+
+    def own_path(self, location: bytes) -> bytes:
+        """A URL of this server as a path at the proxy's own address; any other URL unchanged."""
+        for scheme in (b"http://", b"https://", b"//"):
+            below = location.removeprefix(scheme + self._host)
+            if below != location and below[:1] in (b"", b"/", b"?", b"#"):
+                # One slash: two would begin the name of another server.
+                return b"/" + below.removeprefix(self._path).lstrip(b"/")
+        return location
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Close expired connections while the block runs, and all of them at the end."""
+        tidying = asyncio.create_task(self._tidy_forever())
+        try:
+            yield
+        finally:
+            tidying.cancel()
+            await self.aclose()
+
+    async def _tidy_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_S)
+            with self.guard.round("idle-connections"):
+                await self.close_idle(only_expired=True)
 
     async def close_idle(self, *, only_expired: bool = False) -> None:
         """Close idle connections, which frees descriptors."""
@@ -221,8 +228,8 @@ class Upstream:
 
     async def aclose(self) -> None:
         await self.close_idle()
-        for request in list(self._in_flight):
-            await request.connection.aclose()
+        for connection in list(self._in_flight):
+            await connection.aclose()
 
     async def _take_connection(self) -> httpcore.AsyncHTTPConnection:
         while self._idle:
@@ -258,7 +265,6 @@ class Upstream:
         except (RefusedError, BrokenError) as error:
             self.problem = explain(error)
             raise
-        self.has_failed = response.status >= 500
         self.problem = explain_answer(response.status, response.headers)
         if self.problem and not self._is_told:
             logger.warning("%s: %s", self.url, self.problem)

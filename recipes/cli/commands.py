@@ -61,11 +61,6 @@ COMMANDS = {
                 "Show what a draft would learn from a data set",
                 "redraft data show answers.jsonl --target TARGET",
             ),
-            "domains": Part(
-                "redraft.recipes.serve.domains",
-                "Cluster prompts into domains, to train a draft for each",
-                "redraft data domains --prompts prompts.jsonl --num-domains 4",
-            ),
             "anchors": Part(
                 "redraft.recipes.serve.anchors",
                 "Write offline data that the learner mixes with traffic",
@@ -144,12 +139,6 @@ COMMANDS = {
         "redraft.recipes.serve.tap",
         "Record from a vLLM that you cannot change, as a proxy",
         "redraft tap --help",
-    ),
-    "router": Command(
-        Group.SERVE,
-        "redraft.recipes.serve.router",
-        "Route each request to a server with its domain's draft",
-        "redraft router --config router.toml",
     ),
     "serve-features": Command(
         Group.SERVE,

@@ -5,8 +5,8 @@
 
 A tenant is the name sent by clients in X-Redraft-Tenant. The command reaches the learner's buffer
 and its quarantine, the spool, the ingest log with the broker's files, and anchors. Deleted bytes
-are overwritten. Records still on their way are dropped on arrival. If each domain has a learner,
-run this for every learner.
+are overwritten. Records still on their way are dropped on arrival. Run it for every learner
+that had the tenant's requests.
 
 A draft's weights keep what they have learned: the command that returns to the version before is
 printed. Exit status 1 if nothing of the tenant was found.
@@ -53,7 +53,6 @@ def describe(forgotten: Forgotten, cfg: Config) -> list[str]:
     places = [
         (forgotten.buffer, "in the buffer"),
         (forgotten.arriving, "in the spool or the log"),
-        (forgotten.unread, "in the log for domains without a learner"),
         (forgotten.anchors, "in the anchors"),
     ]
     found = ", ".join(f"{number} {place}" for number, place in places if number)
@@ -113,7 +112,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
     from redraft.online.learning.intake import Spool
 
     # Nobody answers, so this takes the buffer's lock; AlreadyOwnedError if a learner has it.
-    with Buffer(cfg.buffer_config, fingerprint(cfg.target), domain=cfg.domain) as buffer:
+    with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
         vocab_size = read_vocab_size(cfg.target)
         stream = open_stream(cfg, buffer, vocab_size) if cfg.ingest else None
         reach = Reach(

@@ -63,7 +63,7 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         # The registry first: a restarted server takes `current`, and a kill leaves one answer.
         version = registry.rollback(to)
         leave_training(cfg)
-        async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
+        async with connected(await discover(cfg.fleet), registry) as servers:
             result = await converge(servers, version, cfg.rollout.rollback_timeout_s)
     if not result.is_complete:
         raise ConnectionError(f"{version} is current, but: {result}")

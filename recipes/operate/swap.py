@@ -65,7 +65,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
             raise FileNotFoundError(
                 f"{cfg.registry} has no current version to go back to: start the learner once"
             )
-        async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
+        async with connected(await discover(cfg.fleet), registry) as servers:
             outcome = await try_canary(servers, version, incumbent, cfg.rollout)
             if outcome.passed:
                 outcome = await roll_waves(servers, version, incumbent, cfg.rollout)

@@ -66,7 +66,7 @@ async def live_lines(cfg: LearnerConfig) -> list[str]:
         lines = [f"learner: {status.phase}{about}{asleep}"]
     except control.NoLearnerError as error:
         lines = [str(error)]
-    async with connected(await discover(cfg.fleet, cfg.domain)) as servers:
+    async with connected(await discover(cfg.fleet)) as servers:
         return lines + list(await asyncio.gather(*map(_server_line, servers)))
 
 

@@ -148,7 +148,7 @@ def read_server(url: str) -> Reading:
         ValueError: without a draft.
     """
     try:
-        # Past any proxy of the environment, as the learner and the router ask.
+        # Past any proxy of the environment, as the learner and the tap ask.
         certificates = trusted_certificates()
         answer = httpx.get(
             f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, verify=certificates

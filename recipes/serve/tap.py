@@ -5,8 +5,8 @@ Point the clients at this address instead of vLLM's.
     $ redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
 
 vLLM returns at most --max-logprobs probabilities per token (20 by default). The proxy does not see
-draft tokens, so its records can train a draft but do not show its acceptance. In front of several
-servers, `redraft router` records as well.
+draft tokens, so its records can train a draft but do not show its acceptance. Several servers have
+a tap each.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ from redraft.eval.engine.sampling import read_defaults
 from redraft.heads.files.folder import fingerprint
 from redraft.online.fleet.server import require_address
 from redraft.online.records.guard import Guard
-from redraft.online.traffic.front import AdminServer, FrontConfig, serve
-from redraft.online.traffic.pools import Pools
+from redraft.online.traffic.front import FrontConfig, serve
 from redraft.online.traffic.proxy import Proxy
+from redraft.online.traffic.sockets import OperatorServer
 from redraft.online.traffic.tap import Tap, TapConfig
+from redraft.online.traffic.upstream import Upstream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,16 @@ class Config(TapConfig, FrontConfig):
 def main(cfg: Config) -> None:
     require_address(cfg.upstream)
     guard = Guard()
-    # One server, of no domain: a tap routes nothing.
-    pools = Pools(lambda: [(cfg.upstream, "")], guard=guard)
     tap = Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target), guard)
-    proxy = Proxy(pools, tap=tap, max_body_bytes=cfg.max_body_bytes)
-    admin = (
-        AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
-    )
+    proxy = Proxy(Upstream(cfg.upstream, guard), tap, max_body_bytes=cfg.max_body_bytes)
+    admin = None
+    if cfg.admin_port:
+        admin = OperatorServer(
+            proxy.admin_app(),
+            cfg.admin_host,
+            cfg.admin_port,
+            setting="admin_port",
+            hosts=cfg.admin_hosts,
+        )
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
     serve(proxy.app(), cfg.host, cfg.port, admin, guard)

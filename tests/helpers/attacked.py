@@ -27,6 +27,7 @@ from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.routes import Endpoint
 from redraft.online.journal import Journal
 from redraft.online.page.app import build_app, serve_in_background
+from redraft.online.page.config import Page
 
 
 async def stream(num_tokens: int, reports_use: bool) -> AsyncIterator[bytes]:
@@ -67,7 +68,7 @@ def serve(port: int) -> None:
 async def serve_page(port: int) -> None:
     logging.basicConfig(level="INFO")
     with tempfile.TemporaryDirectory() as folder:
-        async with serve_in_background(build_app(Journal(Path(folder)).folder), "127.0.0.1", port):
+        async with serve_in_background(build_app(Journal(Path(folder)).folder), Page(port=port)):
             await asyncio.Event().wait()
 
 

@@ -79,9 +79,12 @@ class Upstream:
             await self._wait(request)
         if isinstance(question.get("do"), int):
             return JSONResponse({"error": "as asked for"}, question["do"])
-        if question.get("stream"):
+        if question.get("stream") is True:
             return StreamingResponse(self._events(question), media_type="text/event-stream")
-        return JSONResponse(answer(self.name, question), headers={"x-own": "kept"})
+        headers = {"x-own": "kept"} | (
+            {"location": question["location"]} if "location" in question else {}
+        )
+        return JSONResponse(answer(self.name, question), headers=headers)
 
     async def _wait(self, request: Request) -> None:
         while not self.gate.is_set():

@@ -26,7 +26,7 @@ def test_a_printed_config_is_read_back_as_it_was(name: str, tmp_path: Path) -> N
     assert read_config(path, make_config(find_family(family))) == changed
 
 
-OWN_CONFIG = ("learner", "router", "fleet versions", "fleet swap", "fleet rollback", "fleet forget")
+OWN_CONFIG = ("learner", "fleet versions", "fleet swap", "fleet rollback", "fleet forget")
 """Commands whose --config names the settings of a service."""
 
 EXAMPLES = [
@@ -73,7 +73,7 @@ def test_help_names_the_flags_of_files(name: str, capsys: pytest.CaptureFixture[
         dispatch([*name.split(), "--help-all"])
     text = capsys.readouterr().out
     assert "--config" in text
-    assert ("--print-config" in text) == (name not in OWN_CONFIG or name in ("learner", "router"))
+    assert ("--print-config" in text) == (name not in OWN_CONFIG or name == "learner")
 
 
 def test_help_is_printed_before_the_flags_of_another_command(

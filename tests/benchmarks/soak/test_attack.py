@@ -1,4 +1,4 @@
-"""The soak's attacker against the real router, tap and page, and the plugin's routes on a server
+"""The soak's attacker against the real tap and page, and the plugin's routes on a server
 without an engine.
 """
 
@@ -50,8 +50,7 @@ def test_two_thousand_mutated_requests_end_nothing_cut_nothing_and_fill_no_log(
     tmp_path, random_target, seed
 ):
     async def main():
-        server, page, router, tap = (free_port() for _ in range(4))
-        (tmp_path / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server}"\n')
+        server, page, tap = (free_port() for _ in range(3))
         run = ("-m", "redraft.recipes.cli")
         tapped = (
             f"http://127.0.0.1:{server}",
@@ -60,24 +59,13 @@ def test_two_thousand_mutated_requests_end_nothing_cut_nothing_and_fill_no_log(
             "--spool",
             tmp_path / "spool",
         )
-        (tmp_path / "router.toml").write_text(
-            f'fleet = "fleet.toml"\nport = {router}\nadmin_port = 0\npoll_s = 0.2\n'
-        )
         async with supervised(
             tmp_path,
             server=(server, [HELPER, "server", server]),
             page=(page, [HELPER, "page", page]),
-            router=(router, [*run, "router", "--config", tmp_path / "router.toml"]),
             tap=(tap, [*run, "tap", *tapped, "--port", tap, "--admin-port", 0]),
         ) as processes:
             doors = [
-                Door(
-                    process=processes["router"],
-                    port=router,
-                    paths=API,
-                    generates=True,
-                    streams=STREAMS,
-                ),
                 Door(
                     process=processes["tap"], port=tap, paths=API, generates=True, streams=STREAMS
                 ),

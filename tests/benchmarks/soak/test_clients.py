@@ -81,19 +81,16 @@ async def serve_bytes(answer: bytes):
     return server, server.sockets[0].getsockname()[1]
 
 
-@pytest.mark.parametrize(("was_router_up", "kind"), [(True, "untold"), (False, "cut")])
-def test_a_connection_that_breaks_is_untold_unless_the_router_itself_was_killed(
-    was_router_up, kind
-):
+@pytest.mark.parametrize(("was_tap_up", "kind"), [(True, "untold"), (False, "cut")])
+def test_a_connection_that_breaks_is_untold_unless_the_tap_itself_was_killed(was_tap_up, kind):
     async def main():
         server, port = await serve_bytes(b"")
         clients = Clients(
-            f"http://127.0.0.1:{port}",
+            {f"http://127.0.0.1:{port}": lambda since_s: was_tap_up},
             [Prompt(token_ids=[1])],
             random.Random(0),
             1,
             0,
-            lambda since_s: was_router_up,
         )
         async with server, httpx.AsyncClient(timeout=30) as http:
             return await clients.ask(http)

@@ -24,7 +24,7 @@ from redraft.online.records.record import encode_record, read_frames
 IDS = [f"boot/cmpl-{number}/0" for number in range(100)]
 
 
-def life(*, grown=0.0, descriptors=0, seconds=400.0, name="router", **changes):
+def life(*, grown=0.0, descriptors=0, seconds=400.0, name="tap-1", **changes):
     """A process of 100 MiB and 50 descriptors that grows steadily, by this share and so many
     descriptors.
     """
@@ -39,7 +39,7 @@ def life(*, grown=0.0, descriptors=0, seconds=400.0, name="router", **changes):
 SURVIVED = Seen(
     faults=[
         FaultSeen(name="kill learner", seconds=3.0),
-        FaultSeen(name="kill router", seconds=2.0),
+        FaultSeen(name="kill tap-1", seconds=2.0),
     ],
     num_planned=3,
     records={
@@ -70,8 +70,8 @@ def test_a_soak_that_survived_everything_has_no_failure():
     ("planted", "failure"),
     [
         (
-            {"faults": [FaultSeen(name="kill router", problem="it is still down")]},
-            "kill router: it is still down",
+            {"faults": [FaultSeen(name="kill tap-1", problem="it is still down")]},
+            "kill tap-1: it is still down",
         ),
         ({"faults": []}, "no fault was injected"),
         (
@@ -102,12 +102,12 @@ def test_a_soak_that_survived_everything_has_no_failure():
         ({"must_promote": True}, "no version was promoted, so no rollout was under fire"),
         ({"must_attack": 501}, "500 requests of the attacker, 501 are needed"),
         (
-            {"attack": SURVIVED.attack | {"problems": ["router ended in a burst"]}},
-            "attack: router ended in a burst",
+            {"attack": SURVIVED.attack | {"problems": ["tap-1 ended in a burst"]}},
+            "attack: tap-1 ended in a burst",
         ),
-        ({"lives": [life(grown=2.0)]}, "router grew"),
-        ({"lives": [life(descriptors=200)]}, r"router grew.*\+1\d\d descriptors"),
-        ({"lives": [life(unwanted_exit="status 1")]}, "router ended by itself: status 1"),
+        ({"lives": [life(grown=2.0)]}, "tap-1 grew"),
+        ({"lives": [life(descriptors=200)]}, r"tap-1 grew.*\+1\d\d descriptors"),
+        ({"lives": [life(unwanted_exit="status 1")]}, "tap-1 ended by itself: status 1"),
     ],
 )
 def test_each_planted_loss_is_found(planted, failure):

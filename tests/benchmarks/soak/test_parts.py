@@ -253,8 +253,8 @@ def test_a_fault_whose_target_stays_down_or_that_fails_itself_is_not_survived(mo
     async def failing(world, target):
         raise OSError(5, "broken")
 
-    found = [asyncio.run(inject(None, Fault("kill", "router", act))) for act in (harmless, failing)]
-    assert re.search(r"router\b.*\b0 s: .*refused", found[0].problem)
+    found = [asyncio.run(inject(None, Fault("kill", "tap-1", act))) for act in (harmless, failing)]
+    assert re.search(r"tap-1\b.*\b0 s: .*refused", found[0].problem)
     assert "OSError(5, 'broken')" in found[1].problem
 
 

@@ -1,6 +1,6 @@
 """A short soak, as a user starts it.
 
-Two real servers, router, broker, learners, and ten faults in three minutes.
+Two real servers, taps, broker, learners, and ten faults in three minutes.
 """
 
 from __future__ import annotations

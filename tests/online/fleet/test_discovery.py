@@ -29,48 +29,50 @@ def token(monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
 
 
-def write_fleet(path, *servers):
-    """A fleet.toml with these (url, domain) pairs."""
+def write_fleet(path, *urls):
     partial = path.with_suffix(".partial")
-    partial.write_text(
-        "".join(f'[[servers]]\nurl = "{url}"\ndomain = "{domain}"\n' for url, domain in servers)
-    )
+    partial.write_text("".join(f'[[servers]]\nurl = "{url}"\n' for url in urls))
     os.replace(partial, path)
 
 
-def test_a_file_lists_the_servers_of_every_domain(tmp_path):
+def test_a_file_lists_the_servers(tmp_path):
     (tmp_path / "special").write_text("a token of one server\n")
     (tmp_path / "special").chmod(0o600)
     path = tmp_path / "fleet.toml"
-    write_fleet(path, ("http://a:8000/", "code"), ("http://b:8000", "prose"))
+    write_fleet(path, "http://a:8000/", "http://b:8000")
     with path.open("a") as file:
-        file.write('[[servers]]\nurl = "http://c:8000"\ndomain = "code"\ntoken_file = "special"\n')
-    assert read_fleet(path, "code", "t") == {
+        file.write('[[servers]]\nurl = "http://c:8000"\ntoken_file = "special"\n')
+    assert read_fleet(path, "t") == {
         "http://a:8000": "t",
+        "http://b:8000": "t",
         "http://c:8000": "a token of one server",
     }
-    assert list(read_fleet(path, "", "t")) == ["http://a:8000", "http://b:8000", "http://c:8000"]
-    assert read_fleet(path, "maths", "t") == {}
 
 
 @pytest.mark.parametrize(
     "url", ["http://10.0.0.5:80OO", "http://10.0.0.5:80000", "10.0.0.5:8000", "ftp://a", "http://"]
 )
 def test_what_can_be_no_servers_address_is_told_before_it_is_asked(tmp_path, url):
-    write_fleet(tmp_path / "fleet.toml", ("http://fine:8000", ""), (url, ""))
+    write_fleet(tmp_path / "fleet.toml", "http://fine:8000", url)
     with pytest.raises(ValueError, match=re.escape(repr(url))):
-        read_fleet(tmp_path / "fleet.toml", "", "t")
+        read_fleet(tmp_path / "fleet.toml", "t")
     with pytest.raises(ValueError, match=re.escape(repr(url))):
         FleetConfig(servers=("http://fine:8000", url))
 
 
 @pytest.mark.parametrize(
-    "text", ["[[server]]\nurl = 'x'", "[[servers]]\ndomain = 'code'", "[[servers]]\nurl = 1", "="]
+    "text",
+    [
+        "[[server]]\nurl = 'x'",
+        "[[servers]]\nurl = 'http://a:1'\ndomain = 'code'",
+        "[[servers]]\nurl = 1",
+        "=",
+    ],
 )
 def test_a_file_that_lists_no_servers_is_told_by_name(tmp_path, text):
     (tmp_path / "fleet.toml").write_text(text)
     with pytest.raises(ValueError, match=r"fleet\.toml"):
-        read_fleet(tmp_path / "fleet.toml", "", "t")
+        read_fleet(tmp_path / "fleet.toml", "t")
 
 
 def test_every_address_behind_a_name_is_a_server(monkeypatch):
@@ -136,7 +138,7 @@ def world(random_target, tmp_path):
     )
 
 
-def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_domains_alone(
+def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_others_alone(
     world, tmp_path
 ):
     late = FakeServer(
@@ -148,14 +150,12 @@ def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_d
     path = tmp_path / "fleet.toml"
 
     def listed(*servers):
-        write_fleet(path, (other.url, "prose"), *((server.url, "code") for server in servers))
+        write_fleet(path, *(server.url for server in servers))
 
     async def main():
         async with running(*world.fakes, late, other):
             listed(*world.fakes)
-            async with world.learner(
-                fleet=FleetConfig(file=path, poll_s=0.1), domain="code"
-            ) as task:
+            async with world.learner(fleet=FleetConfig(file=path, poll_s=0.1)) as task:
                 await until(lambda: {fake.version for fake in world.fakes} == {"v000001"}, task)
                 listed(*world.fakes, late)
                 await until(lambda: late.version == "v000001", task)
@@ -201,7 +201,7 @@ def test_recipes_find_the_servers_of_the_file_too(world, tmp_path, capsys):
 
     async def main():
         async with running(*world.fakes):
-            write_fleet(tmp_path / "fleet.toml", *((fake.url, "") for fake in world.fakes))
+            write_fleet(tmp_path / "fleet.toml", *(fake.url for fake in world.fakes))
             config = world.config(fleet=FleetConfig(file=tmp_path / "fleet.toml"))
             shutil.rmtree(config.folder, ignore_errors=True)
             lines = await live_lines(config)

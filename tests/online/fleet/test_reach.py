@@ -1,4 +1,4 @@
-"""A server that cannot be reached is named with the reason and the cure, by learner, router, tap
+"""A server that cannot be reached is named with the reason and the cure, by learner, tap
 and `watch` alike.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from waiting import in_event_loop, until
 
 from redraft.online.fleet import reach
-from redraft.online.fleet.discovery import FleetConfig
+from redraft.online.fleet.discovery import FleetConfig, list_servers
 from redraft.online.fleet.server import (
     FleetServer,
     RefusedError,
@@ -24,13 +24,14 @@ from redraft.online.fleet.server import (
     trusted_certificates,
 )
 from redraft.online.records.guard import Guard
-from redraft.online.traffic.pools import NoServerError, Pools
-from redraft.online.traffic.router import read_servers
-from redraft.online.traffic.server_check import ServerChecks
-from redraft.online.traffic.upstream import BrokenError, ForwardedRequest
+from redraft.online.traffic import upstream
+from redraft.online.traffic.server_check import ServerCheck
+from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 from redraft.recipes.operate import watch
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import tap
+
+HEALTH = ForwardedRequest(method="GET", path=b"/health", headers=[], body=b"")
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +72,23 @@ async def listening(context=None, head="204 No Content"):
 
 
 async def ask_all(url):
-    """What learner, router, tap and `watch` say about a server."""
+    """What learner, proxy, tap and `watch` say about a server."""
     async with make_client(trusted_certificates()) as http:
         with pytest.raises((UnreachableError, RefusedError)) as by_learner:
             await FleetServer(url, "token", http).status()
-    pools = Pools(lambda: [(url, "")])
-    checks = ServerChecks(5, Guard(), {})
-    checking = asyncio.create_task(checks.check_forever(pools))
-    await until(lambda: checks.problems)
+    server = Upstream(url)
+    check = ServerCheck(5, Guard(), {})
+    checking = asyncio.create_task(check.run_forever(server))
+    await until(lambda: check.problem)
     checking.cancel()
-    with contextlib.suppress(NoServerError, BrokenError):
-        reply = await pools.send(
-            ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), ""
-        )
-        await reply.aclose()
+    with contextlib.suppress(upstream.RefusedError, upstream.BrokenError):
+        await (await server.send(HEALTH)).aclose()
     with pytest.raises(ConnectionError) as by_watch:
         await asyncio.to_thread(read_server, url)
     return (
         str(by_learner.value),
-        pools.upstreams[0].problem,
-        checks.problems[url],
+        server.problem,
+        check.problem,
         str(by_watch.value),
     )
 
@@ -131,7 +129,7 @@ async def test_the_wrong_scheme_is_told_with_the_right_one(certificate):
 async def test_a_log_in_before_the_server_is_told(head, caplog):
     async with listening(head=head) as port:
         assert all(reach.FOREIGN in said for said in await ask_all(f"http://127.0.0.1:{port}"))
-    assert caplog.text.count(f"127.0.0.1:{port}: {reach.FOREIGN}") == 1, "once by the router"
+    assert caplog.text.count(f"127.0.0.1:{port}: {reach.FOREIGN}") == 1, "once by the proxy"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
     fleet.write_text(f'[[servers]]\nurl = "{url}"\n')
     ask = [
         lambda: FleetConfig(servers=(url,)),
-        lambda: read_servers(fleet),
+        lambda: list_servers(fleet),
         lambda: tap.main(tap.Config(upstream=url, target=tmp_path, spool=tmp_path)),
         lambda: watch.main(watch.Config(urls=(url,))),
     ]
@@ -158,10 +156,7 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
     async with listening(context) as port:
         url = f"https://127.0.0.1:{port}"
-        pools = Pools(lambda: [(url, "")])
-        reply = await pools.send(
-            ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), ""
-        )
+        reply = await Upstream(url).send(HEALTH)
         assert reply.status == 204
         await reply.aclose()
         async with make_client(trusted_certificates()) as http:

@@ -33,8 +33,8 @@ HONEST = [f"honest-{number}" for number in range(5)]
 
 
 @contextlib.contextmanager
-def opened(folder: Any = None, *, domain: str = "", **config: Any) -> Any:
-    with Buffer(BufferConfig(folder=folder, **config), "target", domain=domain) as buffer:
+def opened(folder: Any = None, **config: Any) -> Any:
+    with Buffer(BufferConfig(folder=folder, **config), "target") as buffer:
         yield buffer
 
 
@@ -430,18 +430,6 @@ def test_a_kill_while_a_file_is_written_again_loses_and_doubles_nothing(tmp_path
         assert buffer._files.index()["seq"].tolist() == wanted
         assert len(buffer._files) == 1
     assert not (tmp_path / "rewritten.db").exists()
-
-
-def test_the_same_holds_for_a_learner_of_one_domain() -> None:
-    with opened(held_out_fraction=0.999999, domain="code") as buffer:
-        send(buffer, *traffic(0, 300, HONEST, domain="code"))
-        send(buffer, *traffic(1000, 1000, ["flood"], domain="code"), now_s=1.0)
-        send(buffer, *traffic(5000, 1000, ["flood"], domain="prose"), now_s=1.0)
-        found = judges(buffer)
-        replayed = buffer.replay(20, [], through=10**9, now_s=1.0, seed=0, policy=Replay())
-        assert buffer.refresh_names() == {"code": "code"}
-    assert (found.total(), found["flood"]) == (200, 40)
-    assert all(record.domain == "code" for record in replayed)
 
 
 # --- domains

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from redraft.online.journal import (
     SwapEntry,
 )
 from redraft.online.page.app import build_app, serve_in_background
+from redraft.online.page.config import Page
 from redraft.online.page.headline import Headline, format_duration, shorten_version
 from redraft.online.page.history import History
 from redraft.online.page.overview import MAX_CURVES, Overview, build_overview
@@ -411,13 +412,12 @@ def test_the_daemon_keeps_its_signals_and_its_life(tmp_path: Path):
     async def daemon() -> list[str]:
         said: list[str] = []
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, said.append, "terminated")
-        async with serve_in_background(build_app(tmp_path), "127.0.0.1", 0) as url:
+        async with serve_in_background(build_app(tmp_path), Page(port=0)) as url:
             async with httpx.AsyncClient() as client:
                 assert (await client.get(f"{url}overview.json")).status_code == 200
+            taken = Page(port=int(url.split(":")[-1].strip("/")))
             with pytest.raises(OSError, match=r"127.0.0.1.*\d+.*page.port"):
-                async with serve_in_background(
-                    build_app(tmp_path), "127.0.0.1", int(url.split(":")[-1].strip("/"))
-                ):
+                async with serve_in_background(build_app(tmp_path), taken):
                     pass
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: said)
@@ -434,7 +434,7 @@ def test_an_upgrade_is_answered_as_plain_http(tmp_path: Path, caplog: pytest.Log
     upgrade = b"GET /overview.json HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
 
     async def ask() -> bytes:
-        async with serve_in_background(build_app(tmp_path), "127.0.0.1", 0) as url:
+        async with serve_in_background(build_app(tmp_path), Page(port=0)) as url:
             reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
             writer.write(upgrade + b"X-Long: " + 9000 * b"0" + b"\r\n\r\n")
             answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
@@ -445,6 +445,33 @@ def test_an_upgrade_is_answered_as_plain_http(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
+def test_the_page_is_bounded_and_answers_under_names_of_its_own_only(tmp_path: Path):
+    async def main() -> None:
+        page = Page(port=0, hosts=("redraft.example",))
+        async with (
+            serve_in_background(build_app(tmp_path, CollectorRegistry()), page) as url,
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            for path in ("/", "/overview.json", "/metrics"):
+                for host, status in (
+                    *(("rebound.example", 421), ("127.0.0.1.nip.io", 421)),
+                    *(("redraft.example", 200), ("10.0.0.7:8400", 200), ("learner:8400", 200)),
+                ):
+                    answer = await client.get(path, headers={"Host": host})
+                    assert answer.status_code == status, (path, host)
+            reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+            head = b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+            with suppress(ConnectionError):
+                for _ in range(100):
+                    writer.write(head + 10_000 * b"a:b\r\n")
+                    await writer.drain()
+                    head = b""
+                assert b"431" in await reader.read()
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
 # ---------------------------------------------------------------- in a browser
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[str]:
@@ -452,7 +479,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    context = serve_in_background(build_app(folder), "127.0.0.1", port)
+    context = serve_in_background(build_app(folder), Page(port=port))
 
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=TIMEOUT_S)
@@ -669,7 +696,7 @@ def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path, ta
 def test_a_client_that_keeps_its_connection_does_not_keep_the_page(tmp_path: Path, sent: bytes):
     async def main() -> None:
         app = build_app(make_journal(tmp_path, NOW_S, minutes=1).folder)
-        async with serve_in_background(app, "127.0.0.1", 0) as url:
+        async with serve_in_background(app, Page(port=0)) as url:
             _, client = await asyncio.open_connection(
                 "127.0.0.1", int(url.split(":")[-1].strip("/"))
             )

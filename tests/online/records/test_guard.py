@@ -1,4 +1,4 @@
-"""A defect in a periodic task of router, tap, learner or plugin ends neither the task nor the
+"""A defect in a periodic task of tap, learner or plugin ends neither the task nor the
 process.
 """
 
@@ -32,11 +32,11 @@ from redraft.online.records.guard import Guard
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.publisher import Publisher
 from redraft.online.records.record import encode_frame
-from redraft.online.traffic import tap
-from redraft.online.traffic.pools import Pools
+from redraft.online.traffic import server_check, tap, upstream
 from redraft.online.traffic.proxy import Proxy
-from redraft.online.traffic.router import RouterConfig, build_router
+from redraft.online.traffic.server_check import ServerCheck
 from redraft.online.traffic.tap import Tap, TapConfig
+from redraft.online.traffic.upstream import Upstream
 
 SECRET = "a user's words"
 
@@ -82,41 +82,22 @@ def test_a_failure_that_cannot_be_reported_ends_nothing():
 
 
 @in_event_loop
-async def test_the_router_looks_for_servers_and_checks_them_after_a_defect(tmp_path, monkeypatch):
-    fleet = tmp_path / "fleet.toml"
-    fleet.write_text('[[servers]]\nurl = "http://127.0.0.1:1"\n')
-    checks = Fault(Pools._maintain)
-    monkeypatch.setattr(Pools, "_maintain", checks)
-    app, admin_app = build_router(RouterConfig(fleet=fleet, poll_s=0.01))
-    updates = Fault(Pools.update)
-    monkeypatch.setattr(Pools, "update", updates)
+async def test_the_tap_checks_its_server_and_tidies_after_a_defect(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_check, "CHECK_S", 0.01)
+    monkeypatch.setattr(upstream, "TIDY_S", 0.01)
+    checks, tidies = Fault(ServerCheck._look), Fault(Upstream.close_idle)
+    monkeypatch.setattr(ServerCheck, "_look", checks)
+    monkeypatch.setattr(Upstream, "close_idle", tidies)
+    guard = Guard()
+    recording = Tap(TapConfig(spool=tmp_path), "target", guard=guard)
+    proxy = Proxy(Upstream("http://127.0.0.1:1", guard), recording)
+    app = proxy.app()
     async with app.lifespan_context(app):
-        await until(lambda: updates.num_calls > 4 and checks.num_calls > 4)
-    with TestClient(admin_app) as operator:
-        assert operator.get("/redraft/router").json()["failed_rounds"] == {
-            "server-list": 3,
-            "server-checks": 3,
-        }
-        assert (
-            'redraft_failed_rounds_total{task="server-checks"} 3.0' in operator.get("/metrics").text
-        )
-
-
-@in_event_loop
-async def test_a_nested_list_of_servers_leaves_the_known_ones(tmp_path, caplog):
-    fleet = tmp_path / "fleet.toml"
-    fleet.write_text('[[servers]]\nurl = "http://127.0.0.1:1"\n')
-    app, admin_app = build_router(RouterConfig(fleet=fleet, poll_s=0.01))
-    async with app.lifespan_context(app):
-        fleet.write_text("a = " + "[" * 5000 + "]" * 5000)
-        await until(lambda: "fleet.toml lists no servers" in caplog.text)
-        fleet.write_text('[[servers]]\nurl = "http://127.0.0.1:2"\n')
-        with TestClient(admin_app) as operator:
-
-            def listed():
-                return [s["url"] for s in operator.get("/redraft/router").json()["servers"]]
-
-            await until(lambda: listed() == ["http://127.0.0.1:2"])
+        await until(lambda: checks.num_calls > 4 and tidies.num_calls > 4)
+    with TestClient(proxy.admin_app()) as operator:
+        failed = operator.get("/redraft/tap").json()["failed_rounds"]
+        assert failed == {"tap-check": 3, "idle-connections": 3}
+        assert 'redraft_failed_rounds_total{task="tap-check"} 3.0' in operator.get("/metrics").text
 
 
 @in_event_loop
@@ -125,8 +106,9 @@ async def test_the_tap_ships_after_a_defect(tmp_path, monkeypatch):
     shipping = Fault(Tap._ship)
     monkeypatch.setattr(Tap, "_ship", shipping)
     recording = Tap(TapConfig(spool=tmp_path), "target")
-    proxy = Proxy(Pools(lambda: [("http://127.0.0.1:1", "")], guard=recording.guard), tap=recording)
-    async with recording.shipping():
+    server = Upstream("http://127.0.0.1:1")
+    proxy = Proxy(server, recording)
+    async with recording.running(server):
         await until(lambda: shipping.num_calls > 4)
     with TestClient(proxy.admin_app()) as operator:
         assert operator.get("/redraft/tap").json()["failed_rounds"] == {"shipping": 3}

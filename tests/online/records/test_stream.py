@@ -318,23 +318,29 @@ async def test_records_around_the_brokers_payload_hold_nobody_up(tmp_path, buffe
 
 
 @in_event_loop
-async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, nats_config, buffer):
+async def test_a_consumer_of_a_former_learner_makes_way_and_a_strangers_is_named(
+    broker, nats_config, buffer
+):
+    client = await nats.connect(broker.url)
+    stream = client.jetstream()
     source = make_source(broker, nats_config, buffer)
     await source.take()
-    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
-        by_domain = make_source(broker, nats_config, of_code)
-        with pytest.raises(BrokerError, match=r"\bredraft-.*\brecords\b"):
-            await by_domain.take()
-        await source.close()  # the pending pull request expires, or ends with the connection
-        await publish(
-            broker, nats_config, make_record(1, domain="code"), make_record(2, domain="prose")
+    await source.close()
+    await stream.delete_consumer(nats_config.stream, "learner")
+    for name in ("learner-code", "stranger"):
+        filtered = nats_config.subject("code")
+        await stream.add_consumer(
+            nats_config.stream, durable_name=name, filter_subject=filtered, ack_policy="explicit"
         )
-        assert await take_when_free(by_domain) == {"stored": 1}
-        with pytest.raises(BrokerError, match=r"\blearner-code of redraft-"):
-            await source.take()
-        await by_domain.close()
+        await publish(broker, nats_config, make_record(len(name), domain="code"))
+        if name == "stranger":
+            with pytest.raises(BrokerError, match=rf"stranger of {nats_config.stream}\b"):
+                await source.take()
+            await stream.delete_consumer(nats_config.stream, name)
         assert await take_when_free(source) == {"stored": 1}
         await source.close()
+        await stream.delete_consumer(nats_config.stream, "learner")
+    await client.close()
 
 
 @in_event_loop
@@ -369,33 +375,6 @@ async def take_when_free(source):
     return await until(take)
 
 
-@in_event_loop
-async def test_a_tenant_is_erased_among_what_no_learner_takes(broker, nats_config):
-    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
-        source = make_source(broker, nats_config, of_code)
-        await source.take()
-        records = [
-            make_record(number, domain=domain, tenant=tenant)
-            for number, (domain, tenant) in enumerate(
-                (domain, tenant)
-                for domain in ("prose", "", "all", "code")
-                for tenant in ("acme", "other")
-            )
-        ]
-        await publish(broker, nats_config, *records)
-        client = await nats.connect(broker.url)
-        await client.jetstream().publish(nats_config.subject("prose"), b"RDR4 of a later release")
-        await client.close()
-        assert await source.erase_unread("acme") == 4, (
-            "three records, and one that may be anybody's"
-        )
-        assert (await stream_state(broker, nats_config)).messages == 5
-        assert await take_all(source, 2) == {"stored": 2}, (
-            "those of its own domain are not passed over"
-        )
-        await source.close()
-
-
 def count_on_disk(broker, config, texts):
     """The number of texts that stand in the broker's files of the stream."""
     files = [
@@ -405,39 +384,37 @@ def count_on_disk(broker, config, texts):
     return sum(any(text in content for content in files) for text in texts)
 
 
+LATER = b"RDR4 of a later release, "
+
+
+async def publish_later(broker, config, number):
+    """A message that no learner of this release acknowledges, so that it keeps the broker's file."""
+    client = await nats.connect(broker.url)
+    await client.jetstream().publish(config.subject("code"), LATER + b"%d" % number)
+    await client.close()
+
+
 @in_event_loop
-async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(broker, nats_config):
-    """Acknowledged messages stayed readable in a file as long as it held an unread one of another
-    domain.
-    """
+async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(
+    broker, nats_config, buffer
+):
+    """Acknowledged messages stayed readable in a file as long as it held an unread one."""
     records = [make_record(number, domain="code", rows=4) for number in range(60)]
-    unread = [make_record(100 + number, domain="prose", rows=4) for number in range(3)]
     parts = [encode_record(record)[100:200] for record in records]
-    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
-        source = make_source(broker, nats_config, of_code)
-        await source.take()
-        await publish(
-            broker,
-            nats_config,
-            *unread[:1],
-            *records[:30],
-            *unread[1:2],
-            *records[30:],
-            *unread[2:],
-        )
-        assert count_on_disk(broker, nats_config, parts) == 60
-        assert await take_all(source, 60) == {"stored": 60}
-        await source.take()
-        state = await stream_state(broker, nats_config)
-        assert (state.messages, source.faults) == (3, [])
-        assert count_on_disk(broker, nats_config, parts) == 0
-        assert (
-            count_on_disk(
-                broker, nats_config, [encode_record(record)[100:200] for record in unread]
-            )
-            == 3
-        )
-        await source.close()
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    await source.close()
+    for number, some in enumerate((records[:30], records[30:], [])):
+        await publish_later(broker, nats_config, number)
+        await publish(broker, nats_config, *some)
+    assert count_on_disk(broker, nats_config, parts) == 60
+    assert await take_all(source, 63) == {"stored": 60, "later_layout": 3}
+    await source.take()
+    state = await stream_state(broker, nats_config)
+    assert (state.messages, source.faults) == (3, [])
+    assert count_on_disk(broker, nats_config, parts) == 0
+    assert count_on_disk(broker, nats_config, [LATER + b"%d" % n for n in range(3)]) == 3
+    await source.close()
 
 
 @in_event_loop
@@ -482,32 +459,30 @@ async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(
 
 @in_event_loop
 async def test_after_one_delete_that_was_not_answered_the_next_records_are_overwritten(
-    broker, nats_config, monkeypatch
+    broker, nats_config, buffer, monkeypatch
 ):
     monkeypatch.setattr("redraft.online.learning.stream.ERASE_PAUSE_S", 0)
     first, second = (make_record(number, domain="code", rows=4) for number in range(2))
-    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
-        source = make_source(broker, nats_config, of_code)
-        await source.take()
-        request = source._client.request
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    request = source._client.request
 
-        async def time_out(*args, **kwargs):
-            source._client.request = request
-            raise nats.errors.TimeoutError
+    async def time_out(*args, **kwargs):
+        source._client.request = request
+        raise nats.errors.TimeoutError
 
-        source._client.request = time_out
-        for record in (first, second):
-            await publish(
-                broker, nats_config, record, make_record(9, domain="prose")
-            )  # the unread one keeps the file
-            assert await take_all(source, 1) == {"stored": 1}
-        await source.take()
-        ((name, reason), ended) = source.faults
-        assert (name, "$JS.API" in reason) == ("log_not_erased", False), "no right is missing"
-        assert ended == ("log_not_erased", ""), "the fault has ended"
-        assert count_on_disk(broker, nats_config, [encode_record(first)[100:200]]) == 1
-        assert count_on_disk(broker, nats_config, [encode_record(second)[100:200]]) == 0
-        await source.close()
+    source._client.request = time_out
+    await publish_later(broker, nats_config, 0)
+    for record, fates in ((first, 2), (second, 1)):
+        await publish(broker, nats_config, record)
+        assert (await take_all(source, fates))["stored"] == 1
+    await source.take()
+    ((name, reason), ended) = source.faults
+    assert (name, "$JS.API" in reason) == ("log_not_erased", False), "no right is missing"
+    assert ended == ("log_not_erased", ""), "the fault has ended"
+    assert count_on_disk(broker, nats_config, [encode_record(first)[100:200]]) == 1
+    assert count_on_disk(broker, nats_config, [encode_record(second)[100:200]]) == 0
+    await source.close()
 
 
 @in_event_loop

@@ -1,4 +1,4 @@
-"""The sockets of the router.
+"""The sockets of the tap.
 
 What a client can occupy, what it is shown, and how much it can send.
 """
@@ -19,16 +19,18 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from fake_completions import Upstream
-from test_router import PATH
+from fake_completions import Upstream as Server
+from test_proxy import PATH
 from waiting import in_event_loop, until, wait_until
 
 from redraft.online.records.record import read_frames
 from redraft.online.records.spool import spool_files
-from redraft.online.traffic import front
-from redraft.online.traffic.front import AdminServer, BoundedProtocol, FrontServer
-from redraft.online.traffic.router import RouterConfig, build_router
-from redraft.online.traffic.tap import TapConfig
+from redraft.online.traffic import front, sockets
+from redraft.online.traffic.front import FrontConfig, FrontServer
+from redraft.online.traffic.proxy import Proxy
+from redraft.online.traffic.sockets import BoundedProtocol, OperatorServer
+from redraft.online.traffic.tap import Tap, TapConfig
+from redraft.online.traffic.upstream import Upstream
 
 
 class Front(FrontServer):
@@ -64,24 +66,17 @@ class Front(FrontServer):
 
 
 @contextlib.asynccontextmanager
-async def fronted(folder, **settings):
-    """A server of completions, and the router's sockets in front of it."""
-    upstream = Upstream("only")
+async def fronted(folder, max_body_bytes=FrontConfig.max_body_bytes):
+    """A server of completions, and the tap's sockets in front of it."""
+    upstream = Server("only")
     await upstream.start()
-    (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "{upstream.url}"\n')
-    app, admin = build_router(RouterConfig(fleet=folder / "fleet.toml", **settings))
+    tap = Tap(TapConfig(spool=folder / "spool", logprobs=2), "target")
+    app = Proxy(Upstream(upstream.url), tap, max_body_bytes=max_body_bytes).app()
     server = Front(app, "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started, serving)
-    if "tap" in settings:
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(admin), base_url="http://admin"
-        ) as http:
-
-            async def is_checked():
-                return (await http.get("/redraft/tap")).json()["checked_servers"]
-
-            await until(is_checked)
+    await until(lambda: tap.check.verdict)
+    upstream.seen.clear()
     try:
         yield server, upstream
     finally:
@@ -145,20 +140,20 @@ async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
         answering = asyncio.create_task(ask(server, b'{"do": "wait"}'))
         await settle(server, 4)
         now_s = time.monotonic()
-        server.close_unfinished(now_s)
+        server.close_waiting(now_s)
         send(
             server, half_head[1], b" dripped"
         )  # a drop does not buy time for a head, but it does for a body
         send(server, half_body[1], b"d")
         await settle(server, 4)
-        server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + 1)
+        server.close_waiting(now_s + sockets.HEAD_TIMEOUT_S + 1)
         await settle(server, 2)
         assert (is_open(silent[0]), is_open(half_head[0]), is_open(half_body[0])) == (
             False,
             False,
             True,
         )
-        server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + front.BODY_PAUSE_S + 2)
+        server.close_waiting(now_s + sockets.HEAD_TIMEOUT_S + sockets.BODY_PAUSE_S + 2)
         await settle(server, 1)
         assert not is_open(half_body[0])
         assert not answering.done(), "a complete request may take any time"
@@ -181,7 +176,7 @@ async def test_an_upgrade_is_a_request_like_any_other(tmp_path, caplog, method, 
         answering = asyncio.create_task(reader.read())
         async with asyncio.timeout(5):
             while not answering.done():
-                server.close_unfinished(time.monotonic())
+                server.close_waiting(time.monotonic())
                 await asyncio.sleep(0.001)
         answer = await answering
         writer.close()
@@ -212,11 +207,10 @@ async def test_half_a_request_does_not_delay_the_end(tmp_path, monkeypatch, sent
 
 @in_event_loop
 async def test_an_answer_without_an_end_is_cut_at_the_end_and_its_record_is_shipped(
-    tmp_path, monkeypatch, random_target
+    tmp_path, monkeypatch
 ):
     monkeypatch.setattr(front, "ENDING_S", 0.3)
-    settings = {"tap": TapConfig(spool=tmp_path / "spool", logprobs=2), "target": random_target}
-    async with fronted(tmp_path, **settings) as (server, upstream):
+    async with fronted(tmp_path) as (server, upstream):
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(STREAM)}\r\n\r\n".encode()
         reader, _client = await connect(server, head + STREAM)
         await reader.readuntil(b"data: {")
@@ -256,7 +250,7 @@ async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logge
     tmp_path, caplog
 ):
     async with fronted(tmp_path) as (server, _):
-        server.close_unfinished = None  # calling it raises a TypeError
+        server.close_waiting = None  # calling it raises a TypeError
         for _ in range(3):
             assert not await server.on_tick(0)
         assert server.guard.failures.total() == 3
@@ -269,27 +263,28 @@ import asyncio, sys, time
 from starlette.responses import PlainTextResponse
 from redraft.online.records.record import read_frames
 from redraft.online.records.spool import spool_files
+from redraft.online.traffic import sockets
 from redraft.online.traffic import front
 
 async def main():
-    front.HEAD_TIMEOUT_S, front.TICKS_BETWEEN_LOOKS = float(sys.argv[1]), 1
+    sockets.HEAD_TIMEOUT_S, sockets.TICKS_BETWEEN_LOOKS = float(sys.argv[1]), 1
     server = front.FrontServer(PlainTextResponse("well"), "127.0.0.1", 0)
     server.config.timeout_keep_alive = float(sys.argv[2])
-    look = server.close_unfinished
+    look = server.close_waiting
 
     def look_and_tell(now_s):
         began_s = time.monotonic()
         look(now_s)
         print(began_s, flush=True)
 
-    server.close_unfinished = look_and_tell
+    server.close_waiting = look_and_tell
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
     print(f"port {server.servers[0].sockets[0].getsockname()[1]}", flush=True)
     await serving
 
-config = front._configure(None)
+config = front.FrontServer(None, "127.0.0.1", 0).config
 # Older releases of uvicorn have no factory, and take the loop of asyncio here.
 factory = config.get_loop_factory() if hasattr(config, "get_loop_factory") else None
 asyncio.Runner(loop_factory=factory).run(main())
@@ -334,16 +329,16 @@ def test_a_request_sent_while_the_process_stood_still_is_answered(head_timeout_s
 @in_event_loop
 async def test_one_clients_halves_do_not_take_all_descriptors(tmp_path):
     async with fronted(tmp_path) as (server, _):
-        server.max_unfinished = 5
+        server.max_waiting = 5
         halves = []
         for number in range(8):
             halves.append(await connect(server, b"POST / HT"))
             await settle(server, number + 1)
-            server.close_unfinished(0.1 * number)
+            server.close_waiting(0.1 * number)
         await settle(
             server, 8
         )  # a burst of honest clients looks the same, until they have had a moment
-        server.close_unfinished(0.7 + front.MIN_WAIT_S)
+        server.close_waiting(0.7 + sockets.MIN_WAIT_S)
         await settle(server, 5)
         assert [is_open(reader) for reader, _ in halves] == [False] * 3 + [True] * 5
         assert (await ask(server))[0].startswith(b"http/1.1 200")
@@ -401,29 +396,34 @@ async def test_a_client_of_http_1_0_gets_no_chunks(tmp_path, version, is_chunked
 @in_event_loop
 async def test_clients_are_not_shown_the_servers(tmp_path):
     async with fronted(tmp_path) as (server, upstream):
-        for path in ("/metrics", "/metrics/", "/redraft/router", "/redraft/tap", "/%6detrics"):
+        for path in ("/redraft/tap", "/redraft/tap/", "/redraft/%74ap"):
             head, body = await ask(server, b"", method="GET", path=path)
             assert head.startswith(b"http/1.1 404"), path
             assert str(upstream.port).encode() not in head + body
 
 
+def open_operators(app, **settings):
+    return OperatorServer(app, "127.0.0.1", 0, setting="admin_port", **settings)
+
+
 @in_event_loop
 async def test_operators_are_shown_them_on_their_own_port(tmp_path):
-    upstream = Upstream("only")
+    upstream = Server("only")
     await upstream.start()
-    (tmp_path / "fleet.toml").write_text(f'[[servers]]\nurl = "{upstream.url}"\n')
-    app, admin_app = build_router(RouterConfig(fleet=tmp_path / "fleet.toml"))
-    admin = AdminServer(admin_app, "127.0.0.1", 0)
-    server = Front(app, "127.0.0.1", 0, admin)
+    proxy = Proxy(Upstream(upstream.url), Tap(TapConfig(spool=tmp_path), "target"))
+    admin = open_operators(proxy.admin_app())
+    server = Front(proxy.app(), "127.0.0.1", 0, admin)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started and admin.started, serving)
     host, port = admin.socket.getsockname()
     async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-        assert (await http.get("/redraft/router")).json()["servers"][0]["url"] == upstream.url
-        assert "redraft_router_server_up" in (await http.get("/metrics")).text
+        await until(lambda: proxy.tap.check.verdict)
+        shown = (await http.get("/redraft/tap")).json()
+        assert (shown["is_checked"], shown["problem"], shown["requests"]) == (True, "", 0)
+        assert "redraft_failed_rounds" in (await http.get("/metrics")).text
         assert (await http.post(PATH)).status_code == 404
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}\b.*\badmin_port\b"):
-        AdminServer(admin_app, "127.0.0.1", port)
+        OperatorServer(proxy.admin_app(), host, port, setting="admin_port")
     server.should_exit = True
     await asyncio.wait_for(serving, 120)
     await upstream.stop()
@@ -469,4 +469,4 @@ async def test_a_client_that_leaves_within_its_body_ends_the_request(tmp_path):
         writer.transport.abort()
         await settle(server, 0)
         assert (await ask(server))[0].startswith(b"http/1.1 200")
-        assert [body for _, body in upstream.seen] == [b"{}"]
+        assert len(upstream.seen) == 1, "the half of the body did not reach it"

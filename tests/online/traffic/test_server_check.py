@@ -4,6 +4,7 @@ change.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -20,10 +21,11 @@ from waiting import in_event_loop, until
 
 from redraft.online.records.record import Sampling, read_frames
 from redraft.online.records.spool import spool_files
-from redraft.online.traffic.pools import Pools
+from redraft.online.traffic import server_check
 from redraft.online.traffic.proxy import Proxy
 from redraft.online.traffic.server_check import NEUTRAL
 from redraft.online.traffic.tap import Tap, TapConfig
+from redraft.online.traffic.upstream import Upstream
 
 CONFIGURED = {"temperature": 0.6, "top_k": 20}
 """Sampling parameters of the target's generation_config.json."""
@@ -69,11 +71,20 @@ def draw(question, defaults, watermarks):
 
 
 def make_server(
-    mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({}), watermarks=False
+    mode="raw_logprobs",
+    max_logprobs=20,
+    key="",
+    defaults=MappingProxyType({}),
+    watermarks=False,
+    asked=None,
+    broken=False,
 ):
     """A vLLM with these flags, which serves the target `m` and its adapter `a`."""
 
+    asked = [] if asked is None else asked
+
     async def models(request):
+        asked.append(("models", request.headers.get("authorization"), 0))
         if key and request.headers.get("authorization") != key:
             return Response(status_code=401)
         return JSONResponse({"data": [{"id": "m", "parent": None}, {"id": "a", "parent": "m"}]})
@@ -82,6 +93,11 @@ def make_server(
         if key and request.headers.get("authorization") != key:
             return Response(status_code=401)
         question = json.loads(await request.body())
+        prompts = len(question["prompt"]) if isinstance(question["prompt"], list) else 1
+        count = prompts * question.get("n", 1)
+        asked.append(("completions", request.headers.get("authorization"), count))
+        if broken:
+            return Response(status_code=500)
         if isinstance(question["prompt"], list):
             tokens = draw(question, defaults, watermarks)
             return JSONResponse(
@@ -112,13 +128,12 @@ async def tapped(folder, server, **config):
     """The tap in front of the server, and a client of it."""
     async with served(server) as upstream:
         tap = Tap(TapConfig(spool=folder, logprobs=5, **config), "target", CONFIGURED)
-        proxy = Proxy(
-            Pools(lambda: [(f"http://127.0.0.1:{upstream.port}", "")], poll_s=0.02), tap=tap
-        )
+        proxy = Proxy(Upstream(f"http://127.0.0.1:{upstream.port}"), tap)
         async with (
             served(proxy.app()) as front,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}") as client,
         ):
+            client.upstream, client.upstream_port = upstream, upstream.port
             yield tap, client
 
 
@@ -149,11 +164,10 @@ async def test_a_server_with_an_unfit_flag_is_named_with_the_cure_and_not_record
     tmp_path, caplog, flags, cure
 ):
     async with tapped(tmp_path, make_server(**flags)) as (tap, client):
-        await until(lambda: tap.checks.verdicts)
+        await until(lambda: tap.check.verdict)
         await ask(client)
         counts = tap.status()
-        (problem,) = counts["checked_servers"].values()
-        assert cure in problem
+        assert cure in counts["problem"]
         assert caplog.text.count(cure) == 1
         assert counts["skipped_requests_unfit_server"] == 1
         assert "captured_requests" not in counts
@@ -163,7 +177,7 @@ async def test_a_server_with_an_unfit_flag_is_named_with_the_cure_and_not_record
 @in_event_loop
 async def test_the_target_is_recorded_and_its_adapter_is_counted(tmp_path):
     async with tapped(tmp_path, make_server()) as (tap, client):
-        await until(lambda: tap.checks.verdicts)
+        await until(lambda: tap.check.verdict)
         for model in ("m", None, "a", "unknown"):
             await ask(client, model=model)
         assert tap.counts["captured_requests"] == 2
@@ -180,7 +194,7 @@ async def test_the_target_is_recorded_and_its_adapter_is_counted(tmp_path):
 async def test_a_record_has_the_parameters_that_the_server_takes_by_default(tmp_path, defaults):
     """Those of generation_config.json, or none with --generation-config vllm."""
     async with tapped(tmp_path, make_server(defaults=defaults)) as (tap, client):
-        await until(lambda: tap.checks.verdicts)
+        await until(lambda: tap.check.verdict)
         await ask(client)
         await ask(client, temperature=0.9)
     asked, given = (record.sampling for record in records_in(tmp_path))
@@ -188,12 +202,87 @@ async def test_a_record_has_the_parameters_that_the_server_takes_by_default(tmp_
     assert given == Sampling(**defaults | {"temperature": 0.9})
 
 
+async def ask_with(client, key):
+    headers = {"Authorization": f"Bearer {key}"}
+    question = {"model": "m", "prompt": "x"}
+    answer = await client.post("/v1/completions", json=question, headers=headers)
+    return answer.status_code
+
+
 @in_event_loop
-async def test_a_server_that_wants_a_key_is_checked_with_a_clients(tmp_path):
-    async with tapped(tmp_path, make_server(key="Bearer k")) as (tap, client):
-        client.headers["Authorization"] = "Bearer k"
-        await ask(client)
-        assert tap.counts["skipped_requests_unchecked_server"] == 1
-        await until(lambda: tap.checks.verdicts)
-        await ask(client)
+async def test_a_server_that_wants_a_key_is_checked_with_one_that_it_has_accepted(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(server_check, "CHECK_S", 0.01)
+    asked = []
+    async with tapped(tmp_path, make_server(key="Bearer k", asked=asked)) as (tap, client):
+        await until(lambda: "key_file" in tap.check.problem)
+        for number in range(20):
+            assert await ask_with(client, f"wrong-{number}") == 401
+            await asyncio.sleep(0.01)
+        assert await ask_with(client, "k") == 200
+        assert tap.counts["skipped_requests_unchecked_server"] == 21
+        await until(lambda: tap.check.verdict)
+        assert await ask_with(client, "wrong") == 401
+        assert await ask_with(client, "k") == 200
+        await until(lambda: tap.counts["captured_requests"] == 1)
+    # The tap itself has asked without a key, once, and then with the good one.
+    assert [kind for kind, key, _ in asked if key != "Bearer k"] == ["models"]
+    billed = [count for kind, key, count in asked if key == "Bearer k"]
+    assert sum(billed) - 2 <= 1026, "without the client's own two"
+
+
+@in_event_loop
+async def test_the_operators_key_is_taken_if_there_is_one(tmp_path):
+    asked, key_file = [], tmp_path / "key"
+    key_file.write_text("own")
+    key_file.chmod(0o600)
+    server = make_server(key="Bearer own", asked=asked)
+    async with tapped(tmp_path / "spool", server, key_file=key_file) as (tap, client):
+        await until(lambda: tap.check.verdict)
+        assert await ask_with(client, "own") == 200
         assert tap.counts["captured_requests"] == 1
+    assert {key for _, key, _ in asked} == {"Bearer own"}
+
+
+@in_event_loop
+async def test_a_wrong_key_of_the_operator_is_named_and_no_clients_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_check, "CHECK_S", 0.01)
+    asked, key_file = [], tmp_path / "key"
+    key_file.write_text("old")
+    key_file.chmod(0o600)
+    server = make_server(key="Bearer new", asked=asked)
+    async with tapped(tmp_path / "spool", server, key_file=key_file) as (tap, client):
+        await until(lambda: "refuses the key of key_file" in tap.check.problem)
+        assert await ask_with(client, "new") == 200
+        await asyncio.sleep(0.1)
+    assert asked == [("models", "Bearer old", 0), ("completions", "Bearer new", 1)]
+
+
+@in_event_loop
+async def test_a_check_that_costs_answers_is_not_repeated_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_check, "CHECK_S", 0.01)
+    asked = []
+    async with tapped(tmp_path, make_server(asked=asked, broken=True)) as (tap, _):
+        await until(lambda: "500" in tap.check.problem)
+        await asyncio.sleep(0.2)
+        assert [kind for kind, _, _ in asked] == ["models", "completions"]
+        tap.check._next_s = 0.0  # a minute later
+        await until(lambda: len(asked) == 4)
+
+
+@in_event_loop
+async def test_a_server_that_was_down_is_checked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_check, "CHECK_S", 0.01)
+    monkeypatch.setattr(server_check, "COST_PAUSE_S", 0.0)
+    async with tapped(tmp_path, make_server()) as (tap, client):
+        await until(lambda: tap.check.verdict)
+        first = tap.check.verdict
+        client.upstream.cut_off()
+        await client.upstream.shutdown()
+        assert await ask_with(client, "k") == 503
+        await until(lambda: tap.check.verdict is None)
+        async with served(make_server(mode="raw_logits"), client.upstream_port):
+            await until(lambda: tap.check.verdict)
+            assert first.problem == ""
+            assert "--logprobs-mode" in tap.check.verdict.problem

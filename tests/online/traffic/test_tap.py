@@ -6,7 +6,7 @@ import importlib.util
 import json
 import threading
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -20,7 +20,6 @@ from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling, read_frames
 from redraft.online.records.spool import spool_files
 from redraft.online.traffic import tap as tap_module
-from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
 from redraft.online.traffic.server_check import Verdict
 from redraft.online.traffic.tap import Tap, TapConfig
@@ -32,6 +31,7 @@ from redraft.online.traffic.tap_messages import (
     read_sampling,
     strip_added,
 )
+from redraft.online.traffic.upstream import Upstream
 
 # --- messages
 
@@ -129,12 +129,12 @@ class RunningTap:
         self.spool = spool
         tap = Tap(TapConfig(spool=spool, **config), "target")
         self.tap = tap
-        proxy = Proxy(Pools(lambda: [(upstream, "")]), tap=tap)
+        proxy = Proxy(Upstream(upstream), tap)
         self.server = uvicorn.Server(uvicorn.Config(proxy.app(), port=0, log_level="warning"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)
-        wait_until(lambda: tap.checks.verdicts)
+        wait_until(lambda: tap.check.verdict)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
 
@@ -281,7 +281,7 @@ def test_who_opts_out_is_not_recorded(server, tap):
     path, body = make_bodies()["text"]
     assert tap.http.post(path, json=body, headers={"X-Redraft-Opt-Out": "1"}).status_code == 200
     counts = {name: count for name, count in tap.counts().items() if count}
-    assert counts.pop("checked_servers") == {server.url: ""}
+    assert (counts.pop("is_checked"), counts.pop("problem", "")) == (True, "")
     assert counts == {"skipped_requests_opt_out": 1}
     assert tap.stop() == []
 
@@ -289,14 +289,15 @@ def test_who_opts_out_is_not_recorded(server, tap):
 # --- without the engine: what a server or a client may send
 
 
+UPSTREAM = Upstream("http://127.0.0.1:1")
+
+
 def make_tap(folder):
     return checked(Tap(TapConfig(spool=folder), "target"))
 
 
 def checked(tap):
-    tap.checks.verdicts["http://server"] = Verdict(
-        models=frozenset({"m"}), defaults=tap.checks.defaults
-    )
+    tap.check.verdict = Verdict(models=frozenset({"m"}), defaults=tap.check.defaults)
     return tap
 
 
@@ -324,7 +325,6 @@ class Arrived:
 
     def __init__(self, message):
         self.message = message
-        self.upstream = SimpleNamespace(url="http://server")
 
     async def read(self):
         return self.message
@@ -338,7 +338,7 @@ async def relay(tap, message, given=MappingProxyType({})):
 @in_event_loop
 async def relay_all(tap, *requests):
     """Answer these requests and ship the records."""
-    async with tap.shipping():
+    async with tap.running(UPSTREAM):
         for given in requests:
             await relay(tap, make_message(), given)
 
@@ -415,7 +415,7 @@ async def test_shipping_survives_a_record_that_cannot_be_encoded_and_a_spool_tha
     monkeypatch.setattr(tap_module, "SHIP_INTERVAL_S", 0.01)
     spool = tmp_path / "spool"
     tap = make_tap(spool)
-    async with tap.shipping():
+    async with tap.running(UPSTREAM):
         for message in (make_message(id="\ud800"), make_message()):
             await relay(tap, message)
         await until(lambda: tap.counts["shipped_records"] == 1)

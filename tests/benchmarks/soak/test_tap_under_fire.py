@@ -1,4 +1,4 @@
-"""The real router under the soak's clients, hostile requests and kills, before a small server
+"""The real tap under the soak's clients, hostile requests and kills, before a small server
 without an engine.
 """
 
@@ -62,43 +62,40 @@ def build_app():
 
 
 @pytest.mark.slow
-def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
+def test_every_failure_of_a_killed_tap_and_server_is_told_or_seen(tmp_path, random_target):
     async def main():
-        router = start_router(tmp_path)
+        tap = start_tap(tmp_path, random_target)
         clients = Clients(
-            f"http://127.0.0.1:{router.port}",
+            {f"http://127.0.0.1:{tap.port}": tap.was_up},
             [Prompt(token_ids=[1, 2])],
             random.Random(0),
             8,
             0.02,
-            router.was_up,
         )
         is_over, server_port = asyncio.Event(), int((tmp_path / "port").read_text())
-        keeping = asyncio.create_task(router.supervise())
+        keeping = asyncio.create_task(tap.supervise())
         tally = clients.tally
         try:
             async with served(build_app(), server_port) as server:
-                await until(lambda: router.was_up(time.monotonic()))
+                await until(lambda: tap.was_up(time.monotonic()))
                 talking = asyncio.create_task(clients.run(is_over))
                 for _ in range(2):
                     before = tally.counts["answered"]
                     await until(lambda before=before: tally.counts["answered"] >= before + 20)
-                    router.kill()
-                    await until(lambda: router.was_up(time.monotonic()))
+                    tap.kill()
+                    await until(lambda: tap.was_up(time.monotonic()))
                 before = tally.counts["answered"]
                 await until(lambda before=before: tally.counts["answered"] >= before + 20)
                 server.cut_off()  # in the middle of streams
                 await until(lambda: tally.told["in the stream"])
                 attack = Attack(
-                    doors=[
-                        Door(process=router, port=router.port, paths=(b"/health",), generates=True)
-                    ],
+                    doors=[Door(process=tap, port=tap.port, paths=(b"/health",), generates=True)],
                     seed=1,
                 )
                 await attack.burst(attack.doors[0])
-                router.signal(signal.SIGSTOP)
+                tap.signal(signal.SIGSTOP)
                 await asyncio.sleep(0.5)
-                router.signal(signal.SIGCONT)
+                tap.signal(signal.SIGCONT)
                 before = tally.counts["answered"]
                 await until(lambda: tally.counts["answered"] >= before + 20)
             await until(lambda: tally.told["503"])  # the server is gone
@@ -113,25 +110,18 @@ def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
             "/health is no JSON here"
         )
         assert tally.counts["cut"] > 0
-        assert all(run.is_wanted for run in router.runs)
+        assert all(run.is_wanted for run in tap.runs)
 
     asyncio.run(main())
 
 
-def start_router(folder):
-    """The router, not yet running, in front of a server on the port that the file `port` names."""
-    port, admin, server_port = free_port(), free_port(), free_port()
+def start_tap(folder, target):
+    """The tap, not yet running, in front of a server on the port that the file `port` names."""
+    port, server_port = free_port(), free_port()
     (folder / "port").write_text(str(server_port))
-    (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server_port}"\n')
-    (folder / "router.toml").write_text(
-        f'fleet = "fleet.toml"\nport = {port}\nadmin_port = {admin}\npoll_s = 0.2\n'
-    )
     command = [
-        sys.executable,
-        "-m",
-        "redraft.recipes.cli",
-        "router",
-        "--config",
-        str(folder / "router.toml"),
+        *(sys.executable, "-m", "redraft.recipes.cli", "tap", f"http://127.0.0.1:{server_port}"),
+        *("--target", str(target), "--spool", str(folder / "spool")),
+        *("--port", str(port), "--admin-port", "0"),
     ]
-    return Supervised("router", command, folder / "log", port=port)
+    return Supervised("tap", command, folder / "log", port=port)

@@ -1,0 +1,367 @@
+"""HTTP sockets of bounded cost: what one client may occupy of the process that listens.
+
+    clients ──► BoundedProtocol    a head: 64 KiB and 256 fields         requests waiting for an earlier answer: 16
+                                   bytes between two pieces of a body: 64 KiB; trailer fields are dropped
+            ──► BoundedServer      a head: 10 s     a pause within a body: 30 s    an answer not read: 30 s
+                                   connections that wait for their client: a quarter of the descriptors
+                                   unfinished bodies: 64 MiB in all
+    operators ─► OperatorServer    the same, and only under names that no web site can take
+
+uvicorn limits none of these: one client's half-sent requests would take every descriptor, and its
+trailers all memory, for as long as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import resource
+import socket
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from redraft.online.records.guard import Guard
+
+MAX_HEAD_BYTES = 64 << 10
+"""Most bytes of a request's head, and most bytes of framing between two pieces of its body: chunk
+extensions and trailers.
+"""
+
+MAX_FIELDS = 256  # Most header fields of a request.
+MAX_PIPELINED = 16  # Most requests of a connection that wait for the answer to an earlier one.
+HEAD_TIMEOUT_S = 10.0  # for the head of a request, from the answer before
+BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
+READ_PAUSE_S = 30.0  # Longest pause of a client within reading its answer.
+
+MAX_WAITING_SHARE = 0.25
+"""Share of the descriptors for connections that wait for their client. Above it the oldest are
+closed: an honest client's request arrives within milliseconds, so the oldest belong to a client
+waiting on purpose.
+"""
+
+MAX_BODY_BYTES = 64 << 20  # Most bytes of all unfinished bodies together; the oldest are closed.
+HELD_BYTES = 1 << 20  # Most bytes of one body counted for it: of a longer one, only these are held.
+
+MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
+LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
+
+TICK_S = 0.1
+"""Time between two ticks of uvicorn's server. A longer time counts as this one: the process stood
+still, and could not read what clients sent.
+"""
+
+TICKS_BETWEEN_LOOKS = 10
+
+REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+LOG_PAUSE_S = 60.0  # The same warning is logged once in this time.
+
+PRIVATE_NAMES = (".localhost", ".svc", ".cluster.local", ".internal")
+"""Endings of names that nobody can register, so no web site can have them."""
+
+
+class TooMuchError(Exception):
+    """A client has sent more than it may. Ends the parsing."""
+
+
+class _AnyLength(int):
+    """A content length equal to any other: in HTTP/1.0 the end of the connection ends the body."""
+
+    def __sub__(self, sent: int) -> _AnyLength:
+        return self
+
+    # uvicorn asks `sent > length`. Python gives a subclass the first word, so this method answers.
+    def __lt__(self, sent: int) -> bool:
+        return False
+
+    def __ne__(self, left: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class _Bounded(asyncio.Protocol):
+    """Goes before uvicorn's protocol.
+
+    Bounds what a client may send, and answers HTTP/1.0 without chunks. h11, which uvicorn takes
+    without httptools, bounds heads, framing and pipelines itself, drops trailers, and calls no
+    `on_...`.
+    """
+
+    cycle: Any
+    scope: Any
+    headers: list[tuple[bytes, bytes]]
+    pipeline: Any
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    timeout_keep_alive_task: asyncio.TimerHandle | None
+    framing_bytes = 0  # since the last piece of a body, or the last request
+    body_bytes = 0  # of the newest request
+    has_piece = False  # of a body in the bytes just received, even if it is answered already
+    is_in_head = False
+    unanswered: Sequence[Any] = ()  # uvicorn's states of requests before the newest
+
+    def data_received(self, data: bytes) -> None:
+        before, self.has_piece = self.cycle, False
+        num_unread = len(before.body) if before else 0
+        super().data_received(data)
+        # uvicorn makes a cycle for each request, as soon as the head is complete.
+        if self.cycle is not before:
+            self.framing_bytes, self.body_bytes = 0, len(self.cycle.body)
+            if self.scope["http_version"] == "1.0":
+                # uvicorn sends chunks whenever it does not know the length, and HTTP/1.0 has no
+                # chunks.
+                self.cycle.chunked_encoding, self.cycle.expected_content_length = (
+                    False,
+                    _AnyLength(),
+                )
+        elif self.has_piece or (before and len(before.body) > num_unread):
+            self.framing_bytes = 0
+            self.body_bytes += len(before.body) - num_unread
+        else:
+            self.framing_bytes += len(data)
+            if self.framing_bytes > MAX_HEAD_BYTES:
+                self._refuse()
+
+    def on_message_begin(self) -> None:
+        self.is_in_head = True
+        super().on_message_begin()  # type: ignore[misc]  # uvicorn's, as all below
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # A field after the head is a trailer. uvicorn would add it to the headers of the request,
+        # beside those that a gateway has set, and however many there are.
+        if self.is_in_head:
+            if len(self.headers) == MAX_FIELDS:
+                self._refuse()
+                raise TooMuchError
+            super().on_header(name, value)  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        self.is_in_head = False
+        if len(self.pipeline) == MAX_PIPELINED:
+            raise TooMuchError
+        super().on_headers_complete()  # type: ignore[misc]
+        earlier = [one for one in self.unanswered if not one.response_complete]
+        self.unanswered = [*earlier, self.cycle]
+
+    def on_body(self, body: bytes) -> None:
+        self.has_piece = True
+        super().on_body(body)  # type: ignore[misc]
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)  # type: ignore[misc]
+
+    def eof_received(self) -> None:
+        # The transport closes now, so an answer cannot arrive any more.
+        self._give_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._give_up()  # uvicorn ends the newest request only, which need not be the running one
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls
+        # what is due before it reads. A request sent in the pause would be cut off unread. So the
+        # sockets are read once more before the close; a request cancels this timer.
+        close_idle = super().timeout_keep_alive_handler  # type: ignore[misc]
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, close_idle)
+
+    def _refuse(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(REFUSED_HEAD)
+            self.transport.close()
+
+    def _give_up(self) -> None:
+        for cycle in (*self.unanswered, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+
+BoundedProtocol = type("BoundedProtocol", (_Bounded, AutoHTTPProtocol), {})
+"""Our protocol on top of uvicorn's default, which uses httptools if it is installed, and h11 if
+not.
+"""
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn's server, which also closes connections that wait too long for their client."""
+
+    def __init__(self, app: ASGIApp, guard: Guard | None = None, **settings: Any) -> None:
+        # Without websockets: uvicorn hands an upgrade to another class of connection, which has
+        # neither our limits nor an answer for a client that sends no valid one. As plain HTTP it
+        # goes to the application like any other request.
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            log_level="error",  # its warnings are about what clients send, a line each
+            access_log=False,
+            date_header=False,
+            server_header=False,
+            **settings,
+        )
+        super().__init__(config)
+        self.guard = guard or Guard()
+        self.max_waiting = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_WAITING_SHARE)
+        self._waiting: dict[Any, tuple[_Wait, float, float]] = {}
+        """Connections that wait for their client: for what, since when for this request, and since
+        when without progress, in seconds.
+        """
+        self._num_ticks = 0
+
+    async def on_tick(self, counter: int) -> bool:
+        is_due = counter % TICKS_BETWEEN_LOOKS == 0
+        self.tick(is_due=is_due or len(self.server_state.connections) > self.max_waiting)
+        return await super().on_tick(counter)
+
+    def tick(self, *, is_due: bool = True) -> None:
+        self._num_ticks += 1
+        if is_due:
+            with self.guard.round("waiting-connections"):
+                self.close_waiting(self._num_ticks * TICK_S)
+
+    def close_waiting(self, now_s: float) -> None:
+        """Close connections after too long a wait, and the oldest if there are too many, or too
+        many bytes of unfinished bodies.
+        """
+        known, self._waiting = self._waiting, {}
+        for connection in self.server_state.connections:
+            if wait := _find_wait(connection):
+                before, begun_s, since_s = known.get(connection, (wait, now_s, now_s))
+                self._waiting[connection] = (
+                    wait,
+                    begun_s if before.cycle is wait.cycle else now_s,
+                    since_s if before == wait else now_s,
+                )
+        excess = self._find_excess(now_s)
+        for connection, (wait, _, since_s) in self._waiting.items():
+            if connection in excess or now_s - since_s > wait.patience_s:
+                # Not `close`, which first waits for the client to take all that is still to be
+                # sent.
+                connection.transport.abort()
+
+    def _find_excess(self, now_s: float) -> set[Any]:
+        """Connections that are too many, longest without progress first, and the oldest of those
+        that hold too many bytes.
+        """
+        by_progress = sorted(self._waiting.items(), key=lambda item: item[1][2])
+        too_many = by_progress[: max(0, len(by_progress) - self.max_waiting)]
+        excess = {one for one, (_, _, since_s) in too_many if now_s - since_s > MIN_WAIT_S}
+        left_bytes = sum(wait.held_bytes for wait, _, _ in self._waiting.values()) - MAX_BODY_BYTES
+        for one, (wait, begun_s, _) in sorted(self._waiting.items(), key=lambda item: item[1][1]):
+            if left_bytes > 0 and wait.held_bytes and now_s - begun_s > MIN_WAIT_S:
+                excess.add(one)
+                left_bytes -= wait.held_bytes
+        return excess
+
+
+class _Wait(NamedTuple):
+    """The reason why a connection waits. It stays equal until the client makes progress."""
+
+    patience_s: float
+    cycle: Any  # uvicorn's state of the newest request of the connection, or None before the first.
+    num_bytes: int = 0  # received of a body, or still to be taken of an answer
+    held_bytes: int = 0
+
+
+def _find_wait(connection: Any) -> _Wait | None:
+    """The pending part of the client, or None while the server has to act."""
+    cycle = connection.cycle
+    is_answered = cycle is None or cycle.response_complete
+    unread = connection.transport.get_write_buffer_size()
+    # uvicorn writes no more before the client has taken something: then only the client counts.
+    if unread and (is_answered or connection.flow.write_paused):
+        return _Wait(READ_PAUSE_S, cycle, unread)
+    if is_answered:
+        return _Wait(HEAD_TIMEOUT_S, cycle)
+    if not cycle.more_body:
+        return None
+    return _Wait(BODY_PAUSE_S, cycle, connection.body_bytes, min(connection.body_bytes, HELD_BYTES))
+
+
+class OperatorServer(BoundedServer):
+    """A server for operators inside another one's process; the port is open.
+
+    A page in the operator's browser may rebind its own name to this address, and would then be the
+    same origin. So only names that no web site can have are answered: any IP address, names without
+    a dot, `PRIVATE_NAMES`, and `hosts`.
+
+    Raises:
+        OSError: if the port is taken, or the host is not an address of this machine; names
+            `setting`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, setting: str, hosts: Collection[str] = ()
+    ) -> None:
+        # Done here: uvicorn would end the whole process if the port were taken.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self.socket = socket.create_server((host, port), family=family)
+        except OSError as error:
+            reason = f"{error.strerror}: set {setting} to a free port, or to 0 for none"
+            raise OSError(error.errno, f"{host}:{port} cannot be opened, {reason}") from error
+        names = _PrivateNames(app, {host, *hosts}, setting.removesuffix("port") + "hosts")
+        super().__init__(names, lifespan="off", timeout_graceful_shutdown=1)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals belong to the process around
+
+
+class _PrivateNames:
+    """Passes on requests whose Host no web site can have; `setting` may name others."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str], setting: str) -> None:
+        self.app, self.names, self.setting = app, names, setting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        app = self.app
+        if not all(is_private_name(name, self.names) for name in asked):
+            cure = f"this name is not served: if it is yours, add it to {self.setting}\n"
+            app = PlainTextResponse(cure, 421)
+        await app(scope, receive, send)
+
+
+def is_private_name(host: str, names: Collection[str] = ()) -> bool:
+    """Whether no web site can have this Host header: an address, a local name, or one of `names`."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return "." not in name or name.endswith(PRIVATE_NAMES) or name in names
+
+
+class Sparing(logging.Filter):
+    """Passes each kind of message once a minute: clients must not fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[Any, tuple[float, int]] = {}  # time, and number withheld since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = str(record.msg), record.exc_info and record.exc_info[0]
+        now_s = time.monotonic()
+        passed_s, withheld = self._passed.get(kind, (-math.inf, 0))
+        if now_s - passed_s < LOG_PAUSE_S:
+            self._passed[kind] = passed_s, withheld + 1
+            return False
+        self._passed[kind] = now_s, 0
+        if withheld:
+            record.msg = f"{record.msg} ({withheld} more since the last such line)"
+        return True
