@@ -8,6 +8,9 @@ and its quarantine, the spool, the ingest log with the broker's files, and ancho
 are overwritten. Records still on their way are dropped on arrival. Run it for every learner
 that had the tenant's requests.
 
+Servers that draft from live counts (`--draft live`) hold text in their memory. Each server is asked
+to drop the tenant's, and named if it did not: it then holds the text until it ends.
+
 A draft's weights keep what they have learned: the command that returns to the version before is
 printed. Exit status 1 if nothing of the tenant was found.
 """
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from redraft.online.learning.forget import Forgotten
 
 
+UNTIL_IT_ENDS = "and a server with --draft live holds it until it ends"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     tenant: Annotated[str, tyro.conf.Positional]
@@ -37,14 +43,44 @@ class Config:
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
     dry_run: bool = False
-    """Only count what would be deleted. The log is not counted."""
+    """Only count what would be deleted. The log and the servers' memory are not counted."""
 
 
 def main(cfg: Config) -> None:
-    forgotten = asyncio.run(delete_records(load_config(cfg.config), cfg.tenant, is_dry=cfg.dry_run))
+    learner = load_config(cfg.config)
+    forgotten = asyncio.run(delete_records(learner, cfg.tenant, is_dry=cfg.dry_run))
     print(*describe(forgotten, cfg), sep="\n")
-    if not forgotten.num_records:
+    is_held = False
+    if not cfg.dry_run:
+        lines, is_held = asyncio.run(forget_live(learner, cfg.tenant))
+        print(*lines, sep="\n")
+    if not forgotten.num_records and not is_held:
         sys.exit(1)
+
+
+async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]:
+    """What became of the tenant's text in the servers' memory, in lines, and whether any held it."""
+    from redraft.online.fleet.discovery import discover
+    from redraft.online.fleet.server import RefusedError, UnreachableError, connected
+
+    try:
+        tokens = await discover(cfg.fleet, cfg.domain)
+    except (OSError, ValueError) as error:
+        return [f"no server was asked, {UNTIL_IT_ENDS}: {error}"], False
+    async with connected(tokens) as servers:
+        answers = await asyncio.gather(
+            *(server.forget(tenant) for server in servers), return_exceptions=True
+        )
+    lines, num_runs = [], 0
+    for server, answer in zip(servers, answers, strict=True):
+        if isinstance(answer, UnreachableError | RefusedError):
+            lines.append(f"{server.url} did not drop its text, {UNTIL_IT_ENDS}: {answer}")
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif answer:
+            num_runs += answer
+            lines.append(f"{server.url} dropped {answer} runs of it from its live counts")
+    return lines or ["the live counts of no server held anything of it"], bool(num_runs)
 
 
 def describe(forgotten: Forgotten, cfg: Config) -> list[str]:

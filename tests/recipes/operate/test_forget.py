@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from fake_fleet import TOKEN
+from fake_fleet import TOKEN, FakeServer, Traffic, running
 from learner_world import World, make_draft, make_records, ship
 from starlette.datastructures import Headers
 from waiting import until
@@ -329,3 +329,39 @@ def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, cap
         dispatch(["fleet", "forget", "acme"])
     assert ended.value.code == 1
     assert "nothing of this name was found: check the spelling" in capsys.readouterr().out
+
+
+def test_the_servers_memory_is_forgotten_too_and_who_did_not_is_named(world):
+    path = "/redraft/forget"
+    fakes = [
+        FakeServer(Traffic(), answers={path: b'{"live_runs": 12}'}),
+        FakeServer(Traffic(), answers={path: b'{"live_runs": 0}'}),
+        FakeServer(Traffic()),  # without the route
+        FakeServer(Traffic(), answers={path: b'{"live_runs": -1}'}),
+        FakeServer(Traffic()),
+    ]
+
+    async def main(shown):
+        async with running(*fakes):
+            fakes[-1].stop()
+            fleet = FleetConfig(servers=tuple(fake.url for fake in shown))
+            return await forget.forget_live(world.config(fleet=fleet), "acme")
+
+    lines, is_held = asyncio.run(main(fakes))
+    assert is_held
+    assert lines[0] == f"{fakes[0].url} dropped 12 runs of it from its live counts"
+    assert len(lines) == 4
+    for fake, line in zip(fakes[2:], lines[1:], strict=True):
+        assert line.startswith(f"{fake.url} did not drop its text, {forget.UNTIL_IT_ENDS}: ")
+    assert asyncio.run(main(fakes[1:2])) == (
+        ["the live counts of no server held anything of it"],
+        False,
+    )
+
+
+def test_without_a_token_the_records_are_deleted_and_no_server_is_asked(world, monkeypatch):
+    monkeypatch.delenv("REDRAFT_TOKEN")
+    fleet = FleetConfig(servers=("http://127.0.0.1:1",))
+    (line,), is_held = asyncio.run(forget.forget_live(world.config(fleet=fleet), "acme"))
+    assert line.startswith(f"no server was asked, {forget.UNTIL_IT_ENDS}: no token")
+    assert not is_held
