@@ -59,12 +59,12 @@ def main(cfg: Config) -> None:
 
 
 async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]:
-    """What became of the tenant's text in the servers' memory, in lines, and whether any held it."""
+    """(lines that report the deletion from the servers' live counts, whether any held text)."""
     from redraft.online.fleet.discovery import discover
     from redraft.online.fleet.server import RefusedError, UnreachableError, connected
 
     try:
-        tokens = await discover(cfg.fleet, cfg.domain)
+        tokens = await discover(cfg.fleet)
     except (OSError, ValueError) as error:
         return [f"no server was asked, {UNTIL_IT_ENDS}: {error}"], False
     async with connected(tokens) as servers:
