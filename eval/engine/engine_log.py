@@ -64,25 +64,25 @@ def read_line(line: str) -> LogLine:
     )
 
 
-def last_error(log: Path) -> str:
+def last_error(log: Path, *, takes_requests: bool = False) -> str:
     """The line of an engine's log with the cause of death.
 
-    The last error, unless it only refers to an earlier one.
+    The last error, unless it only refers to an earlier one. A server that `takes_requests` has
+    started, whether its log says so or not.
     """
     try:
         lines = split_lines(log.read_text(errors="replace"))
     except OSError as error:
         return f"its log cannot be read ({error.strerror})"
-    if causes := list(_find_causes(lines)):
+    if causes := list(_find_causes(lines, takes_requests)):
         return causes[-1]
-    if any(line.endswith(STARTED) for line in lines):
+    if takes_requests or any(line.endswith(STARTED) for line in lines):
         return "its log names no cause"
     said = [line.strip() for line in lines if line.strip()]
     return said[-1] if said else "it wrote nothing"
 
 
-def _find_causes(lines: Sequence[str]) -> Iterator[str]:
-    has_started = False
+def _find_causes(lines: Sequence[str], has_started: bool) -> Iterator[str]:
     for line in map(read_line, lines):
         has_started |= line.text == STARTED
         if line.level in ("", "ERROR", "CRITICAL") and (line.is_of_engine or not has_started):
@@ -93,11 +93,15 @@ def _find_causes(lines: Sequence[str]) -> Iterator[str]:
                 yield found[1]
 
 
-def why_ended(process: subprocess.Popen[bytes], log: Path) -> str:
+def why_ended(process: subprocess.Popen[bytes], log: Path, *, takes_requests: bool = False) -> str:
     """The cause of the end of a process: the signal that killed it, or the error in its log."""
     code = process.poll()
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         memory = ", which the kernel sends if memory is short" if name == "SIGKILL" else ""
         return f"killed by {name}{memory}"
-    return "it was asked to end (exit status 0)" if code == 0 else last_error(log)
+    return (
+        "it was asked to end (exit status 0)"
+        if code == 0
+        else last_error(log, takes_requests=takes_requests)
+    )

@@ -467,7 +467,8 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, lea
         needed = learner if learner and server.process is None else server
         if needed.has_ended:
             raise ChildProcessError(f"the {needed.name} ended: {needed.why_ended} ({needed.log})")
-        show_lines(screen, server, server.read_lines(), takes_requests=meter.is_ready)
+        server.takes_requests = meter.is_ready
+        show_lines(screen, server, server.read_lines())
         if learner is not None:
             lines = learner.read_lines()
             for line in lines:

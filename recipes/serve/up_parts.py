@@ -33,8 +33,10 @@ from redraft.online.page.headline import shorten_version
 LONGEST_PAUSE_S = 60  # before a learner that died is started again
 PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
 
-TOLD = re.compile(r"redraft: ((?:--pace|the draft takes) .*)")
-"""A line of the plugin about a draft and its costs, in the log of a server that starts."""
+TOLD = re.compile(r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes) .*|warning: (?!--).*)")
+"""A line about a draft and its costs, in the log of a server that starts. Warnings of flags are said
+before.
+"""
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Part:
     process: subprocess.Popen[bytes] | None = None
     most_bytes: int = 256 << 20  # Of the log; then it begins again, beside its last `.before`.
     begun_s: float = 0.0
+    takes_requests: bool = False  # From now on clients choose words in its log.
     _read_to: int = 0
 
     def start(self) -> None:
@@ -83,7 +86,7 @@ class Part:
     @property
     def why_ended(self) -> str:
         assert self.process is not None
-        return why_ended(self.process, self.log)
+        return why_ended(self.process, self.log, takes_requests=self.takes_requests)
 
     def stop(self, timeout_s: float) -> None:
         """Ask the leader to end with all children; kill those that are left."""
@@ -158,15 +161,13 @@ def _describe_gain(entry: GateEntry) -> str:
     return f"{passed}, with tau {entry.tau_candidate:.2f} (now {entry.tau_incumbent:.2f})"
 
 
-def show_lines(
-    screen: Screen, part: Part, lines: Sequence[str], *, takes_requests: bool = False
-) -> None:
+def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
     """The new lines for people.
 
-    Of errors the last one: a traceback of vLLM is dozens of lines of them. Of a server that
-    `takes_requests` only the engine's: clients choose words in the lines of the API server.
+    Of errors the last one: a traceback of vLLM is dozens of lines of them. Of a server that takes
+    requests only the engine's: clients choose words in the lines of the API server.
     """
-    read = [line for line in map(read_line, lines) if line.is_of_engine or not takes_requests]
+    read = [line for line in map(read_line, lines) if line.is_of_engine or not part.takes_requests]
     for line in read:
         if found := TOLD.match(line.text):
             screen.say(f"{part.name}: {found[1]}")

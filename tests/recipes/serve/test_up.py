@@ -587,12 +587,15 @@ def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
         f"{engine} Traceback",
         f"{engine} ValueError: x",
         '{"ERROR": 1}',
+        "warning: the draft has 64 positions: train another",
+        "warning: --uds is said before the start",
     ]
     up_parts.show_lines(screen, part, lines)
     up_parts.show_lines(screen, part, lines[:1])
     told = "server: --pace auto is off: x\n"
+    warned = "server: warning: the draft has 64 positions: train another\n"
     more = f"server: ValueError: x (1 more in {part.log})\n"
-    assert capsys.readouterr().out == f"{told}{more}{told}"
+    assert capsys.readouterr().out == f"{told}{warned}{more}{told}"
 
 
 def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
@@ -606,9 +609,8 @@ def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
     log += "".join(f"{api} {word}\r\n" for word in words)
     log += 'INFO:     127.0.0.1:9 - "GET /ERROR HTTP/1.1" 404 Not Found\n'
     part.log.write_text(log)
-    up_parts.show_lines(
-        up_parts.Screen(is_terminal=False), part, part.read_lines(), takes_requests=True
-    )
+    part.takes_requests = True
+    up_parts.show_lines(up_parts.Screen(is_terminal=False), part, part.read_lines())
     assert capsys.readouterr().out == ""
     assert last_error(part.log) == "its log names no cause"
     with part.log.open("a") as file:
