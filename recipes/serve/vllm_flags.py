@@ -294,7 +294,7 @@ def require_agreement(
     if not chooses and (min_p := _default_min_p(flags, target)) > 0:
         raise ValueError(
             f"by default {target} samples with min_p {min_p:g}, which vLLM refuses beside a draft in "
-            "every request: add --override-generation-config.min_p 0 after the --"
+            "every sampled request: add --override-generation-config.min_p 0 after the --"
         )
 
 
