@@ -1,5 +1,6 @@
 """vLLM's flags beside a draft, a target and records, looked at before the server starts."""
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from redraft.heads.doctor.pair import Pair
 from redraft.heads.files.folder import model_folder, read_generation_config
 from redraft.heads.files.target_folder import TargetFolder
 
-DEV_MODE = "VLLM_SERVER_DEV_MODE"
+DEV_MODE, RUST_FRONTEND = "VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"
 
 ALIASES = {
     "sc": "speculative_config", "dp": "data_parallel_size", "tp": "tensor_parallel_size",
@@ -329,9 +330,18 @@ def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) ->
 
 
 def list_warnings(
-    flags: Mapping[str, str], target: str, draft: Path | None, speculative: Mapping[str, Any]
+    flags: Mapping[str, str],
+    target: str,
+    draft: Path | None,
+    speculative: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
 ) -> Iterator[str]:
-    """Lines about flags and drafts, probably mistakes."""
+    """Lines about flags, variables and drafts, probably mistakes."""
+    if is_on(environment.get(RUST_FRONTEND, "0")):
+        yield (
+            f"{RUST_FRONTEND} has no effect, because redraft starts the Python API server, whose "
+            "middleware reads tenants and opt-outs: unset it"
+        )
     yield from (clash.line for clash in _find_clashes(flags, ()) if clash.only_warns)
     if draft is None:
         return

@@ -200,6 +200,14 @@ def test_each_clash_is_a_line_with_the_flag_and_a_way_out_and_only_with_its_part
         assert said([clash.beside], off) == ""
 
 
+def test_a_variable_that_the_server_does_not_heed_is_warned_of():
+    for value, count in (("1", 1), ("0", 0)):
+        given = {"VLLM_USE_RUST_FRONTEND": value}
+        lines = list(list_warnings({}, "x", None, {}, given))
+        assert len(lines) == count
+        assert all("VLLM_USE_RUST_FRONTEND" in line for line in lines)
+
+
 def test_a_word_that_vllm_would_ignore_is_refused():
     with pytest.raises(ValueError, match=r"^other/model "):
         require_agreement(["other/model", "--port", "1"], {"port": "1"}, "x", [])
