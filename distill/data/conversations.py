@@ -20,11 +20,13 @@ from redraft.distill.data.rows import (
     UnusableRowError,
     count_others,
     find_files,
+    folder_domain,
     identify_source,
     is_saved,
     open_plain,
     read_rows,
 )
+from redraft.distill.data.splits import choose_files
 from redraft.distill.data.template import Arguments
 
 MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # from no file
@@ -139,7 +141,7 @@ def load_source(
       with a docstring, to
       complete, without answers;
     - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a
-      folder of such files;
+      folder of such files, of which those of other splits are not read;
       or one `split` of a data set on the hub. The module `columns` lists the names read. The domain
       is read from
       `domain_column`, or from `domain` if a row has it; otherwise it is the first folder under
@@ -166,9 +168,10 @@ def load_source(
         raise ValueError(
             f"{source} holds no conversation: of {names} there is no file, but {_join(others)}"
         )
-    rows = read_rows(source, split) if kinds == TABLES else _text_rows(path)
+    files, splits = choose_files(path, find_files(path, kinds), split)
+    rows = read_rows(source, split) if kinds == TABLES else _text_rows(path, files)
     loaded = _from_rows(rows, source, domain_column, strict)
-    loaded.other_files = others
+    loaded.other_files, loaded.other_splits = others, splits
     return loaded
 
 
@@ -187,9 +190,8 @@ def is_plain_text(conversation: Conversation) -> bool:
     return [message["role"] for message in conversation["messages"]] == [TEXT_ROLE]
 
 
-def _text_rows(folder: Path) -> Iterator[Row]:
-    for path in find_files(folder, TEXTS):
-        below = path.relative_to(folder).parts
+def _text_rows(folder: Path, files: Iterable[Path]) -> Iterator[Row]:
+    for path in files:
         try:
             with open_plain(path) as file:
                 text = file.read().decode()
@@ -198,7 +200,7 @@ def _text_rows(folder: Path) -> Iterator[Row]:
                 f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
             ) from None
         values = {"text": text} if text.strip() else UnusableRowError("without text")
-        yield Row("/".join(below), values, below[0] if len(below) > 1 else "all")
+        yield Row(path.relative_to(folder).as_posix(), values, folder_domain(folder, path))
 
 
 @dataclass
@@ -231,10 +233,13 @@ class Loaded:
     columns: Columns = field(default_factory=Columns)
     skipped: Skipped = field(default_factory=Skipped)
     other_files: Counter[str] = field(default_factory=Counter)  # files that are not read, by suffix
+    other_splits: Counter[str] = field(default_factory=Counter)  # files of other splits, by split
 
     def lines(self) -> Iterator[str]:
         if self.other_files:
             yield f"files not read: {_join(self.other_files)}"
+        if self.other_splits:
+            yield f"files of other splits not read: {_join(self.other_splits)}"
         if self.columns.read:
             yield str(self.columns)
         if self.skipped.counts:

@@ -12,6 +12,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import zstandard
+
+from redraft.distill.data.splits import choose_files, is_split
 
 if TYPE_CHECKING:
     import datasets
@@ -52,7 +55,7 @@ class Row:
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:
-    """All rows of a file, of a folder's data files, or of one `split` of a data set on the hub.
+    """All rows of a file, or of one `split` of a folder's data files or of a data set on the hub.
 
     Raises:
         FileNotFoundError
@@ -62,14 +65,10 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
     if is_saved(path):
         yield from _numbered(map(_without_missing, _load_saved(path, split)))
     elif path.is_dir():
-        for file in find_files(path, TABLES):
-            below = file.relative_to(path).parts
+        for file in choose_files(path, find_files(path, TABLES), split)[0]:
             for row in _file_rows(file):
-                yield Row(
-                    f"{'/'.join(below)}, {row.place}",
-                    row.values,
-                    below[0] if len(below) > 1 else "all",
-                )
+                place = f"{file.relative_to(path).as_posix()}, {row.place}"
+                yield Row(place, row.values, folder_domain(path, file))
     elif _is_on_hub(path):
         yield from _numbered(map(_without_missing, _load_hub(source, split)))
     elif not path.exists():
@@ -84,7 +83,8 @@ def identify_source(source: str, split: str) -> list[Any]:
     if is_saved(path):
         return [split, _load_saved(path, split)._fingerprint]
     if path.is_dir():
-        files = find_files(path, (*TABLES, *TEXTS))
+        files = find_files(path, TABLES) or find_files(path, TEXTS)
+        files, _ = choose_files(path, files, split)
         return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
     if _is_on_hub(path):
         return [split, _load_hub(source, split)._fingerprint]
@@ -143,6 +143,12 @@ def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(path for path in _visible_files(folder) if table_format(path, suffixes))
 
 
+def folder_domain(folder: Path, file: Path) -> str:
+    """The first folder under `folder` above a file that does not name a split; or else `all`."""
+    names = file.relative_to(folder).parts[:-1]
+    return next((name for name in names if not is_split(name)), "all")
+
+
 def count_others(folder: Path, suffixes: tuple[str, ...]) -> Counter[str]:
     """The visible files under `folder` with no such suffix, by their own suffix or name."""
     others = (path for path in _visible_files(folder) if not table_format(path, suffixes))
@@ -150,13 +156,30 @@ def count_others(folder: Path, suffixes: tuple[str, ...]) -> Counter[str]:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
-    parts = ((path, path.relative_to(folder).parts) for path in folder.rglob("*"))
-    return (
-        path
-        for path, names in parts
-        if path.is_file() and not any(name.startswith(".") for name in names)
-    )
+    """The files under a folder, and under the folders that its links name.
+
+    Raises:
+        FileNotFoundError: the link to a data file names nothing.
+        OSError: a folder cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    entered = {folder.resolve()}
+    for place, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        parent = Path(place)
+        # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
+        below = {name: (parent / name).resolve() for name in folders if not name.startswith(".")}
+        folders[:] = sorted(name for name, real in below.items() if real not in entered)
+        entered |= set(below.values())
+        for path in (parent / name for name in files if not name.startswith(".")):
+            if table_format(path, (*TABLES, *TEXTS)) and not path.exists():
+                raise FileNotFoundError(
+                    f"{path} is a link to {path.readlink()}, which is not there: fetch it again"
+                )
+            if path.is_file():
+                yield path
 
 
 def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:

@@ -373,6 +373,87 @@ def test_a_folder_of_data_files_is_read_whole_with_its_folders_as_domains(tmp_pa
     assert found == [("one", "all"), ("two", "code"), ("3", "c")]
 
 
+def read_questions(folder: Path, split: str = "train") -> list[str]:
+    return [c["messages"][0]["content"] for c in load_conversations(str(folder), split=split)]
+
+
+def write_files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / name, [{"prompt": name}])
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "read"),
+    [
+        (["train.jsonl", "test.jsonl", "valid.jsonl"], "train", ["train.jsonl"]),
+        (["train.jsonl", "test.jsonl", "valid.jsonl"], "validation", ["valid.jsonl"]),
+        (["more.jsonl", "my_train.jsonl", "x-eval.jsonl"], "train", ["more.jsonl", "my_train.jsonl"]),
+        (["data/train-0-of-2.jsonl", "data/test-0-of-1.jsonl"], "test", ["data/test-0-of-1.jsonl"]),
+        (["train/a.jsonl", "train/law/b.jsonl", "dev/c.jsonl"], "train", ["train/a.jsonl", "train/law/b.jsonl"]),
+        (["train_sft-0.jsonl", "train_gen-0.jsonl"], "train_sft", ["train_sft-0.jsonl"]),
+        (["latest.jsonl", "testimony.jsonl"], "train", ["latest.jsonl", "testimony.jsonl"]),
+        (["test.jsonl"], "train", ["test.jsonl"]),
+    ],
+)  # fmt: skip
+def test_a_folder_is_read_by_split_as_its_names_say(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    names: list[str],
+    split: str,
+    read: list[str],
+) -> None:
+    write_files(tmp_path, *names)
+    assert read_questions(tmp_path, split) == read
+    said = "other splits not read" in capsys.readouterr().out
+    assert said == (len(read) < len(names))
+    identity = identify_conversations(str(tmp_path), split)
+    assert [name for name, *_ in identity] == read
+
+
+def test_the_folder_of_a_split_is_not_a_domain(tmp_path: Path) -> None:
+    write_files(tmp_path, "train/law/a.jsonl", "train/b.jsonl")
+    assert [c["domain"] for c in load_conversations(str(tmp_path))] == ["all", "law"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        "\n  - split: train\n    path: [a.jsonl, b/*.jsonl]\n  - split: test\n    path: z.jsonl",
+        "\n    train: [a.jsonl, b/*.jsonl]\n    test: z.jsonl",
+    ],
+)
+def test_a_folder_is_read_by_split_as_its_card_says(tmp_path: Path, files: str) -> None:
+    write_files(tmp_path, "a.jsonl", "b/test.jsonl", "z.jsonl", "draft.jsonl")
+    card = f"---\nconfigs:\n- config_name: one\n  data_files:{files}\n---\n# Title\n"
+    (tmp_path / "README.md").write_text(card)
+    assert read_questions(tmp_path) == ["a.jsonl", "b/test.jsonl"]
+    assert read_questions(tmp_path, "test") == ["z.jsonl"]
+    with pytest.raises(ValueError, match=r"no split dev, but train, test"):
+        load_conversations(str(tmp_path), split="dev")
+    (tmp_path / "README.md").write_text(
+        card.replace("# Title", "").replace(
+            "configs:", "configs:\n- config_name: two\n  data_files: a.jsonl"
+        )
+    )
+    with pytest.raises(ValueError, match=r"the configs two, one.*:CONFIG"):
+        load_conversations(str(tmp_path))
+
+
+def test_links_to_files_and_folders_are_read_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path / "elsewhere", "a.jsonl", "b.jsonl")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "c.jsonl").symlink_to(tmp_path / "elsewhere" / "a.jsonl")
+    (folder / "again").symlink_to(folder)
+    assert read_questions(folder) == ["a.jsonl", "a.jsonl", "b.jsonl"]
+    assert len(identify_conversations(str(folder), "train")) == 3
+    (folder / "d.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"d\.jsonl.*gone\.jsonl"):
+        load_conversations(str(folder))
+
+
 def test_the_input_of_an_alpaca_row_follows_the_instruction_and_text_parts_are_joined(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,107 @@
+"""The files of a folder that belong to one split: as its card declares, or by their names."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Splits by the words that name them in a file or folder, as the library `datasets` reads them."""
+
+CARD = "README.md"
+WAY_OUT = "choose one with --data.split (--split)"
+
+
+def choose_files(
+    folder: Path, files: Sequence[Path], split: str
+) -> tuple[list[Path], Counter[str]]:
+    """Those of a folder's `files` that belong to `split`, and the numbers of the others by split.
+
+    A file of no split belongs to each.
+
+    Raises:
+        ValueError: the folder has other splits, or several configs.
+    """
+    declared = _declared(folder, files)
+    named: dict[Path, str | None] = {**declared} or {
+        file: _name_split(file.relative_to(folder), split) for file in files
+    }
+    splits = Counter(name for name in named.values() if name)
+    chosen = [file for file, name in named.items() if name in (split, None)]
+    if not chosen and (declared or len(splits) > 1):
+        raise ValueError(f"{folder} has no split {split}, but {', '.join(splits)}: {WAY_OUT}")
+    if not chosen:  # the files of one split only are read, whatever it is
+        return list(files), Counter()
+    del splits[split]
+    return chosen, splits
+
+
+def is_split(name: str) -> bool:
+    return _find_word(name) is not None
+
+
+def _name_split(path: Path, split: str) -> str | None:
+    """The split in the name of a file, or else of a folder above it; `split` itself if asked for."""
+    for name in (path.name.partition(".")[0], *reversed(path.parts[:-1])):
+        if re.fullmatch(rf"{re.escape(split)}([-_ \d].*)?", name, re.I):
+            return split
+        if found := _find_word(name):
+            return split if found == WORDS.get(split) else found
+    return None
+
+
+def _find_word(name: str) -> str | None:
+    """The split whose word begins or ends a name, as in `test-00000-of-00002` or `my_dev`."""
+    words = [word for word in re.split(r"[-_. \d]+", name.lower()) if word]
+    found = (WORDS[word] for word in (*words[:1], *words[-1:]) if word in WORDS)
+    return next(found, None)
+
+
+def _declared(folder: Path, files: Sequence[Path]) -> dict[Path, str]:
+    """The split of each of the files that the folder's card declares."""
+    configs = _read_configs(folder / CARD)
+    if not configs:
+        return {}
+    names = [str(config.get("config_name", "default")) for config in configs]
+    main = [
+        config
+        for config, name in zip(configs, names, strict=True)
+        if len(configs) == 1 or name == "default" or config.get("default") is True
+    ]
+    if not main:
+        raise ValueError(f"{folder} has the configs {', '.join(names)}: give {folder}:CONFIG")
+    base = folder / str(main[0].get("data_dir") or "")
+    found: dict[Path, str] = {}
+    for split, pattern in _patterns(main[0]["data_files"]):
+        found |= dict.fromkeys(base.glob(pattern), split)
+    return {file: found[file] for file in files if file in found}
+
+
+def _read_configs(card: Path) -> list[dict[str, Any]]:
+    if not card.is_file():
+        return []
+    from huggingface_hub import metadata_load  # takes a tenth of a second: not for --help
+
+    try:
+        configs = (metadata_load(card) or {}).get("configs")
+    except Exception:  # a document that is not a card: with other YAML, or in another encoding
+        return []
+    found = configs if isinstance(configs, list) else []
+    return [one for one in found if isinstance(one, dict) and one.get("data_files")]
+
+
+def _patterns(files: Any) -> Iterator[tuple[str, str]]:
+    """(split, pattern) of a config's `data_files`: a pattern, or several, each with its split."""
+    if isinstance(files, dict):
+        files = [{"split": split, "path": path} for split, path in files.items()]
+    for entry in files if isinstance(files, list) else [files]:
+        split, paths = "train", entry
+        if isinstance(entry, dict):
+            split, paths = str(entry.get("split", "train")), entry.get("path", [])
+        for path in paths if isinstance(paths, list) else [paths]:
+            yield split, str(path).removeprefix("./")
