@@ -8,8 +8,9 @@ gives it the same fields without these two.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Container
-from typing import Annotated, Any, TypeVar, get_type_hints
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -87,6 +88,25 @@ def describe_dataclass(
             raise RefusedConfigError(error) from error
 
     return StructConstructorSpec(instantiate=instantiate, fields=tuple(fields))
+
+
+def refuse_repeated(args: Sequence[str], config_type: type[Any]) -> None:
+    """Raise ValueError for a flag given twice: tyro drops the first value without a word."""
+    given = Counter(
+        word.partition("=")[0].replace("_", "-") for word in args if word.startswith("--")
+    )
+    twice = [flag for flag, count in given.items() if count > 1]
+    if flag := next((flag for flag in twice if flag not in _repeatable(config_type, "--")), None):
+        raise ValueError(f"{flag} is given {given[flag]} times: give it once")
+
+
+def _repeatable(config_type: type[Any], prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(config_type, include_extras=True).items():
+        flag = prefix + name.replace("_", "-")
+        if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
+            yield flag
+        elif dataclasses.is_dataclass(hint):
+            yield from _repeatable(cast(type[Any], hint), f"{flag}.")
 
 
 def make_unchecked(config_type: type[Any]) -> Any:

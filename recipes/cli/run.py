@@ -142,19 +142,26 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     `--print-config` prints the result as such a file, and ends.
 
     Raises:
-        ValueError: for an unknown preset, a bad file or a value that the config refuses.
+        ValueError: for an unknown preset, a bad file, a flag given twice or a value that the config
+            refuses.
         SystemExit: 2 from tyro for anything unreadable; 0 after `--help` and `--print-config`.
     """
     import tyro  # a tenth of a second, too long for `redraft --help`
 
     from redraft.recipes.cli.config_file import read_config, render_config
-    from redraft.recipes.cli.flags import RefusedConfigError, make_registry, make_unchecked
+    from redraft.recipes.cli.flags import (
+        RefusedConfigError,
+        make_registry,
+        make_unchecked,
+        refuse_repeated,
+    )
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
     # tyro knows neither presets nor files: the flags are taken out, and become the default of the
     # whole config.
     end = args.index("--") if "--" in args else len(args)
     rest, others = list(args[:end]), args[end:]
+    refuse_repeated(rest, recipe.config_type)
     name = _take_value(rest, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")

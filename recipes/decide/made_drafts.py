@@ -169,7 +169,7 @@ def training_command(making: Making, name: str) -> list[str]:
         own += OWN_FLAGS[found[1]](cfg.num_speculative_tokens) if found[1] in OWN_FLAGS else []
     else:
         family, own = "medusa", OWN_FLAGS[name](cfg.num_speculative_tokens)
-    return [
+    command = [
         *("-m", "redraft.recipes.train", family, "--target", making.target.name),
         *("--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
@@ -205,9 +205,21 @@ def training_command(making: Making, name: str) -> list[str]:
             tokens,
             "--prove.reference",
             str(cfg.output / "target"),
-            *cfg.flags,
         ),
     ]
+    return with_flags(command, cfg.flags)
+
+
+def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """`command` with `flags` in place of its own of the same names: a flag is given once."""
+    names = {word.partition("=")[0] for word in flags if word.startswith("--")}
+    kept, is_replaced = list[str](), False
+    for word in command:
+        if word.startswith("--"):
+            is_replaced = word.partition("=")[0] in names
+        if not is_replaced:
+            kept.append(word)
+    return [*kept, *flags]
 
 
 def spread(count: int, target: TargetFolder) -> list[int]:

@@ -437,6 +437,14 @@ def test_a_mistyped_flag_ends_with_2_and_a_suggestion(capsys):
     assert "--steps" in capsys.readouterr().err
 
 
+def test_a_flag_given_twice_is_refused_unless_it_takes_more(capsys):
+    flags = ["--target", "t", "--data.source", "a.jsonl", "--data.source=b.jsonl"]
+    assert dispatch(["train", "eagle3", *flags]) == 2
+    assert dispatch(["data", "a.jsonl", "--sample_tokens", "1", "--sample-tokens", "2"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert ("--data.source" in first, "--sample-tokens" in second) == (True, True)
+
+
 def disk_full() -> None:
     with open("/dev/full", "w") as file:
         file.write("x")

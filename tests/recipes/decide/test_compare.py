@@ -88,6 +88,18 @@ def test_every_family_takes_the_flags_of_its_training(
     assert not parsed.prove.engine
 
 
+def test_a_flag_for_the_trainings_replaces_that_of_the_comparison(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    flags = ("--loop.batch-size", "2", "--init-tokens=64", "--loop.seed", "3")
+    _, module, *args = training_command(
+        make_making(tmp_path, tiny_target, flags=flags), "eagle3-4k"
+    )
+    parsed = parse_recipe(*train.choose_recipe(args, module))
+    assert (parsed.loop.batch_size, parsed.loop.seed, parsed.init_tokens) == (2, 3, 64)
+    assert (parsed.init, parsed.loop.sequence_length) == ("least_squares", 512)
+
+
 def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refused(
     tmp_path: Path, tiny_target: Path
 ) -> None:
