@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,33 @@ def choose_files(
         file: _name_split(file.relative_to(folder), split) for file in files
     }
     splits = Counter(name for name in named.values() if name)
-    chosen = [file for file, name in named.items() if name in (split, None)]
+    found = _find_split(split, splits)
+    chosen = [file for file, name in named.items() if name in (found, None)]
     if not chosen and (declared or len(splits) > 1):
         raise ValueError(f"{folder} has no split {split}, but {', '.join(splits)}: {WAY_OUT}")
     if not chosen:  # the files of one split only are read, whatever it is
         return list(files), Counter()
-    del splits[split]
+    splits.pop(found or "", None)
     return chosen, splits
+
+
+def _find_split(asked: str, splits: Collection[str]) -> str | None:
+    """The split that is asked for, or else the only one of that kind: `train` for `train_sft`."""
+    alike = [name for name in splits if _find_word(name) == _find_word(asked)]
+    return asked if asked in splits else alike[0] if len(alike) == 1 else None
 
 
 def is_split(name: str) -> bool:
     return _find_word(name) is not None
 
 
-def _name_split(path: Path, split: str) -> str | None:
-    """The split in the name of a file, or else of a folder above it; `split` itself if asked for."""
+def _name_split(path: Path, asked: str) -> str | None:
+    """The split in the name of a file, or else of a folder above it; `asked` if it begins so."""
     for name in (path.name.partition(".")[0], *reversed(path.parts[:-1])):
-        if re.fullmatch(rf"{re.escape(split)}([-_ \d].*)?", name, re.I):
-            return split
+        if re.fullmatch(rf"{re.escape(asked)}([-_ \d].*)?", name, re.I):
+            return asked
         if found := _find_word(name):
-            return split if found == WORDS.get(split) else found
+            return found
     return None
 
 

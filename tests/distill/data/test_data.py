@@ -392,6 +392,8 @@ def write_files(folder: Path, *names: str) -> None:
         (["data/train-0-of-2.jsonl", "data/test-0-of-1.jsonl"], "test", ["data/test-0-of-1.jsonl"]),
         (["train/a.jsonl", "train/law/b.jsonl", "dev/c.jsonl"], "train", ["train/a.jsonl", "train/law/b.jsonl"]),
         (["train_sft-0.jsonl", "train_gen-0.jsonl"], "train_sft", ["train_sft-0.jsonl"]),
+        (["more.jsonl", "test.jsonl", "train.jsonl"], "train_sft", ["more.jsonl", "train.jsonl"]),
+        (["test.jsonl", "train.jsonl"], "test_sft", ["test.jsonl"]),
         (["latest.jsonl", "testimony.jsonl"], "train", ["latest.jsonl", "testimony.jsonl"]),
         (["test.jsonl"], "train", ["test.jsonl"]),
     ],
@@ -428,7 +430,8 @@ def test_a_folder_is_read_by_split_as_its_card_says(tmp_path: Path, files: str) 
     card = f"---\nconfigs:\n- config_name: one\n  data_files:{files}\n---\n# Title\n"
     (tmp_path / "README.md").write_text(card)
     assert read_questions(tmp_path) == ["a.jsonl", "b/test.jsonl"]
-    assert read_questions(tmp_path, "test") == ["z.jsonl"]
+    for split in ("test", "test_sft"):
+        assert read_questions(tmp_path, split) == ["z.jsonl"]
     with pytest.raises(ValueError, match=r"no split dev, but train, test"):
         load_conversations(str(tmp_path), split="dev")
     (tmp_path / "README.md").write_text(
