@@ -1,5 +1,6 @@
 """The columns of a row by the names used for conversations, and a count of the others."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,9 +49,14 @@ class Columns:
         return f"columns read: {read}; not read: {unread}"
 
 
+def _is_missing(value: Any) -> bool:
+    """Whether a table has no value in a place: pandas writes NaN there."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 class RowReader:
     def __init__(self, row: Mapping[str, Any]) -> None:
-        self.row = {column: value for column, value in row.items() if value is not None}
+        self.row = {column: value for column, value in row.items() if not _is_missing(value)}
         self.used: set[str] = set()
         self.unread_keys: set[str] = set()
 
@@ -60,6 +66,11 @@ class RowReader:
             return None
         self.used.add(name)
         return name, self.row[name]
+
+    def _take_filled(self, column: str) -> tuple[str, Any] | None:
+        """`take`, but for an empty text, which is no JSON."""
+        found = self.take((column,))
+        return None if found and found[1] == "" else found
 
     def count(self, columns: Columns) -> None:
         columns.read.update(self.used - {*OURS})
@@ -99,7 +110,7 @@ class RowReader:
         """
         settings = self.row.get("settings")
         ours = settings.get("template_options") if isinstance(settings, dict) else None
-        found = self.take((ARGUMENTS,))
+        found = self._take_filled(ARGUMENTS)
         value = parse_json(found[1], f"a column {ARGUMENTS}") if found else ours
         if not isinstance(value or {}, dict):
             raise UnusableRowError(f"with a column {ARGUMENTS} that is not an object")
@@ -161,7 +172,7 @@ class RowReader:
 
     def _history(self) -> Iterator[Message]:
         """Earlier turns: messages, or pairs of a question and an answer."""
-        found = self.take((HISTORY,))
+        found = self._take_filled(HISTORY)
         for turn in parse_list(found[1], f"a column {HISTORY}") if found else []:
             if isinstance(turn, list) and len(turn) == 2:
                 for role, text in zip(("user", "assistant"), turn, strict=True):

@@ -268,6 +268,12 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
             loaded.skipped.add(row.place, error)
         else:
             loaded.conversations.append(conversation)
+    if domain_column and loaded.conversations and not loaded.columns.read[domain_column]:
+        names = ", ".join(sorted(loaded.columns.read | loaded.columns.unread))
+        raise ValueError(
+            f"{source} has no column {domain_column!r}, but {names}: name the one that holds the "
+            "domain"
+        )
     if not loaded.conversations and loaded.skipped.counts:
         raise ValueError(f"{source} holds no conversation that can be used: {loaded.skipped}")
     if not loaded.conversations:
@@ -288,12 +294,6 @@ def read_conversation(
     Raises:
         UnusableRowError: if there is none.
     """
-    if domain_column is not None and row.get(domain_column) is None:
-        names = ", ".join(sorted(row))
-        raise UnusableRowError(
-            f"without a column {domain_column!r}",
-            f"its columns are {names}: name the one that holds the domain",
-        )
     reader = RowReader(row)
     messages, tools = reader.read()
     if not messages:

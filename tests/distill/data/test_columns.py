@@ -310,6 +310,26 @@ def test_an_empty_list_of_images_is_no_image() -> None:
     assert read_conversation({"messages": CHAT, "images": []})["messages"] == CHAT
 
 
+@pytest.mark.parametrize("missing", [None, "", float("nan")])
+@pytest.mark.parametrize(
+    "column", ["system", "context", "history", "tools", "label", "cut", "domain", "image", "topic"]
+)
+def test_a_missing_value_in_an_optional_column_refuses_nothing(column: str, missing: Any) -> None:
+    row = {"prompt": "how tall?", "completion": "3 m", column: missing}
+    conversation = read_conversation(row, "all", "topic")
+    assert conversation == {"messages": CHAT, "domain": "all"}
+
+
+def test_a_domain_column_that_no_row_has_is_named(tmp_path: Path) -> None:
+    rows = [{"messages": CHAT, "topic": "trees"}, {"messages": CHAT}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_conversations(str(path), domain_column="topic")
+    assert [conversation["domain"] for conversation in found] == ["trees", "all"]
+    with pytest.raises(ValueError, match=r"no column 'tropic', but messages, topic"):
+        load_conversations(str(path), domain_column="tropic")
+
+
 def test_keys_of_calls_and_tools_and_second_names_are_listed() -> None:
     call = {
         "id": "1",

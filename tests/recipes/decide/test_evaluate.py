@@ -260,7 +260,7 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
         ((), "no draft to evaluate"),
         (("--draft", "nowhere/at/all"), "there is no draft nowhere/at/all"),
         (("--draft", "TARGET", "--draft", "TARGET"), "two drafts are called"),
-        (("--draft", "TARGET", "--domain-column", "subject"), "without a column 'subject'"),
+        (("--draft", "TARGET", "--domain-column", "subject"), "has no column 'subject'"),
         (("--draft", "TARGET", "--max-prompt-tokens", "1"), "has a prompt of at most 1 tokens"),
         (("--draft", "TARGET", "--held-out", "0"), "--held-out is 0.0"),
         (("--draft", "TARGET", "--concurrency", "0"), "--concurrency is 0"),
