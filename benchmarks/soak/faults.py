@@ -337,15 +337,29 @@ def _write_spool(spool: Path, name: str, content: bytes) -> None:
 
 
 def _draw_hostile(world: World, number: int) -> bytes:
-    """A fuzzed record, now and then one that unpacks to 60 MB or is nested 100,000 deep."""
+    """A fuzzed record, now and then frames that unpack to 60 MB, are nested 100,000 deep, hold
+    states that take 16 times their bytes, or continue a long text a hundred times.
+    """
     draw = world.rng.random()
     if draw < 0.01:
         return poison.make_bomb(number)
-    return (
-        poison.make_nested(100_000)
-        if draw < 0.02
-        else poison.fuzz(world.rng, number, world.stage.fingerprint)
-    )
+    if draw < 0.02:
+        return poison.make_nested(100_000)
+    if draw < 0.03:
+        return poison.make_float8(number, 40 << 20)
+    if draw < 0.05:
+        return b"".join(poison.make_chain(number, (16 << 20) // 4, 100, 160_000))
+    return poison.fuzz(world.rng, number, world.stage.fingerprint)
+
+
+async def flood_spool(world: World, target: str) -> None:
+    """Write good records of one tenant into the spool, far more and longer than all others'."""
+    number = world.rng.randrange(1 << 30)
+    for i in range(20):
+        frames = poison.make_flood(number + 50 * i, 50, world.stage.fingerprint)
+        name = f"{time.time_ns():020d}-flood-{i:08d}"
+        await asyncio.to_thread(_write_spool, world.stage.spool, name, frames)
+    await until_flowing(world, target)
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -419,6 +433,7 @@ def list_faults(stage: Stage) -> list[Fault]:
         *(Fault("a pipe as weights of", name, offer_pipe) for name in stage.servers[:1]),
         Fault("hostile records to", "broker", poison_log),
         Fault("hostile records to", "spool-learner", poison_spool),
+        Fault("a flood of one tenant to", "spool-learner", flood_spool),
         *(Fault("torn files of", name, tear_learner) for name in learners),
         Fault("torn spool of", "spool-learner", tear_spool),
         Fault("torn fleet.toml of", "learner", tear_fleet),

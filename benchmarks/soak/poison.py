@@ -133,18 +133,25 @@ def make_chain(
     return [encode_record(record) for record in (first, *later)]
 
 
-def make_float8(number: int = 0, num_bytes: int = 60 << 20) -> bytes:
+def make_float8(number: int = 0, num_bytes: int = 60 << 20, **changes: Any) -> bytes:
     """A record with this much of hidden states in 8-bit floats: shrunk as far as is taken."""
     size = 4096
     tokens = num_bytes // (size + 4)
     hidden = np.zeros((tokens, size + 4), np.uint8)
     # a payload may unpack to 1 MiB plus 64 times its size: so much of it does not shrink
-    num_random = tokens // 60
+    num_random = tokens // 48
     hidden[:num_random, :size] = np.random.default_rng(number).integers(0, 0x70, (num_random, size))
     return encode_record(
         make_record(number, context=bytes(4 * tokens), output=i32(5), row_positions=i32(tokens),
-                    hidden=hidden.tobytes(), hidden_shape=(1, size), hidden_format="float8", **ONE_ROW)
+                    hidden=hidden.tobytes(), hidden_shape=(1, size), hidden_format="float8", **ONE_ROW | changes)
     )  # fmt: skip
+
+
+def make_flood(first: int, count: int, target: str) -> bytes:
+    """Good records of one tenant, each of about 30 kB."""
+    flood = {"tenant": "flood", "target_fingerprint": target}
+    numbers = range(first, first + count)
+    return b"".join(make_chain(number, 10_000, 0, 10_000, **flood)[0] for number in numbers)
 
 
 def make_nested(depth: int) -> bytes:

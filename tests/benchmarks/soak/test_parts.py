@@ -32,7 +32,12 @@ from redraft.eval.engine.process import free_port
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import connect
 from redraft.online.records.publisher import Publisher
-from redraft.online.records.record import MAX_RECORD_BYTES, encode_frame
+from redraft.online.records.record import (
+    MAX_RECORD_BYTES,
+    decode_record,
+    encode_frame,
+    read_frames,
+)
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -158,6 +163,19 @@ def test_a_bomb_unpacks_to_almost_as_much_as_a_record_may():
         <= zstandard.frame_content_size(bomb[len(poison.frame_around(b"")) :])
         <= MAX_RECORD_BYTES
     )
+
+
+def test_hostile_chains_states_and_floods_are_what_they_are_named():
+    chain = poison.make_chain(1, (16 << 20) // 4, 100, 160_000)
+    joined = sum(4 * decode_record(frame).num_tokens for frame in chain)
+    assert joined > 1_600_000_000
+    assert sum(map(len, chain)) < 320_000
+    states = poison.make_float8(0, 40 << 20)
+    assert len(states) < 1_000_000, "a message of the log"
+    assert decode_record(states).num_bytes > 40_000_000
+    flood = [record for _, record in read_frames(poison.make_flood(7, 20, poison.TARGET))]
+    assert {record.tenant for record in flood} == {"flood"}
+    assert len({record.record_id for record in flood}) == 20
 
 
 @in_event_loop
