@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.folder import CONFIG, read_config, tensor_files
+from redraft.heads.files.folder import CONFIG, find_quantization, read_config, tensor_files
 from redraft.heads.files.foreign import find_foreign
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.target_folder import TargetFolder
@@ -149,7 +149,7 @@ FAMILIES: tuple[Family, ...] = (
         layers_key="dflash_config.target_layer_ids",
         layers_offset=1,
         speculators_layers_key="aux_hidden_state_layer_ids",
-        fixed_tokens=FixedTokens(("block_size",), unused=1),
+        fixed_tokens=FixedTokens(("block_size", "dflash_config.block_size"), unused=1),
         varies_tokens=False,
         can_sample=True,
         learns_online=True,
@@ -326,6 +326,12 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
     if (foreign := find_foreign(config, names)) is not None:
         raise ValueError(f"{folder} holds {foreign}")
     if (family := match_tensors(names)) is not None:
+        method = find_quantization(config)
+        if method and family.is_head and not family.is_in_target:
+            raise ValueError(
+                f"{folder} holds a quantized head ({method}): vLLM serves it; give redraft the "
+                "weights from before quantization"
+            )
         return family
     example = min(names, default="none")
     raise ValueError(

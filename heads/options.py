@@ -7,6 +7,8 @@ Standard library only, because help texts and control planes read them without t
 
 from dataclasses import dataclass, fields
 
+from redraft.heads.windows import View, make_views
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
@@ -30,6 +32,34 @@ class LayerSizes:
     """
     head_dim: int | None = None
     """Size of the attention heads of the head's layers; by default that of the target's, or 128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How far the layers of a head look back."""
+
+    num_layers: int = 1
+    """Layers of the draft."""
+    window: int | None = None
+    """Positions that a layer of the head sees, its own included. Engines keep no keys beyond. By
+    default all, or as many as the target's layers if each of these has a window.
+    """
+    full_layers: tuple[int, ...] = ()
+    """Layers of the head, counted from 0, that see all positions in spite of `window`."""
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The view of each layer."""
+        return make_views(self.num_layers, self.window, self.full_layers, is_causal=True)
+
+    def require_reach(self, num_ahead: int) -> None:
+        """Raise ValueError unless the last draft token sees something that the target has read."""
+        if self.window is not None and self.window <= num_ahead:
+            raise ValueError(
+                f"a window of {self.window} is not larger than the {num_ahead} positions of a "
+                f"draft: give {num_ahead + 1} or more"
+            )
+        _ = self.views  # raises for layers that do not exist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +90,7 @@ class Eagle1(Unrolled, LayerSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerMix(LayerSizes):
+class LayerMix(Windows, LayerSizes):
     """A head that reads a mix of the target's layers, as EAGLE-3 does."""
 
     aux_layer_ids: tuple[int, ...] = ()
@@ -79,6 +109,8 @@ class LayerMix(LayerSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3(Unrolled, LayerMix):
+    num_layers: int = 1
+    """Layers of the draft. The first one reads the token's embedding next to the feature."""
     norm_before_residual: bool = False
     """Add the layer's output to the normed feature instead of the feature itself."""
     norm_output: bool = False
@@ -86,9 +118,12 @@ class Eagle3(Unrolled, LayerMix):
     num_steps: int = 7
     """Draft steps trained at once; each reads the features of the step before."""
 
+    def __post_init__(self) -> None:
+        self.require_reach(self.num_steps)
+
 
 @dataclass(frozen=True, kw_only=True)
-class DFlash(LayerSizes):
+class DFlash(Windows, LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
     """Target layers to read, ascending; k stands for the residual stream after k layers, from 1.
     Empty chooses 2, n // 2 and n - 3 of n layers.
@@ -110,6 +145,10 @@ class DFlash(LayerSizes):
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma).
     Usual values are 4 for blocks of 8 and 7 for blocks of 16.
     """
+    is_causal: bool | None = None
+    """Whether a slot of a block sees earlier slots only. By default it does in layers with a
+    window, as in the heads of z-lab and speculators.
+    """
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -118,6 +157,12 @@ class DFlash(LayerSizes):
                 f"a block of {self.block_size} slots has no draft token: give block_size {least} "
                 "or more"
             )
+        self.require_reach(self.block_size)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The view of each layer, of the context and of its block."""
+        return make_views(self.num_layers, self.window, self.full_layers, self.is_causal)
 
     @property
     def first_slot(self) -> int:
@@ -152,7 +197,9 @@ class DSpark(DFlash):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.markov_rank < 1:
-            raise ValueError(f"a bias of rank {self.markov_rank}: give markov_rank 1 or more")
+            raise ValueError(
+                f"a bias of rank {self.markov_rank}: give markov_rank 1 or more, or train a DFlash head, which has none"
+            )
 
     @property
     def first_slot(self) -> int:
@@ -190,9 +237,10 @@ class PEagle(LayerMix):
             )
         if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
             raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
+        self.require_reach(self.num_steps)
 
-    def first_layer(self) -> Eagle3:
-        """The same options of an EAGLE-3 head, whose layer is the first one here."""
+    def as_eagle3(self) -> Eagle3:
+        """The same options of an EAGLE-3 head, which has the same layers."""
         shared = ("num_steps", "norm_before_residual", *(field.name for field in fields(LayerMix)))
         return Eagle3(**{name: getattr(self, name) for name in shared})
 

@@ -35,7 +35,6 @@ from redraft.heads.nn.causal_lm import (
     find_rule,
     language_model,
     prefix_arguments,
-    reach,
     take_prefixes,
 )
 from redraft.heads.nn.logits import LogitRule
@@ -112,9 +111,8 @@ class InProcessTarget:
 
     def _pass(self, batch: Batch) -> Tensor:
         """The last hidden states of packed rows, [B, T, D]."""
-        ranges = self._takes_prefixes and reach(self._config, batch.document_BT) is None
         # Else no mask, which would replace those of the layers: restarting positions separate.
-        within = prefix_arguments(batch.document_BT) if ranges else {}
+        within = prefix_arguments(batch.document_BT) if self._takes_prefixes else {}
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
     def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:

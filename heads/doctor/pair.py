@@ -20,7 +20,7 @@ from typing import Any
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.family import Family
 from redraft.heads.files.artifact import safetensors_header
-from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, tensor_files
+from redraft.heads.files.folder import check_model_folder, read_config, tensor_files, trained_with
 from redraft.heads.files.provenance import Provenance, read_provenance
 from redraft.heads.files.target_folder import TargetFolder
 
@@ -102,8 +102,7 @@ class Pair:
     @property
     def trained_with(self) -> Mapping[str, Any] | None:
         """The architecture recorded by the export; None for a head from another trainer."""
-        recorded: Mapping[str, Any] | None = (self.config.get("redraft") or {}).get(TRAINED_WITH)
-        return recorded
+        return trained_with(self.config) or None
 
 
 Check = Callable[[Pair], Iterator[Finding]]

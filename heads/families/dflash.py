@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
-from redraft.heads.families.dflash_layouts import SECTION, TRAINING_OPTIONS, load_head, read_options
+from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, load_head, read_options
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config
 from redraft.heads.files.tensors import write_head
@@ -41,6 +41,13 @@ from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.vocabulary import check_ids, id_maps
 from redraft.heads.target import Target, aux_layers, layer_weights
+from redraft.heads.windows import (
+    SECTION,
+    beside_target,
+    require_speculators,
+    write_speculators,
+    write_views,
+)
 
 ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK * S rows
 
@@ -114,6 +121,7 @@ class DFlash(nn.Module):
         )
         self.config = config = replace(config, mask_token_id=self._mask_token_id)
         self.shape = shape or LlamaShape.of_head(config, target.config)
+        self.views = beside_target(config.views, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         if self.aux_layer_ids[0] < 1:
@@ -224,14 +232,19 @@ class DFlash(nn.Module):
             ).flatten(1)
             ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self._mask_token_id)
             ids_BAS[..., 0] = batch.input_ids_BT.gather(1, anchor_BA)
-            mask = BlockMask.make(
-                anchor_BA if self.sees_anchor else chunk_BA, batch.document_BT, num_slots
-            )
+            views, last_BA, ahead = self.views, chunk_BA, 1
+            if self.sees_anchor:
+                last_BA, ahead = anchor_BA, 0
+            # one for each kind of layer, which share the rows that they see
+            masks = {
+                view: BlockMask.make(last_BA, batch.document_BT, num_slots, view, first_ahead=ahead)
+                for view in {*views}
+            }
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
             # Keys of the context are rotated already. Both rotations are by absolute position.
             cos_sin = self._rotary(positions_BN, context_BTD)
-            for layer, context in zip(layers, contexts, strict=True):
-                x_BND = self._run(layer, x_BND, cos_sin, context, mask)
+            for layer, context, view in zip(layers, contexts, views, strict=True):
+                x_BND = self._run(layer, x_BND, cos_sin, context, masks[view])
             outs.append(self.norm(x_BND).unflatten(1, (-1, num_slots)))
         return torch.cat(outs, dim=1)
 
@@ -302,9 +315,13 @@ class DFlash(nn.Module):
             # queries and keys.
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
-            "layer_types": ["full_attention"] * self.config.num_layers,
+            **write_views(self.config.views),
         }
         if is_speculators:
+            # a head of another trainer goes back as it came, and the doctor reports it
+            if speculators.MARK not in earlier:
+                require_speculators(self.family, self.config.views)
+            layer |= write_speculators(self.config.views)[0]
             frame = speculators.frame(
                 self.family,
                 self.speculators_architecture,
@@ -330,26 +347,32 @@ class DFlash(nn.Module):
             "rope_parameters": dict(self.shape.rope_parameters),
         }
         kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
-        return {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}}
+        recorded = {**served, **rotation, "window": self.config.window}
+        return {"family": self.family, **kept, TRAINED_WITH: recorded}
 
     def _served(self) -> dict[str, Any]:
         # vLLM counts from the layer that ends: its k is our k + 1. Readers' defaults differ.
         ids = [layer - 1 for layer in self.aux_layer_ids]
-        return {
-            SECTION: {
-                "mask_token_id": self._mask_token_id,
-                "target_layer_ids": ids,
-                "causal": False,
-            }
-        }
+        section = {"mask_token_id": self._mask_token_id, "target_layer_ids": ids}
+        is_causal = self._direction()
+        if is_causal is None:
+            return {SECTION: section}
+        # z-lab's code reads the key at the top level only, and takes layers with a window for
+        # causal ones without it.
+        top = {"is_causal": is_causal} if is_causal or self.config.window else {}
+        return {SECTION: section | {"causal": is_causal}, **top}
+
+    def _direction(self) -> bool | None:
+        """Whether all layers are causal; None if those with a window are and the others are not."""
+        directions = {view.is_causal for view in self.config.views}
+        return directions.pop() if len(directions) == 1 else None
 
     def _served_by_speculators(self) -> dict[str, Any]:
         return {
             "mask_token_id": self._mask_token_id,
             "aux_hidden_state_layer_ids": list(self.aux_layer_ids),
             "sample_from_anchor": self.config.first_slot == 0,
-            # vLLM makes every layer of a DFlash head causal unless it is true.
-            "sliding_window_non_causal": True,
+            **write_speculators(self.config.views)[1],
         }
 
     @classmethod
@@ -370,7 +393,8 @@ class DFlash(nn.Module):
         Raises:
             ValueError: its attention is another.
         """
-        section = config.get(SECTION) or {}
+        # A DSpark head without a Markov head (markov_rank 0) has the keys at the top level.
+        section = {**config, **(config.get(SECTION) or {})}
         if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
             raise ValueError(
                 f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither "

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from redraft.heads.files import speculators
-from redraft.heads.files.folder import read_config, tensor_files
+from redraft.heads.files.folder import read_config, tensor_files, trained_with
 from redraft.heads.files.tensors import load_into, read_tensors
 from redraft.heads.nn.layers import LlamaShape, read_layer_config
 from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.target import Target
+from redraft.heads.windows import SECTION, read_block_windows, require_trained_window, trained_views
 
-SECTION = "dflash_config"  # The part of config.json with the keys of this family only.
 TRAINING_OPTIONS = ("num_anchors", "gamma")  # read by no engine; kept by an export, to train on
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -31,7 +31,9 @@ def load_head(
     target: Target,
 ) -> Head:
     """The head that `make` builds with the options of config.json. Raises as `DFlash.load`."""
-    config = translate(read_config(folder), folder)
+    stored = read_config(folder)
+    trained_views(stored, folder)  # raises, before transformers does with fewer words
+    config = translate(stored, folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
     for name, theirs_VD in (
@@ -72,13 +74,14 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     ).to_dict()
     # of rotary parameters for several kinds of layers, the package takes these for all
     rope = inner["rope_parameters"].get("sliding_attention", inner["rope_parameters"])
-    # `sliding_window_non_causal` is about layers with a window, which are refused whatever it says.
     section = {
         "mask_token_id": config["mask_token_id"],
         "target_layer_ids": [layer - 1 for layer in layers],
-        "causal": False,
     }
-    return {**inner, "rope_parameters": rope, **config, SECTION: section}
+    # The direction of training, which vLLM does not always read (`served_views`).
+    directions = {view.is_causal for view in trained_views(config, folder)}
+    is_causal = directions.pop() if len(directions) == 1 else None
+    return {**inner, "rope_parameters": rope, **config, "is_causal": is_causal, SECTION: section}
 
 
 def read_options(
@@ -87,21 +90,14 @@ def read_options(
     """The fields of a `Config` in config.json; layers and mask token are in `section`.
 
     Raises:
-        ValueError: the attention is causal, of a window, or rotates in another way.
+        ValueError: the windows cannot be read, or the attention rotates in another way.
     """
-    of_dflash = config.get(SECTION) or {}
-    windows = "sliding_attention" in (config.get("layer_types") or ()) or of_dflash.get("use_swa")
-    if (
-        of_dflash.get("causal")
-        or config.get("is_causal")
-        or windows
-        or config.get("is_neox_style") is False
-    ):
-        raise ValueError(
-            f"{folder}: only full attention in both directions within a block is supported here"
-        )
+    if config.get("is_neox_style") is False:
+        raise ValueError(f"{folder}: only rotary halves (is_neox_style) are supported here")
     if (act := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise ValueError(f"{folder}: hidden_act is {act}, only silu is supported here, as in vLLM")
+    windows = read_block_windows(config, folder)
+    require_trained_window(windows["window"], trained_with(config).get("window"), folder)
     # other trainers do not write how the head was trained
     known = {
         name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS
@@ -109,7 +105,9 @@ def read_options(
     return {
         "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
         "num_layers": config["num_hidden_layers"],
-        "block_size": config["block_size"],
+        # z-lab's newer files have it among the keys of the family
+        "block_size": config.get("block_size") or (config.get(SECTION) or {})["block_size"],
         "mask_token_id": section["mask_token_id"],
+        **windows,
         **known,
     }

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from redraft.heads import options
 from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
-from redraft.heads.families.dflash_layouts import SECTION, read_options
+from redraft.heads.families.dflash_layouts import read_options
 from redraft.heads.files import speculators
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.target import Target
+from redraft.heads.windows import SECTION
 
 CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export
 INIT_STD = 0.01  # Small, so the head begins as DFlash.
@@ -116,10 +117,11 @@ class DSpark(DFlash):
 
     def _served(self) -> dict[str, Any]:
         of_dflash = cast(dict[str, Any], super()._served()[SECTION])
+        is_causal = self._direction()
         return {
             "mask_token_id": of_dflash["mask_token_id"],
             "target_layer_ids": of_dflash["target_layer_ids"],
-            "is_causal": of_dflash["causal"],
+            **({} if is_causal is None else {"is_causal": is_causal}),
             "sample_from_anchor": self.config.sample_from_anchor,
             **self._heads(),
         }

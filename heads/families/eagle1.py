@@ -25,6 +25,7 @@ from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.target import Target
+from redraft.heads.windows import target_window
 
 Config = options.Eagle1
 
@@ -58,6 +59,7 @@ class Eagle1(nn.Module):
         self.shape = shape or LlamaShape.of_head(config, target.config)
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.from_shape(self.shape)
+        self._windows = [target_window(target.config)]
         # Without a bias, because vLLM builds it so.
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
         # a list of one, because checkpoints name the tensors `layers.0`
@@ -83,7 +85,15 @@ class Eagle1(nn.Module):
         target's.
         """
         target_BTD = final_hidden(signal)
-        steps = unroll(self, batch, target_BTD, self._head_VD, num_steps, rule=self.shape.rule)
+        steps = unroll(
+            self,
+            batch,
+            target_BTD,
+            self._head_VD,
+            num_steps,
+            rule=self.shape.rule,
+            windows=self._windows,
+        )
         return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
 
     def _regression(self, step: DraftStep, target_BTD: Tensor) -> Tensor:

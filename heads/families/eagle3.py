@@ -1,4 +1,4 @@
-"""EAGLE-3: one layer over the embedding and a mix of the target's layers (Li et al., arXiv
+"""EAGLE-3: a layer over the embedding and a mix of the target's layers (Li et al., arXiv
 
 2503.01840).
 
@@ -7,14 +7,15 @@
     after `norm`
 
 g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm`
-and `norm_output`. B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W =
-draft vocabulary.
+and `norm_output`. In a head of several layers, each one after the first is a Llama layer that reads
+the output of the layer before. B = batch, T = tokens, L = aux layers, D = hidden, V = target
+vocabulary, W = draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,14 +26,29 @@ from torch import Tensor, nn
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.files import speculators
-from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
-from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, RMSNorm, Rotary, norm
+from redraft.heads.nn.layers import (
+    Attention,
+    GatedMLP,
+    LlamaShape,
+    PreNormLayer,
+    RMSNorm,
+    Rotary,
+    norm,
+)
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.nn.vocabulary import check_ids, id_maps, read_ids
 from redraft.heads.target import Target, aux_layers, layer_weights
+from redraft.heads.windows import (
+    beside_target,
+    read_windows,
+    require_trained_window,
+    trained_views,
+    write_views,
+)
 
 Config = options.Eagle3
 
@@ -96,6 +112,7 @@ class Eagle3(nn.Module):
         super().__init__()
         self.config = config
         self.shape = shape or LlamaShape.of_head(config, target.config)
+        self.views = beside_target(config.views, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
         # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it
@@ -113,6 +130,14 @@ class Eagle3(nn.Module):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
         self.midlayer = Layer(self.shape, config.norm_before_residual)
+        # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
+        # Each reads the output of the layer before only.
+        self.layers = nn.ModuleDict(
+            {
+                str(i): PreNormLayer(self.shape, Attention(self.shape, hidden))
+                for i in range(1, config.num_layers)
+            }
+        )
         self.norm = norm(self.shape)
         rows_WD = target.head_VD if self._draft_ids_W is None else target.head_VD[self._draft_ids_W]
         if config.own_head:
@@ -131,15 +156,19 @@ class Eagle3(nn.Module):
         return F.embedding(ids_BT, self._embed_VD)
 
     def step(
-        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: Memory
     ) -> tuple[Tensor, Tensor]:
-        """The input of the output head and the feature to feed back, both [B, T, D]."""
+        """The input of the output head and the feature to feed back, both [B, T, D].
+
+        `memories` has one for each layer.
+        """
+        cos_sin = self._rotary(position_ids_BT, feature_BTD)
         embed_BTD = self.embed(ids_BT).to(feature_BTD.dtype)
-        out_BTD = self.midlayer(
-            embed_BTD, feature_BTD, self._rotary(position_ids_BT, feature_BTD), memory
-        )
-        normed_BTD = self.norm(out_BTD)
-        return normed_BTD, normed_BTD if self.config.norm_output else out_BTD
+        x_BTD = self.midlayer(embed_BTD, feature_BTD, cos_sin, memories[0])
+        for layer, memory in zip(self.layers.values(), memories[1:], strict=True):
+            x_BTD = layer(x_BTD, cos_sin, memory)
+        normed_BTD = self.norm(x_BTD)
+        return normed_BTD, normed_BTD if self.config.norm_output else x_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
         """fc(concat aux), the feature of step 0, [B, T, D].
@@ -175,22 +204,38 @@ class Eagle3(nn.Module):
         """Steps of shifts 1, 2, ...: features of the head, the true tokens."""
         feature_BTD, rule = self.feature(signal), self.shape.rule
         return unroll(
-            self, batch, feature_BTD, self.head, num_steps, draft_ids_W=self._draft_ids_W, rule=rule
+            self,
+            batch,
+            feature_BTD,
+            self.head,
+            num_steps,
+            draft_ids_W=self._draft_ids_W,
+            rule=rule,
+            windows=[view.window for view in self.views],
         )
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as a layer of the target, usually the last, on the stream of the highest aux layer.
+        """Start as layers of the target, usually its last, on the stream of the highest aux layer.
 
-        Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's:
-        the half for the feature is copied, the half for the embedding stays random. Tensors of any
-        other shape stay random too.
+        Tensors of equal shape are copied. Attention's projections in the first layer are twice as
+        wide as the target's: the half for the feature is copied, the half for the embedding stays
+        random. Tensors of any other shape stay random too.
+
+        Raises:
+            ValueError: another number of layers.
         """
-        (layer,) = layers
+        if len(layers) != self.config.num_layers:
+            raise ValueError(
+                f"{len(layers)} layers were given to a draft of {self.config.num_layers}"
+            )
+        layer, *others = layers
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
         # The target's layer norms the state, as `hidden_norm` here; OLMo 2 has no such norm.
         norm = theirs.pop("midlayer.input_layernorm.weight", None)
         if norm is not None:
             theirs["midlayer.hidden_norm.weight"] = norm
+        for i, other in enumerate(others, start=1):
+            theirs |= {f"layers.{i}.{name}": value for name, value in layer_weights(other).items()}
         theirs["norm.weight"] = layer_weights(final_norm)["weight"]
         hidden = self.shape.hidden_size
         with torch.no_grad():
@@ -249,7 +294,7 @@ class Eagle3(nn.Module):
 
     def _vllm_config(self) -> dict[str, Any]:
         return {
-            **self.shape.hf_config(),
+            **self._layer_config(),
             **self._architecture(),
             "architectures": [
                 "Eagle3Qwen3ForCausalLM" if self.shape.qk_norm else "LlamaForCausalLMEagle3"
@@ -268,13 +313,17 @@ class Eagle3(nn.Module):
             target_architectures=["LlamaForCausalLM"],
         )
         # vLLM builds its config from this inner section, so the count of layers must stand here
-        layer = {**self.shape.hf_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
+        layer = {**self._layer_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
         return {
             **self._architecture(),
             **frame,
             "transformer_layer_config": layer,
             "redraft": self._training(),
         }
+
+    def _layer_config(self) -> dict[str, Any]:
+        layers = {**self.shape.hf_config(), "num_hidden_layers": self.config.num_layers}
+        return {**layers, **write_views(self.config.views)} if self.config.window else layers
 
     def _architecture(self) -> dict[str, Any]:
         return {
@@ -286,11 +335,8 @@ class Eagle3(nn.Module):
     def _training(self) -> dict[str, Any]:
         kept = {"own_head", "num_steps", "step_decay"}
         training = {name: value for name, value in asdict(self.config).items() if name in kept}
-        return {
-            "family": self.family,
-            **training,
-            TRAINED_WITH: {**self._architecture(), **self.shape.record()},
-        }
+        recorded = {**self._architecture(), "window": self.config.window, **self.shape.record()}
+        return {"family": self.family, **training, TRAINED_WITH: recorded}
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
@@ -301,6 +347,13 @@ class Eagle3(nn.Module):
         """
         checkpoint = read_checkpoint(folder, target)
         options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
+        layers = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+        num_layers = layers.get("num_hidden_layers", 1)
+        windows = read_windows(layers, num_layers, folder)
+        require_trained_window(
+            windows["window"], trained_with(checkpoint.config).get("window"), folder
+        )
+        options = replace(options, num_layers=num_layers, **windows)
         head = cls(options, target, checkpoint.draft_ids_W, checkpoint.shape)
         checkpoint.load_into(head, folder)
         return head
@@ -350,8 +403,14 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
-    """Raises ValueError if d2t and t2d disagree, or the embeddings are not the target's."""
+    """The weights and config of a folder.
+
+    Raises:
+        ValueError: d2t and t2d disagree, the embeddings are not the target's, or the windows cannot
+            be read.
+    """
     config = read_config(folder)
+    trained_views(config, folder)  # raises, before transformers does with fewer words
     tensors = read_tensors(folder, tensor_files(folder))
     # speculators' name for the layer. vLLM renames in the other direction.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

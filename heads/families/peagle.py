@@ -25,9 +25,9 @@ from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
-from redraft.heads.nn.layers import Attention, LlamaShape, PreNormLayer
+from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token, choose_rows
-from redraft.heads.target import Target, layer_weights
+from redraft.heads.target import Target
 
 Config = options.PEagle
 
@@ -44,19 +44,13 @@ class PEagle(Eagle3):
         shape: LlamaShape | None = None,
     ) -> None:
         """An untrained head, as of `Eagle3`. The default mask token is the last row."""
-        super().__init__(config.first_layer(), target, draft_ids_W, shape)
+        super().__init__(config.as_eagle3(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = (
             len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
         )
         self.options = replace(config, mask_token_id=self._mask_token_id)
         self.max_tokens = config.num_steps
-        # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
-        # Each reads the output of the layer before only.
-        numbers, hidden = range(1, config.num_layers), self.shape.hidden_size
-        self.layers = nn.ModuleDict(
-            {str(i): PreNormLayer(self.shape, Attention(self.shape, hidden)) for i in numbers}
-        )
         # As wide as the streams, not as a feature: engines send it through `fc` too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
@@ -68,8 +62,10 @@ class PEagle(Eagle3):
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
         # One for each layer. Every pass adds a step to all of them, so their order matters.
-        first = StepMemory(batch, rows_BN)
-        memories = [first, *(first.after([]) for _ in self.layers)]
+        # Layers with one window share the rows that they see.
+        windows = [view.window for view in self.views]
+        first = {window: StepMemory(batch, rows_BN, window) for window in windows}
+        memories = [first[window].after([]) for window in windows]
         # the last rows of a document read the tokens of the next; their labels are masked and no
         # other row sees them
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
@@ -148,37 +144,18 @@ class PEagle(Eagle3):
     def _run(
         self, layer: nn.Module, memory: Memory, cos_sin: tuple[Tensor, Tensor], *inputs: Tensor
     ) -> Tensor:
-        def run(*inputs: Tensor, memory: Memory) -> tuple[Tensor]:
+        def run(*inputs_and_memory: Any) -> tuple[Tensor]:
+            *inputs, memory = inputs_and_memory
             return (layer(*inputs, cos_sin, memory),)
 
         if self.recomputes and torch.is_grad_enabled() and isinstance(memory, StepMemory):
-            return compute_again(run, memory, *inputs)[0]
-        return run(*inputs, memory=memory)[0]
-
-    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually its last, on the stream of the highest aux layer,
-        as `Eagle3.init_from_layers`.
-
-        Raises:
-            ValueError: another number of layers.
-        """
-        if len(layers) != 1 + len(self.layers):
-            raise ValueError(
-                f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}"
-            )
-        super().init_from_layers(layers[:1], final_norm)
-        with torch.no_grad():
-            for mine, theirs in zip(self.layers.values(), layers[1:], strict=True):
-                given = layer_weights(theirs)
-                for name, tensor in mine.state_dict().items():
-                    if name in given and given[name].shape == tensor.shape:
-                        tensor.copy_(given[name])
+            return compute_again(run, [memory], *inputs)[0]
+        return run(*inputs, memory)[0]
 
     def _vllm_config(self) -> dict[str, Any]:
         return {
             # with EAGLE-3's architecture: the engine has one class for both
             **super()._vllm_config(),
-            "num_hidden_layers": self.options.num_layers,
             # the engine's name for the mask token of every parallel drafter
             "pard_token": self._mask_token_id,
         }
@@ -186,7 +163,7 @@ class PEagle(Eagle3):
     def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
         config = super()._speculators_config(target_name, num_speculative_tokens)
         # vLLM's `update_peagle` copies the other options from the top level, and not `fc_norm`.
-        inner = {"num_hidden_layers": self.options.num_layers, "fc_norm": self.options.fc_norm}
+        inner = {"fc_norm": self.options.fc_norm}
         return {
             **config,
             "mask_token_id": self._mask_token_id,
@@ -196,11 +173,11 @@ class PEagle(Eagle3):
     def _training(self) -> dict[str, Any]:
         kept = ("own_head", "num_steps", "keep_ratio", "min_share")
         training = {name: value for name, value in asdict(self.options).items() if name in kept}
-        trained_with = super()._training()[TRAINED_WITH]
+        recorded = super()._training()[TRAINED_WITH]
         return {
             "family": self.family,
             **training,
-            TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id},
+            TRAINED_WITH: {**recorded, "mask_token_id": self._mask_token_id},
         }
 
     @staticmethod
@@ -210,10 +187,8 @@ class PEagle(Eagle3):
         training = {
             name: value for name, value in config.get("redraft", {}).items() if name in known
         }
-        layers = config.get("transformer_layer_config", config)
         return Config(
             aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
-            num_layers=layers["num_hidden_layers"],
             mask_token_id=config.get("mask_token_id", config.get("pard_token")),
             # False in both layouts, unlike EAGLE-3: vLLM reads speculators' P-EAGLE configs so.
             norm_before_residual=config.get("norm_before_residual", False),

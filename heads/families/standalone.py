@@ -28,7 +28,6 @@ from redraft.heads.nn.causal_lm import (
     find_rule,
     language_model,
     prefix_arguments,
-    reach,
     take_prefixes,
 )
 from redraft.heads.nn.logits import LogitRule
@@ -163,15 +162,14 @@ class StandaloneDraft(nn.Module):
 
         Ranges of keys, or else a mask.
         """
-        window = reach(self._config, batch.document_BT)
-        if self._takes_prefixes and window is None:
+        if self._takes_prefixes:
             return prefix_arguments(batch.document_BT)
-        return {"attention_mask": self._mask(batch, window)}
+        return {"attention_mask": self._mask(batch)}
 
-    def _mask(self, batch: Batch, window: int | None) -> Tensor | dict[str, Tensor]:
+    def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
         """The mask of each document, narrowed to the window: it replaces the model's masks."""
-        mask_B1TT = attention_mask(batch)
-        if window is None:
+        mask_B1TT, window = attention_mask(batch), getattr(self._config, "sliding_window", None)
+        if not window or window >= batch.input_ids_BT.shape[1]:
             return self._for_scores(mask_B1TT)
         # a window of w keys holds the row itself and the w - 1 before it
         # A window of 3 at row 5: tril(-3) holds keys 0..2, so 3, 4 and 5 stay.

@@ -454,3 +454,9 @@ def _digest_vocabulary(folder: Path) -> str:
     return hashlib.sha256(
         json.dumps([model.get("vocab"), merges], sort_keys=True).encode()
     ).hexdigest()
+
+
+def trained_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The trained architecture in an export's config.json; empty for one of another trainer."""
+    recorded: Mapping[str, Any] = (config.get("redraft") or {}).get(TRAINED_WITH) or {}
+    return recorded

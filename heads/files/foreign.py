@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from redraft.heads.files.folder import find_quantization
-
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
@@ -23,19 +21,6 @@ class Foreign:
     tensors: tuple[str, ...] = ()  # patterns, each of which some tensor's name holds
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
     """By config.json and the names of the tensors."""
-
-
-def _has_window_or_direction(config: Mapping[str, Any], method: str) -> bool:
-    is_it = f"{method}_config" in config or config.get("speculators_model_type") == method
-    if not is_it or "redraft" in config:  # in an export of redraft, it is a fault
-        return False
-    section = config.get("dflash_config") or {}
-    has_window = section.get("use_swa") or "sliding_attention" in _layer_types(config)
-    return bool(has_window or section.get("causal") or config.get("is_causal"))
-
-
-def _layer_types(config: Mapping[str, Any]) -> Collection[str]:
-    return (config.get("transformer_layer_config") or config).get("layer_types") or ()
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
@@ -63,8 +48,6 @@ def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
     )
 
 
-SEVERAL_LAYERS = (r"(midlayer|layers\.0)\.hidden_norm", r"^(model\.)?layers\.1\.")
-
 # The first match counts: the rarer sign comes first.
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
@@ -88,14 +71,24 @@ FOREIGN: tuple[Foreign, ...] = (
         architecture="(?i)dflash2",
     ),
     Foreign(
-        name="a DSpark draft with windows",
-        method="dspark",
-        matches=lambda config, names: _has_window_or_direction(config, "dspark"),
+        name="an XPress draft (DFlash with a refiner, for vLLM 0.33 and later)",
+        method="dflash",
+        architecture="(?i)xpress",
     ),
     Foreign(
-        name="a DFlash draft with windows or with causal attention",
+        name="a LiLiCorr draft (DFlash with a corrector)",
         method="dflash",
-        matches=lambda config, names: _has_window_or_direction(config, "dflash"),
+        architecture="(?i)lilicorr",
+    ),
+    Foreign(
+        name="an EAGLE-4 draft (a tree of its own plugin)",
+        method=None,
+        architecture="(?i)eagle-?4",
+    ),
+    Foreign(
+        name="a DFlash draft with attention sinks",
+        method="dflash",
+        tensors=(r"attention_sink_bias",),
     ),
     Foreign(
         name="an EAGLE-3 head with latent attention (MLA)",
@@ -106,23 +99,6 @@ FOREIGN: tuple[Foreign, ...] = (
         name="an EAGLE-3 head with a mixture of experts",
         method="eagle3",
         tensors=("hidden_norm", r"\.experts\."),
-    ),
-    Foreign(
-        name="an EAGLE-3 or P-EAGLE head with windows",
-        method="eagle3",
-        # DFlash's `hidden_norm` belongs to no layer.
-        matches=lambda config, names: (
-            "sliding_attention" in _layer_types(config)
-            and any(re.search(r"(midlayer|layers\.0)\.hidden_norm", name) for name in names)
-        ),
-    ),
-    Foreign(
-        name="an EAGLE-3 head of several layers",
-        method="eagle3",
-        # P-EAGLE, with `mask_hidden`, has several layers.
-        matches=lambda config, names: (
-            "mask_hidden" not in names and _has_all(SEVERAL_LAYERS, names)
-        ),
     ),
     Foreign(
         name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is "
@@ -178,9 +154,4 @@ def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
             else "vLLM has no method to serve it"
         )
         return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
-    if (method := find_quantization(config)) and "d2t" in names:
-        return (
-            f"a quantized head ({method}): vLLM serves it; give redraft the weights from before "
-            "quantization"
-        )
     return None

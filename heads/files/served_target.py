@@ -7,6 +7,7 @@ from safetensors import safe_open
 
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.windows import target_window
 
 # fmt: off
 WITH_AUX = frozenset({
@@ -83,13 +84,10 @@ def _require_one_rope(config: Any, name: str) -> None:
 def visible_length(config: Any, asked: int | None = None) -> int:
     """Tokens that a draft of this target sees at once when served: `asked` at most.
 
-    With a window in all layers, vLLM (`EngineArgs.create_engine_config`) gives the draft the
-    target's.
+    With a window in all of the target's layers, vLLM gives it to the draft's.
     """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
-    if set(getattr(config, "layer_types", None) or ()) <= {"sliding_attention"}:
-        lengths.append(getattr(config, "sliding_window", None))
-    return min(filter(None, lengths))
+    return min(filter(None, [*lengths, target_window(config)]))
 
 
 def require_rows(target: TargetFolder) -> None:

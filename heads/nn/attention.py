@@ -38,11 +38,14 @@ class StepMemory:
 
     With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a
     call with n of them continues the first n of `rows_BN`. No call may have more rows than the
-    last.
+    last. With a `window`, a row sees the keys less than so many positions before its own.
     """
 
-    def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
+    def __init__(
+        self, batch: Batch, rows_BN: Tensor | None = None, window: int | None = None
+    ) -> None:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
+        self._window = window
         self._of_first: dict[int, Prefixes] = {}  # of the first n rows, sorted once for all `after`
         self.pairs: list[tuple[Tensor, Tensor]] = []  # Keys and values of each call, [B, G, T, E].
 
@@ -59,38 +62,55 @@ class StepMemory:
         self.pairs.append((k, v))
         # The first pair has the keys of every row, [B, G, T, E]. A later one has one key for each
         # row it continues.
-        (context, *own), prefixes = self.pairs, self._prefixes
+        context, *own = self.pairs
         if self._rows_BN is not None and own:
             # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier
             # step too.
             n = q.shape[2]
+            own = [(key[:, :, :n], value[:, :, :n]) for key, value in own]
+        prefixes = self._seen(len(own), q.shape[2])
+        return attend(q, context, prefixes, scale, own)[..., : v_BGTE.shape[-1]]
+
+    def _seen(self, step: int, n: int) -> Prefixes:
+        """The keys of step 0 that the first n rows of a step see.
+
+        Row t stands at position t + step there, so its window has moved on by `step`. The row's own
+        keys of earlier steps are nearer, and always within it.
+        """
+        prefixes = self._prefixes
+        if self._rows_BN is not None and step:
             if n not in self._of_first:
                 self._of_first[n] = prefixes.rows(self._rows_BN[:, :n], ascending=False)
             prefixes = self._of_first[n]
-            own = [(key[:, :, :n], value[:, :, :n]) for key, value in own]
-        return attend(q, context, prefixes, scale, own)[..., : v_BGTE.shape[-1]]
+        return prefixes.within(self._window, step)
 
 
 def compute_again(
-    run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *inputs: Tensor
+    run: Callable[..., tuple[Tensor, ...]], memories: Sequence[StepMemory], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """run(*inputs, memory=memory), computed again in the backward pass.
+    """run(*inputs, *memories), computed again in the backward pass.
 
-    Inputs, outputs, and the keys and values of its one call to `memory` are kept.
+    Inputs, outputs, and the keys and values of its one call to each memory are kept. All memories
+    have as many calls before.
     """
+    num_tensors = 2 * len(memories[0].pairs)  # of each memory
 
     def once(*flat: Tensor) -> tuple[Tensor, ...]:
         # a second run must not add its keys to the memory of later steps
-        keys = flat[len(inputs) :]
-        before = memory.after(list(zip(keys[::2], keys[1::2], strict=True)))
-        out = run(*flat[: len(inputs)], memory=before)
-        return *out, *before.pairs[-1]
+        before = []
+        for i, memory in enumerate(memories):
+            keys = flat[len(inputs) + i * num_tensors :][:num_tensors]
+            before.append(memory.after(list(zip(keys[::2], keys[1::2], strict=True))))
+        out = run(*flat[: len(inputs)], *before)
+        return *out, *(x for memory in before for x in memory.pairs[-1])
 
-    # [key 0, value 0, key 1, value 1, ...]; `once` makes pairs of them again.
-    flat = [x for pair in memory.pairs for x in pair]
-    *out, key, value = checkpoint(once, *inputs, *flat, use_reentrant=False)
-    memory.pairs.append((key, value))
-    return tuple(out)
+    # [key 0, value 0, key 1, value 1, ...] of each memory; `once` makes pairs of them again.
+    flat = [x for memory in memories for pair in memory.pairs for x in pair]
+    found = checkpoint(once, *inputs, *flat, use_reentrant=False)
+    new = found[-2 * len(memories) :]
+    for memory, key, value in zip(memories, new[::2], new[1::2], strict=True):
+        memory.pairs.append((key, value))
+    return tuple(found[: -2 * len(memories)])
 
 
 def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

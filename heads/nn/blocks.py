@@ -1,6 +1,6 @@
 """Attention of a block drafter.
 
-Every block reads the context before its anchor, and itself in both directions.
+Every block reads the context before its anchor, and itself, in both directions or causally.
 
 B = batch, H = query heads, G = key heads, T = tokens of the context, A = blocks, S = slots of a
 block, N = A * S, E = head size.
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
+from redraft.heads.windows import FULL, View
 
 
 @dataclass(frozen=True)
@@ -22,17 +24,32 @@ class BlockMask:
 
     prefixes: Prefixes
     num_slots: int
+    is_causal: bool = False  # A slot sees itself and earlier ones only.
 
     @staticmethod
-    def make(rows_BA: Tensor, document_BT: Tensor, num_slots: int) -> BlockMask:
-        """Blocks that read the context up to row `rows_BA`, ascending, within the document of that
-        row.
+    def make(
+        rows_BA: Tensor,
+        document_BT: Tensor,
+        num_slots: int,
+        view: View = FULL,
+        *,
+        first_ahead: int = 1,
+    ) -> BlockMask:
+        """Blocks that read the context up to row `rows_BA`, ascending.
+
+        Within the document of that row and the window of `view`. The first slot stands
+        `first_ahead` positions after the row.
         """
         # `rows_BA` is the row before the anchor, the last one that the target has computed, so it
         # is seen too. No other block is seen: the anchor of a later one is a token that this block
         # must predict.
         rows_BN = rows_BA.repeat_interleave(num_slots, dim=1)
-        return BlockMask(Prefixes.of(document_BT).rows(rows_BN, ascending=True), num_slots)
+        prefixes = Prefixes.of(document_BT).rows(rows_BN, ascending=True)
+        # The window belongs to the position, as in an engine: it moves with the slot, and the last
+        # slot sees the fewest rows of the context.
+        slots_S = torch.arange(first_ahead, first_ahead + num_slots, device=rows_BA.device)
+        prefixes = prefixes.within(view.window, slots_S.repeat(rows_BA.shape[1]))
+        return BlockMask(prefixes, num_slots, view.is_causal)
 
 
 def attend_blocks(
@@ -51,4 +68,12 @@ def attend_blocks(
     # kernel takes one type.
     dtype = product_dtype(block[1])
     context, block = ((keys.to(dtype), values.to(dtype)) for keys, values in (context, block))
-    return attend(q_BHNE.to(dtype), context, mask.prefixes, scale, [block], mask.num_slots)
+    return attend(
+        q_BHNE.to(dtype),
+        context,
+        mask.prefixes,
+        scale,
+        [block],
+        mask.num_slots,
+        is_causal=mask.is_causal,
+    )

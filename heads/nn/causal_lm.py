@@ -132,16 +132,9 @@ def take_prefixes(model: Any) -> bool:
     return bool(config._attn_implementation == PREFIX_ATTENTION)
 
 
-def reach(config: Any, document_BT: Tensor) -> int | None:
-    """Keys that a row of a sliding layer sees, if these rows are longer; else None."""
-    window: int | None = getattr(config, "sliding_window", None)  # Qwen 2 MoE has 0 for none
-    return window if window and window < document_BT.shape[1] else None
-
-
 def prefix_arguments(document_BT: Tensor) -> dict[str, Any]:
-    """Arguments by which a model that takes prefixes attends within each document.
-
-    For rows within its `reach`.
+    """Arguments by which a model that takes prefixes attends within each document, and in a sliding
+    layer within its window.
     """
     # The model makes no mask of its own if it is given one, however small.
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=document_BT.device)
@@ -168,10 +161,11 @@ def attend_prefixes(
             tuple[Tensor, None],
             sdpa_attention_forward(module, query, key, value, attention_mask, **options),
         )
+    # Most hand a layer's window on. Qwen 2 MoE keeps it in the layer, and has 0 for none.
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None) or None
     dtype = product_dtype(value)
-    out_BHTE = attend(
-        query.to(dtype), (key.to(dtype), value.to(dtype)), prefixes, options["scaling"]
-    )
+    q, context = query.to(dtype), (key.to(dtype), value.to(dtype))
+    out_BHTE = attend(q, context, prefixes, options["scaling"], window=window)
     return out_BHTE.transpose(1, 2), None
 
 

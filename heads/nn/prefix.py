@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +52,9 @@ class Prefixes:
     for all of its rows.
     """
     _blocks: dict[int, BlockMask] = field(default_factory=dict, repr=False, compare=False)
+    _within: dict[tuple[int, int], Prefixes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @staticmethod
     def of(document_BT: Tensor) -> Prefixes:
@@ -78,6 +81,36 @@ class Prefixes:
             start_BN, end_BN, is_whole=False, uses_flex=self.uses_flex, order_BN=order_BN
         )
 
+    def within(self, window: int | None, ahead: int | Tensor = 0) -> Prefixes:
+        """Those of these keys that a row with a window sees; all if `window` is None.
+
+        They are less than `window` positions before the row's query, which stands `ahead` positions
+        after its last key: one number for all rows, or one for each, [N].
+
+        Raises:
+            ValueError: no key is left, because the window is not longer than `ahead`.
+        """
+        if window is None:
+            return self
+        if isinstance(ahead, Tensor):
+            return self._narrowed(window, ahead)
+        if window <= ahead:
+            raise ValueError(
+                f"a window of {window} positions does not reach back over {ahead} draft tokens"
+            )
+        # The host has the length of the rows, not of their documents.
+        if self.is_whole and window >= self.start_BN.shape[1] + ahead:
+            return self
+        # Once for all layers with this window.
+        if (window, ahead) not in self._within:
+            self._within[window, ahead] = self._narrowed(window, ahead)
+        return self._within[window, ahead]
+
+    def _narrowed(self, window: int, ahead: int | Tensor) -> Prefixes:
+        # end is the position after the last key, so the query stands at end - 1 + ahead.
+        start_BN = torch.maximum(self.start_BN, self.end_BN + ahead - window)
+        return replace(self, start_BN=start_BN, is_whole=False, _blocks={}, _within={})
+
     def blocks(self, num_keys: int) -> BlockMask:
         """The blocks of keys that FlexAttention visits.
 
@@ -95,18 +128,24 @@ def attend(
     scale: float,
     own: Sequence[tuple[Tensor, Tensor]] = (),
     num_slots: int = 1,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(scale * q k) v over the keys of each row, [B, H, N, E].
 
     `context` has keys and values of the range, [B, G, T, E] each, as wide as each other; `own` are
     pairs of keys and values [B, G, N, E], of which row n sees all rows of the same block of
-    `num_slots`.
+    `num_slots`, or if it `is_causal` those up to its own. A `window` narrows the range.
     """
+    prefixes = prefixes.within(window)
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
     # Autocast would narrow the products of blocks. The backward pass, which has none, must compute
     # the same scores.
     with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):
-        out: Tensor = _Attention.apply(q_BHNE, prefixes, scale, num_slots, *keys, *values)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(
+            q_BHNE, prefixes, scale, (num_slots, is_causal), *keys, *values
+        )  # type: ignore[no-untyped-call]
     return out
 
 
@@ -120,7 +159,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor
+        ctx: Any,
+        q: Tensor,
+        prefixes: Prefixes,
+        scale: float,
+        block: tuple[int, bool],
+        *keys_values: Tensor,
     ) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         order_BN, (forward, _) = prefixes.order_BN, _operations(prefixes)
@@ -130,10 +174,10 @@ class _Attention(torch.autograd.Function):
         # 2. One softmax over the range and the few further keys.
         if len(keys) > 1:
             merge = as_kernel(add_own, q.device.type)
-            out, total_BHN = merge(q, out, total_BHN, keys[1:], values[1:], scale, num_slots)
+            out, total_BHN = merge(q, out, total_BHN, keys[1:], values[1:], scale, *block)
         # No score and no probability is kept: the backward pass computes them again from these.
         ctx.save_for_backward(q, out, total_BHN, *keys_values)
-        ctx.prefixes, ctx.scale, ctx.num_slots = prefixes, scale, num_slots
+        ctx.prefixes, ctx.scale, ctx.block = prefixes, scale, block
         return out
 
     @staticmethod
@@ -154,7 +198,7 @@ class _Attention(torch.autograd.Function):
         if len(keys) > 1:
             merge = as_kernel(add_own_gradients, q.device.type)
             grad_q, own_keys, own_values = merge(
-                grad, q, out, total_BHN, grad_q, keys[1:], values[1:], ctx.scale, ctx.num_slots
+                grad, q, out, total_BHN, grad_q, keys[1:], values[1:], ctx.scale, *ctx.block
             )
             grad_keys, grad_values = [grad_k, *own_keys], [grad_v, *own_values]
         return grad_q, None, None, None, *grad_keys, *grad_values
@@ -168,6 +212,7 @@ def add_own(
     values: Sequence[Tensor],
     scale: float,
     num_slots: int,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """(output, log sum exp) of one softmax over the range and each row's own keys, from those of
     the range alone.
@@ -176,7 +221,7 @@ def add_own(
     #    head has S = 1.
     blocks = _Blocks(keys[0].shape[1], num_slots)
     wide_q = blocks.queries(q).to(range_BHN.dtype)
-    scores = [blocks.products(wide_q, blocks.keys(k)) * scale for k in keys]
+    scores = [_hide(blocks.products(wide_q, blocks.keys(k)) * scale, is_causal) for k in keys]
     sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
     # 2. One softmax over both: its log sum exp is the log sum exp of the parts'.
     total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
@@ -200,6 +245,7 @@ def add_own_gradients(
     values: Sequence[Tensor],
     scale: float,
     num_slots: int,
+    is_causal: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Gradients of q, of the own keys and of their values, from the range's part of the gradient of
     q.
@@ -212,12 +258,18 @@ def add_own_gradients(
     )
     wide_grad_q, grad_keys, grad_values = grad_q.to(wide), [], []
     for k, v in zip(keys, values, strict=True):
-        p = (blocks.products(wide_q, blocks.keys(k)) * scale - total).exp()
+        p = (_hide(blocks.products(wide_q, blocks.keys(k)) * scale, is_causal) - total).exp()
         grad_score = p * (blocks.products(wide_grad, blocks.keys(v)) - delta) * scale
         wide_grad_q = wide_grad_q + blocks.flat(blocks.mix(grad_score, blocks.keys(k)))
         grad_keys.append(blocks.flat_keys(blocks.mix(grad_score.mT, wide_q)).to(k.dtype))
         grad_values.append(blocks.flat_keys(blocks.mix(p.mT, wide_grad)).to(v.dtype))
     return wide_grad_q.to(q.dtype), grad_keys, grad_values
+
+
+def _hide(score: Tensor, is_causal: bool) -> Tensor:
+    """The scores in blocks, [..., S, S], without those of later slots."""
+    later_SS = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).triu(1)
+    return score.masked_fill(later_SS, -torch.inf) if is_causal else score
 
 
 def _sorted(x: Tensor, order_BN: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,9 +29,12 @@ class Step(Protocol):
     """One pass of a head over rows."""
 
     def __call__(
-        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: Memory
     ) -> tuple[Tensor, Tensor]:
-        """The input of the draft's head, and the feature to feed back, both [B, T, D]."""
+        """The input of the draft's head, and the feature to feed back, both [B, T, D].
+
+        `memories` has one for each layer.
+        """
         ...
 
 
@@ -43,14 +47,15 @@ def unroll(
     *,
     draft_ids_W: Tensor | None = None,
     rule: LogitRule = PLAIN,
+    windows: Sequence[int | None] = (None,),
 ) -> list[DraftStep]:
     """Teacher-forced draft steps with shifts 1..num_steps, or as many as are trained.
 
     The k-th from 0 has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the
     options of `Unrolled`. If it `recomputes`, the backward pass computes each step's activations
-    again.
+    again. `windows` has one for each layer.
     """
-    memory, step = StepMemory(batch), draft.step
+    memories, step = [StepMemory(batch, window=window) for window in windows], draft.step
     run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
     steps = []
     for k in range(num_steps or draft.config.num_steps):
@@ -58,7 +63,7 @@ def unroll(
         # other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         # Fed back into the next step, not detached: the loss of step k trains all passes before.
-        hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
+        hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, *memories)
         steps.append(
             DraftStep(
                 hidden_BTD=hidden_BTD,
@@ -76,12 +81,12 @@ def unroll(
 
 
 def _run_again(
-    step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: StepMemory
+    step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: StepMemory
 ) -> tuple[Tensor, Tensor]:
     """As the step, keeping the input, the output and the step's keys and values only."""
 
-    def once(feature_BTD: Tensor, memory: StepMemory) -> tuple[Tensor, Tensor]:
-        return step(ids_BT, feature_BTD, position_ids_BT, memory)
+    def once(feature_BTD: Tensor, *memories: StepMemory) -> tuple[Tensor, Tensor]:
+        return step(ids_BT, feature_BTD, position_ids_BT, *memories)
 
-    hidden_BTD, feature_BTD = compute_again(once, memory, feature_BTD)
+    hidden_BTD, feature_BTD = compute_again(once, memories, feature_BTD)
     return hidden_BTD, feature_BTD

@@ -144,12 +144,13 @@ def of_dflash(
 def of_recurrent(
     head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
 ) -> Drafted:
-    feature_BTD, memory, drafted = head.feature(signal), KeyCache(), []
+    feature_BTD, drafted = head.feature(signal), []
+    caches = [KeyCache() for _ in range(getattr(head.config, "num_layers", 1))]
     # Row t reads token t + 1 beside the feature of row t: n tokens make n - 1 rows.
     ids_BT = torch.tensor([list(prefix_ids[1:])])
     position_ids_BT = torch.arange(len(prefix_ids) - 1)[None]
     for _ in range(num_tokens):
-        hidden_BTD, feature_BTD = head.step(ids_BT, feature_BTD, position_ids_BT, memory)
+        hidden_BTD, feature_BTD = head.step(ids_BT, feature_BTD, position_ids_BT, *caches)
         drafted.append(draw_next(_output(head, hidden_BTD[0, -1])))
         # from the second token on, a pass has one row: the last one, one position further
         ids_BT, position_ids_BT = torch.tensor([[drafted[-1][0]]]), position_ids_BT[:, -1:] + 1

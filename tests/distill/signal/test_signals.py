@@ -95,12 +95,30 @@ def test_packed_documents_get_what_the_plain_model_says_of_each_alone(architectu
     assert count == 7
 
 
-@pytest.mark.parametrize("model_type", PLAIN_ATTENTION)
-def test_ranges_of_keys_give_what_each_document_gets_alone(model_type: str) -> None:
+WITH_WINDOWS = (
+    "mistral",
+    "mixtral",
+    "phi3",
+    "starcoder2",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "window"),
+    [*((name, None) for name in PLAIN_ATTENTION), *((name, 4) for name in WITH_WINDOWS)],
+)
+def test_ranges_of_keys_give_what_each_document_gets_alone(
+    model_type: str, window: int | None
+) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type, **{**TINY, **FAMILIES[model_type][1], "sliding_window": None}
-    )
+    windows = {"sliding_window": window}
+    if window and model_type.startswith("qwen"):  # in a part of the layers, where it can be
+        windows |= {"use_sliding_window": True, "max_window_layers": 1}
+    config = AutoConfig.for_model(model_type, **{**TINY, **FAMILIES[model_type][1], **windows})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     batch = make_batch(config.vocab_size)
     source = InProcessTarget(model, aux_layers=(2,))

@@ -298,7 +298,6 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
     [
         ({"markov_head_type": "gated"}, r"Markov.*\bgated\b"),
         ({"confidence_head_with_markov": False}, r"confidence.*Markov"),
-        ({"is_causal": True}, "attention"),
         ({"enable_confidence_head": False}, r"\b2 tensors.*config"),
         ({"markov_rank": RANK + 1}, r"confidence_head\.proj\.weight"),
     ],

@@ -395,7 +395,6 @@ def test_another_kind_of_head_is_refused(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "attention"),
         ({"hidden_act": "gelu"}, r"hidden_act.*\bgelu\b.*\bsilu\b"),
     ],
 )

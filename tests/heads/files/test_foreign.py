@@ -32,44 +32,36 @@ EAGLE3_NAMES = (
 
 # (config.json, names of tensors, what is said), as the trainers write them
 KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "DFlash with windows": (
-        {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "block_size": 16,
-            "dflash_config": {
-                "mask_token_id": 151669,
-                "target_layer_ids": [1, 9, 17, 25, 33],
-                "use_swa": True,
-            },
-        },
-        ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"),
-        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": '
-        '"dflash"',
-    ),
-    "speculators DFlash with windows": (
-        {
-            "architectures": ["DFlashDraftModel"],
-            "speculators_model_type": "dflash",
-            "transformer_layer_config": {"layer_types": ["full_attention", "sliding_attention"]},
-        },
+    "speculators XPress": (
+        {"architectures": ["Qwen3XPressModel"], "speculators_model_type": "xpress"},
         ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"),
-        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": '
-        '"dflash"',
+        "an XPress draft (DFlash with a refiner, for vLLM 0.33 and later): vLLM serves it with "
+        '"method": "dflash"',
+    ),
+    "LiLiCorr": (
+        {"architectures": ["LiLiCorrDraftModel"]},
+        ("fc.weight", "hidden_norm.weight"),
+        "a LiLiCorr draft",
+    ),
+    "EAGLE-4": (
+        {"architectures": ["LlamaForCausalLMEagle4"]},
+        EAGLE3_NAMES,
+        "an EAGLE-4 draft (a tree of its own plugin): vLLM has no method to serve it",
+    ),
+    "z-lab, quantized": (
+        {"architectures": ["DFlashDraftModel"], "quantization_config": {"quant_method": "fp8"}},
+        ("fc.weight", "hidden_norm.weight"),
+        "a quantized head (fp8): vLLM serves it; give redraft the weights from before quantization",
+    ),
+    "MiMo": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"use_swa": True}},
+        ("hidden_norm.weight", "layers.0.self_attn.attention_sink_bias"),
+        'a DFlash draft with attention sinks: vLLM serves it with "method": "dflash"',
     ),
     "z-lab DFlash2": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
         ("fc.weight", "layers.0.input_layernorm.weight"),
         "a DFlash2 draft",
-    ),
-    "speculators DSpark with windows": (
-        {
-            "architectures": ["DSparkDraftModel"],
-            "speculators_model_type": "dspark",
-            "transformer_layer_config": {"layer_types": ["sliding_attention", "sliding_attention"]},
-        },
-        ("fc.weight", "markov_head.markov_w1.weight", "layers.0.input_layernorm.weight"),
-        'a DSpark draft with windows: vLLM serves it with "method": "dspark"',
     ),
     "speculators DSpark of Qwen3-Omni": (
         {"architectures": ["Qwen3OmniDSparkModel"], "speculators_model_type": "dspark"},
@@ -114,31 +106,6 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         {"architectures": ["LlamaForCausalLMEagle3"]},
         ("midlayer.hidden_norm.weight", "midlayer.mlp.experts.0.up_proj.weight"),
         "an EAGLE-3 head with a mixture of experts",
-    ),
-    "EAGLE-3 with a window": (
-        {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "layer_types": ["sliding_attention"],
-            "sliding_window": 2048,
-        },
-        EAGLE3_NAMES,
-        'an EAGLE-3 or P-EAGLE head with windows: vLLM serves it with "method": "eagle3"',
-    ),
-    "speculators P-EAGLE with a window": (
-        {
-            "speculators_model_type": "peagle",
-            "transformer_layer_config": {
-                "layer_types": ["sliding_attention", "full_attention"],
-                "sliding_window": 2048,
-            },
-        },
-        ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight", "mask_hidden"),
-        'an EAGLE-3 or P-EAGLE head with windows: vLLM serves it with "method": "eagle3"',
-    ),
-    "ModelOpt, two layers": (
-        {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2},
-        ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight"),
-        "an EAGLE-3 head of several layers",
     ),
     "ModelOpt, last hidden state": (
         {

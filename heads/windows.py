@@ -1,0 +1,239 @@
+"""Which positions each layer of a head sees, and the keys of config.json that say so.
+
+    window W     a query at position p sees the keys above p - W: W of them, its own included
+    is_causal    it sees none after its own; if it is not, also those below p + W
+
+This is the rule of vLLM's FlashAttention, Triton and CPU kernels, and of z-lab's code. Speculators
+trains with up to a block more at the far edge. The second line concerns the slots of a block: every
+other layer is causal in any case.
+
+Standard library only, because servers and control planes read windows without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SLIDING, EVERYTHING = "sliding_attention", "full_attention"
+SECTION = "dflash_config"  # DFlash's section of config.json
+OF_SPECULATORS = "speculators_model_type"
+
+
+@dataclass(frozen=True)
+class View:
+    """The positions that one layer sees."""
+
+    window: int | None = None  # None: every position of its document
+    is_causal: bool = False
+
+    def __str__(self) -> str:
+        reach = f"a window of {self.window}" if self.window else "no window"
+        return f"{reach}, {'causal' if self.is_causal else 'both directions'}"
+
+
+FULL = View()
+
+
+def make_views(
+    num_layers: int,
+    window: int | None,
+    full_layers: Sequence[int] = (),
+    is_causal: bool | None = None,
+) -> tuple[View, ...]:
+    """A view for each layer. `is_causal` None means: layers with a window are.
+
+    Raises:
+        ValueError: a layer of `full_layers` does not exist, or there is no window to except it from.
+    """
+    if missing := [layer for layer in full_layers if not 0 <= layer < num_layers]:
+        raise ValueError(
+            f"full_layers {missing}: the draft has the layers 0 to {num_layers - 1}, counted from "
+            "its own first one"
+        )
+    if full_layers and window is None:
+        raise ValueError(f"full_layers {list(full_layers)} needs a window for the other layers")
+    windows = [None if layer in full_layers else window for layer in range(num_layers)]
+    return tuple(View(w, bool(w) if is_causal is None else is_causal) for w in windows)
+
+
+def target_window(config: Any) -> int | None:
+    """The window of a target, by its `transformers` config, if each of its layers has one.
+
+    VLLM gives it to every layer of a draft without a window of its own
+    (`EngineArgs.create_engine_config`).
+    """
+    types = getattr(config, "layer_types", None) or ()
+    return (getattr(config, "sliding_window", None) or None) if {*types} <= {SLIDING} else None
+
+
+def beside_target(views: Sequence[View], config: Any) -> tuple[View, ...]:
+    """The views that vLLM gives these layers beside a target with this `transformers` config."""
+    window = target_window(config)
+    return tuple(View(view.window or window, view.is_causal) for view in views)
+
+
+def is_mixed(views: Sequence[View]) -> bool:
+    """Some layers have a window and others do not."""
+    return len({view.window for view in views}) > 1
+
+
+def write_views(views: Sequence[View]) -> dict[str, Any]:
+    """The keys of transformers: `layer_types`, and with a window also its size."""
+    types = {"layer_types": [SLIDING if view.window else EVERYTHING for view in views]}
+    windows = {view.window for view in views if view.window}
+    # Without `use_sliding_window`, transformers drops the size from a Qwen3 config.
+    return (
+        {**types, "sliding_window": windows.pop(), "use_sliding_window": True} if windows else types
+    )
+
+
+def count_states(config: Mapping[str, Any]) -> int | None:
+    """States of the target before a token that the head with this config.json reads for it.
+
+    None if a layer reads all of them. The layers of a DFlash or DSpark head read the target's
+    states; a layer of EAGLE-3 and P-EAGLE reads those of the layer before, which reach as far again.
+    """
+    windows = [view.window for view in served_views(config)]
+    if None in windows:
+        return None
+    reaches = [window - 1 for window in windows if window]
+    is_block = config.get(OF_SPECULATORS) in ("dflash", "dspark") or _has_block_keys(config)
+    return max(reaches) if is_block else sum(reaches)
+
+
+def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dict[str, Any]:
+    """The options `window` and `full_layers` of a config with the keys of transformers.
+
+    Raises:
+        ValueError: a layer of another kind, another number of layers, or a window that engines do
+            not find.
+    """
+    types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
+    if len(types) != num_layers:
+        raise ValueError(
+            f"{folder}: layer_types names {len(types)} layers, the draft has {num_layers}: write "
+            "one for each layer of the draft"
+        )
+    if unknown := sorted({*types} - {SLIDING, EVERYTHING}):
+        raise ValueError(f"{folder}: a layer of the type {unknown[0]} is not supported here")
+    if SLIDING not in types:
+        return {"window": None, "full_layers": ()}
+    if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
+        raise ValueError(
+            f"{folder}: layer_types has windows, and a Qwen3 config drops their size without "
+            '"use_sliding_window": true: write it beside sliding_window'
+        )
+    if not config.get("sliding_window"):
+        raise ValueError(
+            f"{folder}: layer_types has windows, and config.json has no sliding_window: write the "
+            "one of training"
+        )
+    full = tuple(layer for layer, kind in enumerate(types) if kind == EVERYTHING)
+    return {"window": int(config["sliding_window"]), "full_layers": full}
+
+
+def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]:
+    """The options `window`, `full_layers` and `is_causal` of a DFlash or DSpark config.
+
+    As vLLM reads them (`_resolve_layer_attention` in `qwen3_dflash.py`).
+
+    Raises:
+        ValueError: as `read_windows`.
+    """
+    section, num_layers = config.get(SECTION) or {}, config["num_hidden_layers"]
+    types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
+    is_causal = config.get("is_causal")
+    is_causal = section.get("causal") if is_causal is None else is_causal
+    read = {**config, "layer_types": types}
+    if section.get("use_swa") and SLIDING not in types:
+        # ModelOpt's and MiMo's: a window in every layer. No type says so, so none makes it causal.
+        read["layer_types"], is_causal = [SLIDING] * len(types), bool(is_causal)
+    if "swa_window_size" in section:  # transformers does not read this section, and drops nothing
+        read |= {"sliding_window": section["swa_window_size"], "use_sliding_window": True}
+    windows = read_windows(read, num_layers, folder)
+    # None if the windows imply it, so that one meaning has one spelling.
+    is_implied = is_causal is None or make_views(num_layers, **windows) == make_views(
+        num_layers, **windows, is_causal=bool(is_causal)
+    )
+    return {**windows, "is_causal": None if is_implied else bool(is_causal)}
+
+
+def served_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[View, ...]:
+    """The view that vLLM gives each layer of the draft with this config.json.
+
+    Raises:
+        ValueError: as `read_windows`.
+    """
+    kind = config.get(OF_SPECULATORS)
+    layers = {**(config.get("transformer_layer_config") or config)}
+    num_layers = layers.get("num_hidden_layers") or 1
+    if kind in ("dflash", "dspark"):
+        layers = {"model_type": "qwen3", **layers, SECTION: {}}
+        if kind == "dflash":  # vLLM's `update_dflash`; its `update_dspark` does not read the key
+            is_causal = not config.get("sliding_window_non_causal", True)
+            layers[SECTION] = {"causal": is_causal}
+    if _has_block_keys(layers):
+        return make_views(num_layers, **read_block_windows(layers, folder))
+    windows = read_windows(layers, num_layers, folder)
+    return make_views(num_layers, **windows, is_causal=True)
+
+
+def _has_block_keys(config: Mapping[str, Any]) -> bool:
+    return SECTION in config or "target_layer_ids" in config
+
+
+def trained_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[View, ...]:
+    """The view of each layer in training.
+
+    They are as served but for the layout of speculators, where vLLM reads the direction otherwise:
+    the package trains full layers in both directions, and windows as `sliding_window_non_causal`
+    says.
+
+    Raises:
+        ValueError: as `read_windows`.
+    """
+    if config.get(OF_SPECULATORS) not in ("dflash", "dspark"):
+        return served_views(config, folder)
+    layers = {"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}
+    windows = read_windows(layers, layers.get("num_hidden_layers") or 1, folder)
+    is_causal = False if config.get("sliding_window_non_causal") else None
+    return make_views(layers.get("num_hidden_layers") or 1, **windows, is_causal=is_causal)
+
+
+def require_trained_window(window: int | None, trained: int | None, folder: Any) -> None:
+    """Raise ValueError if a head looks further back than in training; `trained` None: unknown."""
+    if trained is not None and (window is None or window > trained):
+        found = "no window" if window is None else f"a window of {window}"
+        raise ValueError(
+            f"{folder}: config.json says {found}, the head was trained with {trained} and has seen "
+            f'nothing further away: write "sliding_window": {trained} and the layer_types of training'
+        )
+
+
+def write_speculators(views: Sequence[View]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a DFlash or DSpark head in the layout of speculators.
+
+    Those of the section of its layers, and those of the top level.
+    """
+    directions = {view.is_causal for view in views}
+    layer = {**write_views(views), "num_hidden_layers": len(views)}
+    if SLIDING in layer["layer_types"] and len(directions) == 1:
+        # vLLM reads it here, and the package does not: vLLM takes DSpark's windows for causal ones
+        # whatever `sliding_window_non_causal` says.
+        layer["is_causal"] = directions == {True}
+    # vLLM makes every layer of a DFlash head causal unless it is true.
+    return layer, {"sliding_window_non_causal": True not in directions}
+
+
+def require_speculators(family: str, views: Sequence[View]) -> None:
+    """Raise ValueError unless vLLM serves and the package trains these layers in its layout."""
+    layer, top = write_speculators(views)
+    config = {OF_SPECULATORS: family, "transformer_layer_config": layer, **top}
+    if not served_views(config) == trained_views(config) == tuple(views):
+        said = "; ".join(dict.fromkeys(map(str, views)))
+        raise ValueError(
+            f"the layout speculators cannot say to vLLM that the layers of this head have {said}: "
+            "take the layout vllm"
+        )
