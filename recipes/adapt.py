@@ -25,7 +25,7 @@ from typing import Any
 from redraft.distill.run.run_config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
-from redraft.heads.files.folder import CONFIG, read_config, tensor_files
+from redraft.heads.files.folder import CONFIG, fetch_model, read_config, tensor_files
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.options import Standalone
 from redraft.recipes.cli.run import Recipe
@@ -48,9 +48,11 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
             "them."
         )
         raise SystemExit(0)
-    old = Path(args[0])
+    old = fetch_model(args[0])
     if not (old / CONFIG).is_file():
-        raise FileNotFoundError(f"there is no draft in {old}: give the folder of an exported draft")
+        raise FileNotFoundError(
+            f"there is no draft in {old}: give the folder or the hub name of an exported draft"
+        )
     family = detect_family(old)
     if family.training is None:
         raise ValueError(

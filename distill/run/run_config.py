@@ -305,8 +305,8 @@ class HeadConfig(TrainConfig, Generic[Options]):
 
     head: Options
     start_from: Path | None = None
-    """Continue training this exported head instead of a new one. It must be of the same family and
-    target; the options in it replace those of --head.
+    """Continue training this head, a folder or a hub name, instead of a new one. It must be of the
+    same family and target; the options in it replace those of --head.
     """
     init: str = ""
     """Initial weights; empty takes the first that the family has. `last_layer`, `last_layers`:

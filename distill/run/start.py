@@ -31,6 +31,7 @@ from redraft.heads.files.provenance import read_provenance
 from redraft.heads.nn.causal_lm import final_norm
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
+from redraft.heads.windows import target_window
 
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run
@@ -54,10 +55,8 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
         return _load_native(run, cfg)
     head = _make_untrained(run, cfg)
     match cfg.init:
-        case "last_layer":
-            _start_as_layers(run, head, 1)
-        case "last_layers":
-            _start_as_layers(run, head, cfg.head.num_layers)
+        case "last_layer" | "last_layers":
+            _start_as_layers(run, head, getattr(cfg.head, "num_layers", 1))
         case "least_squares":
             _start_by_least_squares(run, head, cfg.init_tokens)
         case _:
@@ -71,6 +70,11 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
         options = replace(
             options, mask_token_id=choose_mask_token(run.opened, len(run.target.embed_VD))
         )
+    reach = target_window(run.opened.text_config)
+    if reach is not None and getattr(options, "window", 0) is None:
+        # vLLM gives it to layers without a window in any case, so the export should say it.
+        options = replace(options, window=reach)
+        _say(run, f"the head has the window of the target's layers, {reach} positions")
     if run.family.training and run.family.training.draft_vocab_size is not None:
         # Counted on the training part alone: held-out text must not choose the vocabulary it is
         # judged with.

@@ -63,14 +63,15 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.family import Family, Training
 from redraft.heads.files.artifact import publish, publishing
 from redraft.heads.files.checkpoint import model_class, refuse_quantised
-from redraft.heads.files.folder import check_model_folder, fetch_model, fingerprint
+from redraft.heads.files.folder import check_model_folder, fetch_model, fingerprint, read_config
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.served_target import require_aux
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token
-from redraft.heads.options import LayerSizes
+from redraft.heads.options import LayerSizes, Windows
 from redraft.heads.target import Target, aux_layers
+from redraft.heads.windows import View, require_speculators, target_window, trained_views
 
 Config = HeadConfig[Any] | StandaloneConfig
 
@@ -102,6 +103,8 @@ class Run:
         Torch's random state is seeded at the end, so a draft made next starts the same in every
         run. Raises as `run`.
         """
+        if isinstance(cfg, HeadConfig) and cfg.start_from is not None:
+            cfg = replace(cfg, start_from=fetch_model(cfg.start_from))  # a hub name, or a folder
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
         # 1. Flags against each other and against the target, before anything is joined, written or
@@ -418,10 +421,6 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     """
     row = _training(family)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
-    if cfg.prove.engine:
-        require_runner(
-            family.speculative, way_out=", or leave the engine out with --prove.no-engine"
-        )
     if cfg.gradient_checkpointing and not family.can_recompute:
         raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     if isinstance(cfg, StandaloneConfig):
@@ -440,9 +439,15 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
             f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary"
         )
     target = _open(cfg.target)
-    _refuse_head(family, cfg, target)
     if cfg.start_from is not None:
         require_head(cfg.start_from, family.name, target)
+    _refuse_head(family, cfg, target)
+    if cfg.prove.engine:
+        require_runner(
+            family.speculative,
+            views=_views(cfg),
+            way_out=", or leave the engine out with --prove.no-engine",
+        )
     return target
 
 
@@ -451,6 +456,15 @@ def _open(name: str) -> TargetFolder:
     target = TargetFolder.open(name)
     model_class(target.config)
     return target
+
+
+def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:
+    """The views of the head's layers; empty for a draft without such layers."""
+    if not isinstance(cfg.head, Windows):
+        return ()
+    if cfg.start_from is None:
+        return cfg.head.views
+    return trained_views(read_config(cfg.start_from), cfg.start_from)
 
 
 def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> None:
@@ -468,13 +482,29 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
     if family.reads == "layers":
         aux_layers(options.aux_layer_ids, shape.num_hidden_layers)
     check_mask_token(getattr(options, "mask_token_id", None), shape.vocab_size)
-    begins_anew = cfg.start_from is None
-    if begins_anew and cfg.init == "last_layers" and options.num_layers > shape.num_hidden_layers:
+    if getattr(options, "full_layers", ()) and (reach := target_window(shape)) is not None:
         raise ValueError(
-            f"--head.num-layers {options.num_layers} is more than the target's "
+            f"--head.full-layers: vLLM gives these layers the window of {cfg.target}, {reach}, in "
+            "which each of its own layers sees"
+        )
+    asked = getattr(options, "window", None)
+    if cfg.start_from is not None and asked is not None and options.views != _views(cfg):
+        raise ValueError(
+            f"--head.window {asked}: the head of --start-from has "
+            f"{'; '.join(dict.fromkeys(map(str, _views(cfg))))}, and keeps it"
+        )
+    if cfg.layout == "speculators" and family.name in ("dflash", "dspark"):
+        require_speculators(family.name, _views(cfg))
+    begins_anew = cfg.start_from is None
+    num_layers = getattr(options, "num_layers", 1)
+    if begins_anew and cfg.init.startswith("last_layer") and num_layers > shape.num_hidden_layers:
+        raise ValueError(
+            f"--head.num-layers {num_layers} is more than the target's "
             f"{shape.num_hidden_layers}: "
             "give fewer, or --init random"
         )
+    if cfg.init == "least_squares" and num_layers > 1:
+        raise ValueError("--init least_squares is for a head of one layer: take --init last_layer")
     if cfg.init == "least_squares" and not options.fc_norm:
         raise ValueError(
             "--init least_squares needs --head.fc-norm: without it the head trains badly from there"

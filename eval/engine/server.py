@@ -29,6 +29,7 @@ from redraft.heads.catalog import find_speculative
 from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
+from redraft.heads.windows import View, is_mixed, served_views
 
 START_TIMEOUT_S = 1800
 """Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network
@@ -163,33 +164,39 @@ def require_servable(
     """
     require_runner(speculative_config, environment)
     config = speculative_config or {}
-    family, model = find_speculative(config), config.get("model")
-    asked = config.get("num_speculative_tokens")
-    if family is None or family.fixed_tokens is None or model is None or asked is None:
+    family, asked = find_speculative(config), config.get("num_speculative_tokens")
+    if family is None or asked is None:
         return
-    try:
-        folder = model_folder(model)
-    except FileNotFoundError:  # a hub name
-        return
-    most = family.max_tokens(read_config(folder)) if (folder / CONFIG).is_file() else None
+    most = family.max_tokens(_read_draft(config))
     if most is not None and asked > most:
         raise ValueError(
-            f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: "
-            "give "
-            f"--num-speculative-tokens {most} at most"
+            f"{asked} draft tokens asked of {config['model']}, a {family.title} draft that "
+            f"proposes {most}: give --num-speculative-tokens {most} at most"
         )
+
+
+def _read_draft(speculative_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The draft's config.json; empty without a folder, and for a draft yet to be downloaded."""
+    if "model" not in speculative_config:
+        return {}
+    try:
+        folder = model_folder(speculative_config["model"])
+    except FileNotFoundError:
+        return {}
+    return read_config(folder) if (folder / CONFIG).is_file() else {}
 
 
 def require_runner(
     speculative_config: Mapping[str, Any] | None,
     environment: Mapping[str, str] = os.environ,
     *,
+    views: Sequence[View] | None = None,
     way_out: str = "",
     on_cpu: bool = ENGINE_IS_CPU,
     version: str | None = VLLM_VERSION,
 ) -> None:
     """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would
-    serve does not.
+    serve does not. `views` are those of the draft's layers, by default as the folder says.
     """
     family = find_speculative(speculative_config or {})
     if family is None:
@@ -204,10 +211,22 @@ def require_runner(
             f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or "
             "train another draft"
         )
+    title, decoders = family.title, family.decoders
+    if views is None:
+        served = _read_draft(speculative_config or {}) if family.layers_key else {}
+        views = served_views(served, "the draft") if served else ()
+    if is_mixed(views):
+        # V1 has one group of caches for all layers of a draft.
+        title, decoders = f"{title} with and without windows", tuple({*decoders} & {"v2"})
+        if not decoders:
+            raise ValueError(
+                f"no model runner of vLLM serves {title}: give all layers the window (no "
+                f"--head.full-layers), or none{way_out}"
+            )
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked is None:
         # Left alone, vLLM takes V1 for a draft that V2 does not serve.
-        if "v1" in family.decoders or not on_cpu:
+        if "v1" in decoders or not on_cpu:
             return
         needed, reason = (
             "V2",
@@ -215,12 +234,10 @@ def require_runner(
         )
     else:
         taken, needed = ("V1", "V2") if asked == "0" else ("V2", "V1")
-        if taken.lower() in family.decoders:
+        if taken.lower() in decoders:
             return
         reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} asks for {taken}: unset it"
-    raise ValueError(
-        f"only vLLM's {needed} model runner serves {family.title}, and {reason}{way_out}"
-    )
+    raise ValueError(f"only vLLM's {needed} model runner serves {title}, and {reason}{way_out}")
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:

@@ -14,6 +14,7 @@ from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.server import require_runner, require_servable, vllm_server
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.family import Family
+from redraft.heads.windows import View
 
 V2_ONLY = [family for family in FAMILIES if family.method and "v1" not in family.decoders]
 V1_ONLY = [
@@ -79,6 +80,41 @@ def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not() -> None:
     )  # the same method without the flag
     with pytest.raises(ValueError, match=r"\bV1\b.*suffix.*VLLM_USE_V2_MODEL_RUNNER=1"):
         require_runner(DraftSource.parse("suffix").speculative(), environment)
+
+
+MIXED = (View(512, True), View())
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_windows_beside_full_layers_need_v2(name: str) -> None:
+    speculative = find_family(name).speculative
+    require_runner(speculative, {}, views=MIXED, on_cpu=False)
+    require_runner(speculative, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, views=MIXED, on_cpu=True)
+    require_runner(speculative, {}, views=(View(512, True),) * 2, on_cpu=True)
+    with pytest.raises(ValueError, match=r"V2.*with and without windows.*CPU.*V1"):
+        require_runner(speculative, {}, views=MIXED, on_cpu=True)
+    with pytest.raises(ValueError, match=r"V2.*with and without windows.*RUNNER=0 asks for V1"):
+        require_runner(speculative, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, views=MIXED)
+
+
+def test_no_runner_serves_a_p_eagle_head_with_windows_beside_full_layers() -> None:
+    with pytest.raises(ValueError, match=r"no model runner.*P-EAGLE.*full-layers"):
+        require_runner(find_family("peagle").speculative, {}, views=MIXED, on_cpu=False)
+
+
+def test_windows_are_read_from_the_folder_before_a_server_starts(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention"]
+    config = {"num_hidden_layers": 2, "layer_types": types, "sliding_window": 512,
+              "dflash_config": {"block_size": 4}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 3}
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with pytest.raises(ValueError, match="with and without windows"):
+        require_servable(served, environment)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": types[:1] * 2}))
+    require_servable(served, environment)
+    with pytest.raises(ValueError, match=r"4 draft tokens.*proposes 3\b"):
+        require_servable({**served, "num_speculative_tokens": 4}, environment)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_hub import keep_in_cache
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -35,10 +36,12 @@ from redraft.eval.forecast.stored import StoredForecast
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import verify
-from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.folder import fingerprint, read_config
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
+from redraft.heads.windows import View, served_views
+from redraft.recipes import adapt
 
 FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp")
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -427,6 +430,63 @@ def test_a_head_continues_from_an_exported_one(
     )
 
 
+def test_a_head_continues_and_is_adapted_by_its_hub_name(
+    random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target)
+    options = make_settings("eagle3", random_target, data, tmp_path).head
+    head = find_family("eagle3").draft_class()(options, Target.from_model(model))
+    head.export(tmp_path / "draft", layout="speculators")
+    name = keep_in_cache(tmp_path / "draft", tmp_path / "hub", monkeypatch)
+    cfg = make_settings("eagle3", random_target, data, tmp_path / "run", start_from=Path(name))
+    training = Run(find_family("eagle3"), cfg)
+    begun = start(training)
+    assert torch.equal(begun.fc.weight, head.fc.weight.bfloat16().float()) or torch.equal(
+        begun.fc.weight, head.fc.weight
+    )
+    recipe, _ = adapt.choose_recipe([name, "--target", str(random_target)], "redraft adapt")
+    assert (tmp_path / "hub") in recipe.default.start_from.parents
+
+
+def test_a_head_with_a_window_trains_continues_and_keeps_it(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    wanted = make_settings("eagle3", random_target, data, tmp_path).head
+    wanted = replace(wanted, window=16, num_layers=2)
+    trained = run("eagle3", random_target, data, tmp_path / "one", head=wanted)
+    draft = tmp_path / "one/draft"
+    further = run("eagle3", random_target, data, tmp_path / "two", start_from=draft)
+    assert further["offline"]["alpha_before"] == pytest.approx(
+        trained["offline"]["alpha_after"], abs=1e-5
+    )
+    for folder in (draft, tmp_path / "two/draft"):
+        assert served_views(read_config(folder)) == (View(16, True),) * 2
+    cfg = make_settings(
+        "eagle3", random_target, data, tmp_path / "new", start_from=draft,
+        head=replace(wanted, window=32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"--head.window 32\b.*a window of 16\b"):
+        train(find_family("eagle3"), cfg)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_head_has_the_window_of_a_target_whose_layers_all_have_one(
+    name: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    """An engine gives it to the head's layers in any case."""
+    target = shutil.copytree(random_target, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (target / "config.json").write_text(json.dumps({**config, **mistral, "sliding_window": 256}))
+    run(name, target, data, tmp_path / "run")
+    views = served_views(read_config(tmp_path / "run/draft"))
+    assert {view.window for view in views} == {256}
+    cfg = make_settings(name, target, data, tmp_path / "new")
+    head = replace(cfg.head, window=16, full_layers=(0,))
+    with pytest.raises(ValueError, match=r"--head.full-layers.*\b256\b"):
+        train(find_family(name), replace(cfg, head=head))
+
+
 def test_a_head_computes_again_if_asked_to(random_target: Path, data: Path, tmp_path: Path) -> None:
     passes = []
     for again in (False, True):
@@ -470,6 +530,32 @@ BAD = [
     ("medusa", {"layout": "speculators"}, "--layout speculators.*Medusa"),
     ("mtp", {"draft_vocab_size": 100}, "--draft-vocab-size.*MTP"),
     ("medusa", {"gradient_checkpointing": True}, "--gradient-checkpointing.*Medusa"),
+    ("eagle3", {"head": {"num_layers": 3}}, r"--head\.num-layers 3\b.*\b2\b"),
+    (
+        "eagle3",
+        {"head": {"num_layers": 2, "fc_norm": True}, "init": "least_squares"},
+        "--init least_squares is for a head of one layer",
+    ),
+    *(
+        (
+            name,
+            {
+                "head": {"num_layers": 2, "window": 64, "full_layers": (1,)},
+                "prove": Prove(num_speculative_tokens=3),
+            },
+            message,
+        )
+        for name, message in (
+            ("dflash", r"V2\b.*DFlash with and without windows.*--prove\.no-engine"),
+            ("eagle3", r"V2\b.*EAGLE-3 with and without windows.*--prove\.no-engine"),
+            ("peagle", r"no model runner.*P-EAGLE with and without windows"),
+        )
+    ),
+    (
+        "dflash",
+        {"head": {"num_layers": 2, "window": 64, "full_layers": (1,)}, "layout": "speculators"},
+        "the layout speculators cannot say.*layout vllm",
+    ),
 ]
 
 
