@@ -29,7 +29,7 @@ from torch import Tensor
 from redraft.heads.nn.float8 import encode_float8
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, copy_through, reduce_steps
-from redraft.online.engine.request_log import RequestLog, States, VerifiedStep
+from redraft.online.engine.request_log import KEPT_STATES, RequestLog, States, VerifiedStep
 from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
 from redraft.online.records.guard import Guard
 from redraft.online.records.outlet import open_outlet
@@ -59,6 +59,7 @@ class Capture:
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self.target_version: str | None = ""  # None: unclear, nothing is recorded
+        self.kept_states = KEPT_STATES
         self.queue = StepQueue()
         self.guard = Guard()
         self._outlet = open_outlet(config, server_id, self.guard)
@@ -250,7 +251,11 @@ class Capture:
         """
         log = self._logs.get(part.request.request_id)
         if log is None:
-            log = RequestLog(info=part.request, max_bytes=self.config.record_bytes)
+            log = RequestLog(
+                info=part.request,
+                max_bytes=self.config.record_bytes,
+                kept_states=self.kept_states,
+            )
             self._logs[part.request.request_id] = log
         if not log.is_closed and log.target_version != step.target_version:
             self._emit(log)

@@ -23,7 +23,8 @@ ROW_BYTES = 21  # of a row in a record, without the top-k
 
 KEPT_STATES = 64
 """A segment begins with this many hidden states of the previous one, for the first rows to attend
-to; with fewer if they would be more than a quarter of it.
+to; with fewer if they would be more than a quarter of it. A head whose layers all have a window
+gets as many as it reads, and learns these rows as it is served.
 """
 
 
@@ -135,6 +136,7 @@ class RequestLog:
 
     info: RequestInfo
     max_bytes: int  # of a record; of a longer text only the newest tokens keep their states
+    kept_states: int = KEPT_STATES  # of a segment, for the first rows of the next
     output: list[int] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
@@ -233,9 +235,8 @@ class RequestLog:
         num_left_out, self.num_sent = self.num_sent, len(context) + len(output)
         self.drop_states()
         if states is not None:
-            self.add_states(
-                [states.newest(min(KEPT_STATES * states.words_HLD[0].nbytes, self.max_bytes // 4))]
-            )
+            kept_bytes = self.kept_states * states.words_HLD[0].nbytes
+            self.add_states([states.newest(min(kept_bytes, self.max_bytes // 4))])
         return Record(
             server_id=server_id,
             request_id=self.info.request_id,

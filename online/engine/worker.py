@@ -13,14 +13,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from redraft.heads.catalog import find_method
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.windows import count_states
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.feed import find_owner, name_owner
+from redraft.online.engine.request_log import KEPT_STATES
 from redraft.online.engine.reread import Rereader
 from redraft.online.engine.runners import (
     describe_runner,
@@ -342,6 +344,7 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
     if not _is_recording_rank():
         return
     capture = Capture(config, state.server_id, state.target_fingerprint, state.draft_version)
+    capture.kept_states = _count_kept_states(worker)
     install_capture(worker.model_runner, capture)
     capture.start()
     shutdown = worker.shutdown
@@ -352,6 +355,17 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
 
     worker.shutdown = stop_and_shutdown  # an instance attribute: vLLM calls it through the worker
     state.capture = capture
+
+
+def _count_kept_states(worker: Any) -> int:
+    """States of a segment that the first rows of the next one read: all of them under a window."""
+    state, speculative = cast(WorkerState, worker.redraft), worker.vllm_config.speculative_config
+    if state.draft is None:
+        return KEPT_STATES
+    family = find_method(speculative.method, parallel_drafting=speculative.parallel_drafting)
+    if family is None or not family.layers_key:
+        return KEPT_STATES
+    return max(KEPT_STATES, count_states(state.draft.settings) or 0)
 
 
 def redraft_status(worker: Any) -> dict[str, Any]:

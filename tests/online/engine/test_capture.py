@@ -843,6 +843,19 @@ def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds():
     assert sum(states.num_bytes for states in log.states) == KEPT_STATES * 2 * 8
 
 
+@pytest.mark.parametrize(("kept", "wanted"), [(KEPT_STATES, KEPT_STATES), (95, 95), (400, 125)])
+def test_a_segment_begins_with_the_states_that_the_heads_window_reads(kept, wanted):
+    """At most a quarter of the record, 125 of 500 states."""
+    log = RequestLog(info=make_info(prompt_ids=[1] * 300), max_bytes=500 * 16, kept_states=kept)
+    states_HLD = np.arange(301 * 8, dtype=np.uint16).reshape(-1, 2, 4)
+    log.add_states([States(0, states_HLD)])
+    log.append(300, [5], make_verified(300, [], 0))
+    segment(log)
+    (left,) = log.states
+    assert (left.begin, left.end) == (301 - wanted, 301)
+    np.testing.assert_array_equal(left.words_HLD, states_HLD[-wanted:])
+
+
 @pytest.mark.parametrize("hidden_format", ["bfloat16", "float8"])
 def test_records_of_the_largest_heads_fit_a_message_of_the_log_and_lose_no_row(hidden_format):
     """A target of 8,192 numbers, of which a head reads three layers.

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
+from make_families import make_variant
+from make_heads import make_random
 from real_server import COPY, NOISY, RANDOM
 from safetensors.torch import load_file, save_file
 from starlette.requests import Request
@@ -170,6 +172,35 @@ def test_a_changed_setting_is_told(registry, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"config.json \(rms_norm_eps\): "):
         require_same_layout(Layout.read(start), Layout.read(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_the_weights_of_a_head_with_windows_may_change_and_its_windows_never(
+    family, layout, tmp_path
+):
+    """An engine makes its groups of caches by the windows when it starts."""
+    for name, options in {
+        "served": {"window": 9},
+        "trained": {"window": 9},
+        "wider": {"window": 10},
+        "full": {},
+        "mixed": {"window": 9, "full_layers": (1,), "is_causal": False},
+    }.items():
+        if family == "eagle3":
+            options.pop("is_causal", None)
+        head, _ = make_variant(family, "plain", num_layers=2, **options)
+        make_random(head, seed=len(name)).export(tmp_path / name, layout=layout)
+    served = Layout.read(tmp_path / "served")
+    require_same_layout(served, Layout.read(tmp_path / "trained"))
+    for name, key in {
+        "wider": "sliding_window",
+        "full": "layer_types",
+        "mixed": "layer_types",
+    }.items():
+        changed = "transformer_layer_config" if layout == "speculators" else key
+        with pytest.raises(ValueError, match=rf"{name} differs.*{changed}.*: restart the server"):
+            require_same_layout(served, Layout.read(tmp_path / name))
 
 
 @pytest.mark.parametrize("is_served", [True, False])
