@@ -99,7 +99,7 @@ def _check_labels(pair: Pair, checked: Checked) -> None:
 
 def _may_run(pair: Pair, checked: Checked) -> bool:
     try:
-        require_runner(pair.family.speculative)
+        require_runner({**pair.family.speculative, "model": str(pair.draft)})
     except ValueError as error:
         checked.notes.append(f"the draft was not run in the engine: {error}")
         return False

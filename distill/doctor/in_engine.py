@@ -6,6 +6,7 @@ plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, accept
 """
 
 import datetime
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from redraft.distill.run.memory_check import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.head_size import require_model_heads
+from redraft.eval.engine.head_size import head_size, require_model_heads
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
 from redraft.eval.machine import ENGINE_IS_CPU
@@ -40,8 +41,11 @@ from redraft.heads.draft import Draft
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.served_target import visible_length
 from redraft.heads.target import Target
+from redraft.heads.windows import served_views
 
 DEFAULT_MAX_TOKENS = 64
+LONG_TOKENS = 12_000  # A prompt of a windowed head that is compared, beside one of three windows.
+CACHE_BLOCK = 128  # Tokens of a block of vLLM's cache on a CPU; on a GPU a block has fewer.
 COMPARED_PROMPTS = 4  # Prompts whose passes are compared; the others only count towards acceptance.
 MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
 
@@ -83,7 +87,15 @@ class Plan:
     run: EngineRun
     stored: StoredForecast | None
     are_held_out: bool  # The prompts come from the data of the draft's training, or from --prompts.
+    num_long: int = (
+        0  # Prompts in front that reach beyond the head's windows: compared, not counted.
+    )
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """Those by which acceptance is judged."""
+        return self.run.prompts[self.num_long :]
 
 
 def plan_run(
@@ -114,21 +126,53 @@ def plan_run(
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
+    # Behind a window the engine evicts blocks of its cache, and only a long prompt shows how.
+    room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
+    long = _beyond_windows(pair, prompts, room, notes)
     speculative = {**pair.family.speculative, "num_speculative_tokens": num_tokens}
     if not pair.is_own_target:
         speculative["model"] = str(pair.draft.absolute())
     run = EngineRun(
         target=str(pair.target.folder.absolute()),
         speculative_config=speculative,
-        prompts=prompts,
+        prompts=[*long, *prompts],
         max_tokens=max_tokens,
         # The fallback questions are answered to the full length, which gives more drafts to count.
         end_ids=pair.target.end_ids if are_held_out else (),
         dtype=dtype,
-        recorded_prompts=COMPARED_PROMPTS,
-        kv_cache_bytes=1 << 30,
+        recorded_prompts=len(long) + COMPARED_PROMPTS,
+        kv_cache_bytes=max(1 << 30, _cache_bytes(pair, max(map(len, long), default=0))),
     )
-    return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
+    return Plan(run=run, stored=stored, are_held_out=are_held_out, num_long=len(long), notes=notes)
+
+
+def _beyond_windows(
+    pair: Pair, prompts: Sequence[Sequence[int]], room: int, notes: list[str]
+) -> list[list[int]]:
+    """A prompt of three windows and two blocks, and one of LONG_TOKENS if the target has as many
+    positions. None for a head that sees everything.
+    """
+    views = served_views(pair.config) if pair.family.layers_key else ()
+    windows = [view.window for view in views if view.window]
+    if not windows:
+        return []
+    needed = 3 * max(windows) + 2 * CACHE_BLOCK
+    if needed > room:
+        notes.append(
+            f"the target has room for prompts of {room} tokens: what the engine does further than "
+            f"the window of {max(windows)} was seen on {max(0, room - max(windows))} positions only"
+        )
+    lengths = sorted({min(length, room) for length in (needed, LONG_TOKENS)})
+    text = itertools.cycle([token for prompt in prompts for token in prompt])
+    return [list(itertools.islice(text, length)) for length in lengths if length > max(windows)]
+
+
+def _cache_bytes(pair: Pair, num_tokens: int) -> int:
+    """An upper bound of the KV cache of so many tokens, in float32."""
+    config = pair.target.text_config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    layers = config.num_hidden_layers + len(served_views(pair.config))
+    return int(2 * 4 * num_tokens * layers * heads * head_size(config))
 
 
 def _choose_dtype(
@@ -169,7 +213,9 @@ def judge_dump(
     yield from compare(draft, pair.family.name, signal, dump, device=this_machine().device)
     num_tokens = dump.run.num_speculative_tokens
     facts["compared"] = f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
-    served = Served(outputs=dump.outputs, counts=dump.counts_by_prompt())
+    served = Served(
+        outputs=dump.outputs[plan.num_long :], counts=dump.counts_by_prompt()[plan.num_long :]
+    )
     yield from judge_acceptance(pair, plan, served, draft, signal, facts)
 
 
@@ -203,7 +249,7 @@ def judge_acceptance(
     else:
         yield from _judge_without_forecast(pair, plan, total)
     if signal is not None:
-        answers = list(zip(plan.run.prompts, served.outputs, strict=True))
+        answers = list(zip(plan.prompts, served.outputs, strict=True))
         yield from find_better_readings(
             pair, draft, signal, answers, plan.run.num_speculative_tokens, this_machine().device
         )
@@ -217,7 +263,7 @@ def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, Acc
         stored.max_tokens,
     ):
         return []
-    pairs = zip(served.counts, stored.expected(run.prompts), strict=True)
+    pairs = zip(served.counts, stored.expected(plan.prompts), strict=True)
     return [(counts, expected) for counts, expected in pairs if expected is not None]
 
 

@@ -88,7 +88,7 @@ CURES = {
     "positions": "the engine counts positions differently from training: serve with the method of "
     "this family",
     "feature": "check the aux layer ids and which side of the final norm the head reads",
-    "step 1": "a norm, bias or rotary parameter differs in serving: compare config.json with an "
+    "step 1": "a norm, bias, window or rotary parameter differs in serving: compare config.json with an "
     "export from training",
     "later": "the hidden state fed back differs: check norm_output and on which side of the norm "
     "the head feeds back",

@@ -9,6 +9,8 @@ from typing import Any
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.eagle3 import vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
+from redraft.heads.doctor.windows import windows
+from redraft.heads.windows import SLIDING
 
 LAYERS, LAYERS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
 """Keys of the target layers in the two layouts: the last layer counted from 0, or the number of
@@ -87,20 +89,11 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
 
 
 def causality(pair: Pair) -> Iterator[Finding]:
-    """The direction of attention within a block is written down, as in training."""
-    if pair.is_speculators:
-        # The library reads the key for layers with a window only, and a head with those does not
-        # open.
-        if pair.config.get("sliding_window_non_causal") is False:
-            yield Finding(
-                "sliding_window_non_causal is false, by which vLLM makes every layer causal; "
-                "without windows, "
-                "attention within a block was trained in both directions",
-                'write "sliding_window_non_causal": true into config.json',
-            )
-        return
+    """The direction of attention within a block is written down, unless windows imply it."""
     section, place = _section(pair, pair.config)
-    if "causal" not in section and "is_causal" not in pair.config:
+    is_said = "causal" in section or "is_causal" in pair.config
+    has_windows = SLIDING in (pair.config.get("layer_types") or ())
+    if not (pair.is_speculators or is_said or has_windows):
         yield Finding(
             f"{place} does not say whether attention within a block is causal, and readers differ "
             "in the default",
@@ -162,6 +155,7 @@ def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]
 
 
 OF_BLOCKS: tuple[Check, ...] = (
+    windows,
     shared.sizes,
     shared.positions,
     shared.shared_weights,

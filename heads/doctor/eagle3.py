@@ -10,6 +10,7 @@ from torch import Tensor
 
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
+from redraft.heads.doctor.windows import windows
 from redraft.heads.families.eagle3 import ARCHITECTURE
 from redraft.heads.files.tensors import read_tensors
 
@@ -203,6 +204,7 @@ def _ascends_within(ids_W: Tensor, vocab_size: int) -> bool:
 
 
 CHECKS: tuple[Check, ...] = (
+    windows,
     *shared.LLAMA_LAYER,
     shared.shared_weights,
     shared.fc_bias,

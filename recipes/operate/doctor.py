@@ -4,6 +4,7 @@ $ redraft doctor                                            # versions, devices,
 $ redraft doctor --json                                     # the same, for a bug report
 $ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
 $ redraft doctor --target TARGET --draft DRAFT --no-engine  # seconds: configs, tensors and provenance only
+$ redraft doctor DRAFT                                      # its kind, what it needs, who serves it
 
 Every problem is printed with a cure, and so is every doubt: something unusual that may be meant.
 The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
@@ -18,7 +19,10 @@ from typing import TYPE_CHECKING
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.machine import diagnose, gather, list_facts
 from redraft.heads.catalog import Method
+from redraft.heads.doctor.described import describe_draft
 from redraft.heads.doctor.pair import Finding
+from redraft.heads.files.folder import fetch_model
+from redraft.recipes.cli.run import Recipe
 
 if TYPE_CHECKING:  # it loads torch, which an environment may lack
     from redraft.distill.doctor.check_draft import Checked
@@ -66,10 +70,13 @@ def main(cfg: Config) -> None:
         facts = gather(cfg.output, import_engine=cfg.engine and not has_pair)
         machine, found = list_facts(facts), diagnose(facts)
     pair, notes = {}, []
-    if has_pair:
+    if cfg.target is not None:
         checked = check_pair(cfg)
         pair, notes = checked.facts, checked.notes
         found = [*found, *checked.findings]
+    elif cfg.draft is not None:
+        pair, alone = check_alone(cfg.draft)
+        notes, found = ["not compared with its target: give --target"], [*found, *alone]
     if cfg.json:
         named = [
             {"problem": one.problem, "cure": one.cure, "is_doubt": one.is_doubt} for one in found
@@ -87,22 +94,43 @@ def main(cfg: Config) -> None:
         raise SystemExit(1)
 
 
+def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
+    """The recipe, and its arguments: a first one without dashes is the draft."""
+    if args and not args[0].startswith("-"):
+        args = ["--draft", *args]
+    return Recipe(main=main, config_type=Config, description=__doc__, prog=prog), args
+
+
+def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
+    """The facts and findings of a draft's folder by itself.
+
+    Raises:
+        FileNotFoundError: there is no such draft, here or on the hub.
+        ValueError: it lies in the target, or is looked up.
+    """
+    from redraft.eval.engine.draft_source import DraftSource
+
+    draft = DraftSource.parse(source)
+    if draft.is_without_folder:
+        raise ValueError(
+            f"--draft {source} needs a target to be checked against: give --target as well"
+        )
+    return describe_draft(fetch_model(draft.source))
+
+
 def check_pair(cfg: Config) -> "Checked":
     """Check the draft against the target.
 
     Raises:
         FileNotFoundError: if a folder is missing.
-        ValueError: if the target is not given or the folder holds no draft.
+        ValueError: if the folder holds no draft.
     """
     # torch, which an environment may lack
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck
     from redraft.eval.engine.draft_source import DraftSource
 
-    if cfg.target is None:
-        raise ValueError(
-            f"--draft {cfg.draft} needs a target to be checked against: give --target as well"
-        )
+    assert cfg.target is not None
     draft = DraftSource.parse(cfg.draft or cfg.target)
     if draft.lookup is None and draft.is_without_folder and draft.is_lookup:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from redraft.eval.engine.hardware import Machine
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.eagle1 import Config, Eagle1
+from redraft.heads.families.eagle3 import Config as Eagle3Config
+from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.target_folder import TargetFolder
@@ -115,3 +119,32 @@ def test_the_engine_runs_in_the_type_of_the_forecast(random_target: Path, tmp_pa
 
 
 CPU, GPU = {"gpu": "none"}, {"gpu": "NVIDIA H100"}
+
+
+@pytest.mark.parametrize(("positions", "wanted"), [(1024, [304, 957]), (300, [233]), (80, [])])
+def test_a_head_with_windows_is_compared_where_the_engine_has_evicted_blocks(
+    positions: int, wanted: list[int], random_target: Path, tmp_path: Path
+) -> None:
+    """At three windows and two blocks of context, and as far as the target has positions."""
+    target = shutil.copytree(random_target, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": positions})
+    )
+    model = LlamaForCausalLM.from_pretrained(target)
+    head = Eagle3(Eagle3Config(window=16, aux_layer_ids=(0, 1)), Target.from_model(model))
+    publish(tmp_path / "draft", head.export, {})
+    pair = Pair.read(TargetFolder.open(target), tmp_path / "draft")
+    plan = make_plan(pair, tmp_path)
+    count = len(wanted)
+    assert (plan.num_long, [len(ids) for ids in plan.run.prompts[:count]]) == (count, wanted)
+    assert len(plan.prompts) == len(plan.run.prompts) - count == 16
+    assert plan.run.recorded_prompts == 4 + count
+    assert any("evict" in note or "positions only" in note for note in plan.notes) is (
+        positions < 304
+    )
+
+
+def test_a_head_without_windows_gets_no_long_prompt(random_target: Path, tmp_path: Path) -> None:
+    plan = make_plan(make_pair(random_target, tmp_path / "draft", "float32"), tmp_path)
+    assert (plan.num_long, len(plan.prompts)) == (0, len(plan.run.prompts))

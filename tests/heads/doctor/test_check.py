@@ -515,6 +515,95 @@ def test_keys_of_blocks_of_speculators_unlike_training(
         ), found
 
 
+def make_windowed(family: str, folder: Path, layout: str, **options: Any) -> tuple[Path, Path]:
+    def make(target: Target) -> Any:
+        blocks = {"num_layers": 2, "mask_token_id": 95, "aux_layer_ids": (1, 2, 4), "block_size": 4}
+        if family == "dflash":
+            return dflash.DFlash(dflash.Config(**blocks, **options), target)
+        if family == "dspark":
+            return dspark.DSpark(dspark.Config(**blocks, markov_rank=6, **options), target)
+        return eagle3.Eagle3(
+            eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=3, num_layers=2, **options), target
+        )
+
+    return make_pair(folder, make, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize("family", ["dflash", "dspark", "eagle3"])
+def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_path: Path) -> None:
+    assert findings(make_windowed(family, tmp_path, layout, window=9)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "removed", "changed", "problem", "cure"),
+    [
+        # vLLM makes the full layer of a mixed head causal as well
+        (
+            "dflash",
+            "is_causal",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            r"layer 1 was trained with no window, both.*vLLM reads no window, causal",
+            "layout vllm",
+        ),
+        # and does not read the direction of DSpark's windows
+        (
+            "dspark",
+            "is_causal",
+            {},
+            r"layer 0 was trained with a window of 9, both.*vLLM reads a window of 9, causal",
+            '"is_causal": false into transformer_layer_config',
+        ),
+        ("dspark", "", {"sliding_window": 12}, r"see 12\b.*window of 9\b", '"sliding_window": 9'),
+        ("eagle3", "", {"layer_types": ["full_attention"] * 2}, r"see all\b.*window of 9\b", "9"),
+        ("eagle3", "", {"layer_types": ["sliding_attention"]}, r"1 layers.*has 2\b", "each layer"),
+        (
+            "eagle3",
+            "",
+            {"model_type": "qwen3", "use_sliding_window": False},
+            "drops their size",
+            "beside sliding_window",
+        ),
+    ],
+)
+def test_windows_that_vllm_reads_otherwise(
+    family: str, removed: str, changed: dict[str, Any], problem: str, cure: str, tmp_path: Path
+) -> None:
+    direction = {} if family == "eagle3" else {"is_causal": False}
+    folders = make_windowed(family, tmp_path, "speculators", window=9, **direction)
+    config = json.loads((folders[1] / "config.json").read_text())
+    layer = {**config["transformer_layer_config"], **changed}
+    layer.pop(removed, None)
+    is_causal = family == "dflash"  # the key that vLLM applies to all of its layers
+    edit_config(
+        folders[1],
+        transformer_layer_config=layer,
+        sliding_window_non_causal=not is_causal,
+    )
+    found = [each for each in findings(folders) if re.search(problem, each.problem)]
+    finding = only(found)
+    assert cure in finding.cure
+    assert not finding.is_doubt
+
+
+def test_a_window_smaller_than_in_training_is_a_doubt(tmp_path: Path) -> None:
+    folders = make_windowed("eagle3", tmp_path, "vllm", window=9)
+    edit_config(folders[1], sliding_window=6)
+    finding = only(findings(folders))
+    assert finding.is_doubt
+    assert re.search(r"see 6\b.*trained with 9\b", finding.problem)
+
+
+def test_a_full_head_beside_a_target_that_slides_is_a_doubt(tmp_path: Path) -> None:
+    folders = make_windowed("eagle3", tmp_path, "vllm")
+    edit_config(
+        folders[0], sliding_window=16, model_type="mistral", architectures=["MistralForCausalLM"]
+    )
+    (finding,) = [each for each in findings(folders) if "window" in each.problem]
+    assert finding.is_doubt
+    assert "--head.window 16" in finding.cure
+
+
 def test_another_rotation_in_the_layout_of_speculators(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dspark, layout="speculators")
     layer = json.loads((folders[1] / "config.json").read_text())["transformer_layer_config"]

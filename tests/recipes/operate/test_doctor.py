@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
+from local_hub import keep_in_cache
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from redraft.distill.doctor.label_probe import label_probe
@@ -22,7 +25,7 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import run_guarded
-from redraft.recipes.operate.doctor import Config, format_findings, main
+from redraft.recipes.operate.doctor import Config, choose_recipe, format_findings, main
 
 REQUIREMENTS = (
     "torch>=2.9",
@@ -261,7 +264,7 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({"draft": "{draft}"}, "give --target as well"),
+        ({"draft": "mtp"}, "give --target as well"),
         ({"target": "{target}", "draft": "{tmp}/nowhere"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram"}, "ngram is looked up"),
@@ -313,3 +316,74 @@ def test_the_engine_is_compared_with_training(served_pair, trained_tau, expected
     (note,) = (line for line in out.splitlines() if line.startswith("note"))
     assert "75%" in note, "these are held-out prompts, but of no published forecast"
     assert ("training said tau 3.90, serving sees" in out) is bool(expected)
+
+
+def write_head(folder: Path, names: tuple[str, ...], **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+BLOCK_NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight")
+MIXED = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+}
+
+
+def status_of(*args: str) -> int:
+    recipe, rest = choose_recipe(args, "redraft doctor")
+    try:
+        recipe.main(tyro.cli(Config, args=rest))
+    except SystemExit as error:
+        return int(error.code or 0)
+    return 0
+
+
+def test_a_draft_without_a_target_says_what_it_is_and_who_serves_its_windows(tmp_path, capsys):
+    draft = write_head(
+        tmp_path / "zlab", BLOCK_NAMES, **MIXED, hidden_size=5120, vocab_size=151936,
+        model_type="qwen3", block_size=16,
+        dflash_config={"mask_token_id": 5, "target_layer_ids": [1, 9]},
+    )  # fmt: skip
+    assert status_of(str(draft)) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"kind +DFlash\n", out)
+    assert re.search(r"layout +vllm\n", out)
+    assert re.search(r"target .*5120.*151936 tokens.*\[2, 10\]", out)
+    assert "0: a window of 2048, causal; 1: no window, both directions" in out
+    assert re.search(r"served .*V2, .method.: .dflash., at most 15 tokens", out)
+    assert "V1" not in out
+
+
+def test_a_draft_that_vllm_would_serve_as_another_is_a_problem_without_a_target(
+    tmp_path, monkeypatch, capsys
+):
+    draft = write_head(
+        tmp_path / "package", BLOCK_NAMES, speculators_model_type="dflash", mask_token_id=5,
+        aux_hidden_state_layer_ids=[2, 10], block_size=16, sliding_window_non_causal=False,
+        transformer_layer_config={**MIXED, "model_type": "qwen3"},
+        speculators_config={"verifier": {"name_or_path": "Qwen/Qwen3-8B"}},
+    )  # fmt: skip
+    name = keep_in_cache(draft, tmp_path / "hub", monkeypatch)
+    assert status_of(name) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"layout +speculators\n", out)
+    assert "Qwen/Qwen3-8B" in out
+    assert re.search(r"layer 1 was trained with no window.*\n +cure: export.*layout vllm", out)
+
+
+def test_a_draft_without_a_module_here_is_named_without_a_target(tmp_path, capsys):
+    draft = write_head(tmp_path / "x", BLOCK_NAMES, architectures=["Qwen3XPressModel"])
+    assert status_of(str(draft)) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"kind +an XPress draft", out)
+    assert "train nor forecast" in out
+
+
+def test_a_lookup_needs_a_target(capsys):
+    with pytest.raises(ValueError, match="--target"):
+        status_of("mtp")

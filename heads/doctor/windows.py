@@ -1,0 +1,65 @@
+"""Checks of the windows of a head's layers: the engine lets them see what training did."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.files.folder import trained_with
+from redraft.heads.windows import served_views, target_window, trained_views
+
+NEAR = "a head with a window smaller than in training loses the keys that it learned to use"
+
+
+def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
+    """Windows and directions are read as in training, and no further than in training."""
+    try:
+        trained, served = trained_views(config), served_views(config)
+    except ValueError as error:
+        problem, _, cure = str(error).removeprefix("the draft: ").rpartition(": ")
+        yield Finding(problem, cure)
+        return
+    if served != trained:
+        layer = next(i for i, view in enumerate(served) if view != trained[i])
+        yield Finding(
+            f"layer {layer} was trained with {trained[layer]}; vLLM reads {served[layer]} in this "
+            "layout",
+            _cure_direction(family, trained_causal={view.is_causal for view in trained}),
+        )
+    own, now = trained_with(config).get("window", 0), trained[0].window
+    now = next((view.window for view in trained if view.window), now)
+    if own and (now is None or now > own):
+        yield Finding(
+            f"the layers see {now or 'all'} positions, the head was trained with a window of {own} "
+            "and has seen nothing further away",
+            f'write "sliding_window": {own} and the layer_types of training',
+        )
+    elif now is not None and own != 0 and (own is None or now < own):
+        yield Finding(
+            f"the layers see {now} positions, the head was trained with {own or 'all'}: {NEAR}",
+            "compare both with `redraft eval`, or train with --head.window",
+            is_doubt=True,
+        )
+
+
+def windows(pair: Pair) -> Iterator[Finding]:
+    """`view_findings`, and the window that the target lends to the head's full layers."""
+    found = list(view_findings(pair.config, pair.family.name))
+    yield from found
+    reach = target_window(pair.target_config)
+    if any(not finding.is_doubt for finding in found) or reach is None:
+        return
+    if None in {view.window for view in served_views(pair.config)}:
+        yield Finding(
+            f"vLLM gives layers without a window the {reach} positions of the target, whose layers "
+            "all have a window",
+            f"train with --head.window {reach}: the forecast here takes that window in any case",
+            is_doubt=True,
+        )
+
+
+def _cure_direction(family: str, trained_causal: set[bool]) -> str:
+    if family == "dspark":
+        return f'write "is_causal": {str(trained_causal == {True}).lower()} into transformer_layer_config'
+    if trained_causal == {False}:
+        return 'write "sliding_window_non_causal": true into config.json'
+    return "export the head in the layout vllm, which says the direction of each layer"
