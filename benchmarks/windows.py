@@ -1,0 +1,205 @@
+"""Does a window in a head pay at long context, and does a head extrapolate without one?
+
+$ python -m benchmarks.windows                      # SmolLM2-135M-Instruct, hours on two cores
+$ python -m benchmarks.windows --target tests/assets/tiny-target --lengths 64 128 --contexts 64 192 \
+      --window 32 --steps 4 --num-prompts 2         # a minute, to see that it works
+
+EAGLE-3 heads of one target are trained on files of the Python standard library: with a window and
+without, on rows of each of `lengths`, all on as many tokens. Their tau is forecast on other files,
+which the target continues from each of `contexts` tokens on. `tau_full_N` and `tau_window_N` are of
+the heads trained on the longest rows, at N tokens of context; those of the shorter rows stand below
+`trained_at`. Each tau has its 95% interval over prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo.online_config import SMOLLM2
+from benchmarks.results import write_results
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.recipes.cli.run import run_recipe
+from redraft.recipes.demo.parts import make_target
+
+HELD_OUT = 8  # One file in so many is for prompts only.
+QUESTION = "Continue this Python file:\n\n"
+GIVEN = 16  # Tokens of a file that the question of a training row holds.
+FULL, WINDOW = "full", "window"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Path = SMOLLM2
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
+    parts: Path = Path("outputs/parts")
+    """Folder for the model that the word stands for."""
+    lengths: tuple[int, ...] = (1024, 4096)
+    """Tokens of a training row, in ascending order."""
+    contexts: tuple[int, ...] = (512, 2048, 4096, 7936)
+    """Tokens before the first drafted one."""
+    window: int = 512
+    """Positions that the layer of a windowed head sees."""
+    steps: int = 2000
+    """Training steps of each head."""
+    tokens_per_step: int = 8192
+    """Tokens of a training step; by the length of a row, the batch has fewer rows or more."""
+    num_steps: int = 3
+    """Draft tokens to train and to forecast."""
+    num_prompts: int = 32
+    """Prompts per context."""
+    max_tokens: int = 64
+    """Tokens of an answer."""
+    draft_vocab_size: int = 8192
+    """Target tokens that the heads can propose."""
+    output: Path = Path("outputs/bench/windows")
+    """Folder for the data, the heads and `windows.json`."""
+
+    def __post_init__(self) -> None:
+        if list(self.lengths) != sorted({*self.lengths}):
+            raise ValueError(f"--lengths {self.lengths} are not ascending")
+
+
+def main(cfg: Config) -> None:
+    target = make_target(cfg.parts) if cfg.target == SMOLLM2 else cfg.target
+    cfg.output.mkdir(parents=True, exist_ok=True)
+    # 1. files to train on, and others to ask about
+    tokenizer = load_tokenizer(target)
+    for length in cfg.lengths:
+        write_lines(cfg.output / f"train-{length}.jsonl", make_training(length, tokenizer))
+    write_lines(cfg.output / "prompts.jsonl", make_prompts(cfg, tokenizer))
+    # 2. a head of each kind for each length
+    heads: dict[tuple[int, str], Path] = {}
+    for length in cfg.lengths:
+        for kind in (FULL, WINDOW):
+            heads[length, kind] = train(cfg, target, length, kind)
+    # 3. their acceptance by context
+    taus = forecast(cfg, target, heads)
+    longest = cfg.lengths[-1]
+    write_results(
+        cfg.output / "windows.json",
+        {
+            "window": cfg.window,
+            **by_context(taus, longest),
+            "trained_at": {str(length): by_context(taus, length) for length in cfg.lengths[:-1]},
+        },
+    )
+
+
+def read_files(*, held_out: bool) -> Iterator[str]:
+    """The library's files, in the order of their hashes; those held out, or the others."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = {hashlib.sha256(path.name.encode()).hexdigest(): path for path in root.glob("*.py")}
+    for key in sorted(paths):
+        if (int(key[:8], 16) % HELD_OUT == 0) == held_out:
+            yield paths[key].read_text(errors="replace")
+
+
+def make_training(length: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The files in parts that fill a row each, so that all lengths train on the same text."""
+    size = max(32, length - _around(tokenizer))
+    for text in read_files(held_out=False):
+        ids = tokenizer(text)["input_ids"]
+        for begin in range(0, len(ids), size):
+            start, rest = (
+                tokenizer.decode(part)
+                for part in (ids[begin:][:GIVEN], ids[begin + GIVEN : begin + size])
+            )
+            yield {
+                "messages": [
+                    {"role": "user", "content": QUESTION + start},
+                    {"role": "assistant", "content": rest or "\n"},
+                ]
+            }
+
+
+def _around(tokenizer: Any) -> int:
+    """Tokens of the question and, at most, of the chat template."""
+    return len(tokenizer(QUESTION)["input_ids"]) + 32
+
+
+def make_prompts(cfg: Config, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Questions about the held-out files, end to end, each of about a context's tokens."""
+    ids = tokenizer("\n\n".join(read_files(held_out=True)))["input_ids"]
+    for context in cfg.contexts:
+        size = max(16, context - _around(tokenizer))
+        for number in range(cfg.num_prompts):
+            # Every context begins at the same places, so that only its length differs.
+            begin = number * (len(ids) // cfg.num_prompts)
+            part = (ids[begin:] + ids[:begin])[:size]
+            content = QUESTION + tokenizer.decode(part)
+            yield {"domain": str(context), "messages": [{"role": "user", "content": content}]}
+
+
+def write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(cfg: Config, target: Path, length: int, kind: str) -> Path:
+    folder = cfg.output / f"{kind}-{length}"
+    if (folder / "draft").is_dir():  # an interrupted benchmark continues
+        return folder / "draft"
+    window = ["--head.window", str(cfg.window)] if kind == WINDOW else []
+    run_redraft(
+        "train", "eagle3", "--target", str(target), "--output", str(folder), "--overwrite",
+        "--data.source", str(cfg.output / f"train-{length}.jsonl"), "--data.held-out", "0.02",
+        "--data.num-prompts", "4",
+        "--loop.steps", str(cfg.steps), "--loop.sequence-length", str(length),
+        "--loop.batch-size", str(max(1, cfg.tokens_per_step // length)),
+        "--head.num-steps", str(cfg.num_steps), *window,
+        "--draft-vocab-size", str(cfg.draft_vocab_size), "--prove.no-engine",
+        "--prove.num-speculative-tokens", str(cfg.num_steps),
+    )  # fmt: skip
+    return folder / "draft"
+
+
+def forecast(
+    cfg: Config, target: Path, heads: dict[tuple[int, str], Path]
+) -> dict[tuple[int, str, int], dict[str, Any]]:
+    """Tau with its interval, by length of training, kind and context."""
+    folder = cfg.output / "eval"
+    drafts = [
+        part
+        for (length, kind), path in heads.items()
+        for part in ("--draft", f"{kind}-{length}={path}")
+    ]
+    run_redraft(
+        "eval", "--target", str(target), *drafts, "--no-engine",
+        "--prompts", str(cfg.output / "prompts.jsonl"), "--domain-column", "domain",
+        "--num-prompts", str(cfg.num_prompts * len(cfg.contexts)),
+        "--max-prompt-tokens", str(max(cfg.contexts)), "--max-tokens", str(cfg.max_tokens),
+        "--num-speculative-tokens", str(cfg.num_steps), "--temperature", "0",
+        "--output", str(folder), "--overwrite",
+    )  # fmt: skip
+    found = {}
+    for row in json.loads((folder / "report.json").read_text())["results"]:
+        if row["domain"] is not None:
+            kind, _, length = row["draft"].rpartition("-")
+            (entry,) = row["by_num_speculative_tokens"]
+            found[int(length), kind, int(row["domain"])] = entry["forecast"]["tau"]
+    return found
+
+
+def by_context(taus: dict[tuple[int, str, int], dict[str, Any]], length: int) -> dict[str, Any]:
+    """Tau and its interval of the heads trained on rows of `length`, by kind and context."""
+    found: dict[str, Any] = {}
+    for (trained, kind, context), tau in sorted(taus.items()):
+        if trained == length:
+            found[f"tau_{kind}_{context}"] = tau["value"]
+            found[f"interval_{kind}_{context}"] = [tau["low"], tau["high"]]
+    return found
+
+
+def run_redraft(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "redraft.recipes.cli", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
