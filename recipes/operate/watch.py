@@ -21,9 +21,10 @@ import tyro
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import parse_counts
+from redraft.heads.files.printable import printable
 from redraft.online.engine.pace import describe_pace, read_gauges
 from redraft.online.fleet.reach import explain, explain_answer
-from redraft.online.fleet.server import require_address, trusted_certificates
+from redraft.online.fleet.server import MAX_QUOTED, require_address, trusted_certificates
 
 BARS = " ▁▂▃▄▅▆▇█"
 TIMEOUT_S = 10
@@ -162,7 +163,7 @@ def read_server(url: str) -> Reading:
         gauges = read_gauges(answer.text)
         return Reading(parse_counts(answer.text), describe_pace(gauges) if gauges else "")
     except ValueError as error:
-        raise ValueError(f"{url}: {error}") from error
+        raise ValueError(f"{url}: {printable(str(error))[:MAX_QUOTED]}") from error
 
 
 def format_poll(poll: Poll, clock: str) -> Iterator[str]:

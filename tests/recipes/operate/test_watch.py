@@ -219,6 +219,16 @@ def test_a_server_that_cannot_be_watched_is_one_line_and_2(
     assert error.count("\n") == 1
 
 
+def test_a_page_that_is_no_page_of_counters_reaches_no_terminal() -> None:
+    words = "\x1b]0;owned\x07\x1b[2J" + "x" * 5000
+    for page in (f'vllm:spec_decode_num_drafts_total{{a="{words}',
+                 f"vllm:spec_decode_num_drafts_total {words}"):  # fmt: skip
+        with serving(page) as url, pytest.raises(ValueError, match=url) as error:
+            read_server(url)
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 400
+
+
 def test_an_address_where_nobody_is_is_one_line_and_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert dispatch(["fleet", "watch", "http://127.0.0.1:9"]) == 2
     assert "http://127.0.0.1:9/metrics" in capsys.readouterr().err
