@@ -45,7 +45,7 @@ def test_a_token_that_others_can_read_or_change_is_refused_by_all_who_read_it(tm
     for read in (
         lambda: read_config({"REDRAFT_TOKEN_FILE": str(path)}),
         lambda: FleetConfig(servers=("http://a:1",), token_file=path).token(),
-        lambda: read_fleet(tmp_path / "fleet.toml", "", "t"),
+        lambda: read_fleet(tmp_path / "fleet.toml", "t"),
         lambda: Nats(credentials=path),
     ):
         with pytest.raises(
