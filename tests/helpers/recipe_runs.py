@@ -50,7 +50,7 @@ def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[s
         del defaults["--draft.layers"]
     return [
         "standalone",
-        *(part for pair in defaults.items() for part in pair),
+        *(part for pair in defaults.items() if pair[0] not in flags for part in pair),
         "--prove.no-engine",
         *flags,
     ]
