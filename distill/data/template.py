@@ -5,7 +5,6 @@ import itertools
 from typing import Any
 
 from jinja2 import meta, nodes
-from transformers.utils import chat_template_utils
 
 SWITCHES = ("enable_thinking", "thinking")  # arguments by which a request switches the reasoning
 EFFORT = "reasoning_effort"
@@ -68,6 +67,8 @@ def _templates(tokenizer: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _parse(template: str) -> nodes.Template:
+    from transformers.utils import chat_template_utils  # takes a second: not for --help
+
     # The environment of transformers knows its tags, e.g. `generation`.
     tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(
         template
