@@ -127,15 +127,20 @@ class RowReader:
 
     def _messages(self) -> list[Message]:
         # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
-        if found := self.take(CONVERSATIONS):
-            name, value = found
-            return self._read(name, parse_list(value, f"a column {name}"), "user")
+        # Merged sets have an empty list of messages beside a question and an answer.
+        conversation = self.take(CONVERSATIONS)
+        if conversation and (
+            messages := parse_list(conversation[1], f"a column {conversation[0]}")
+        ):
+            return self._read(conversation[0], messages, "user")
         if begins_with_question(self.row.get("chosen")) and (found := self.take(("chosen",))):
             return self._read(*found, "user")
         if question := self.take(QUESTIONS):
             return [*self._history(), *self._question(*question), *self._answer()]
         if found := self.take(("text",)):
             return read_messages(found[1], TEXT_ROLE)
+        if conversation:
+            return []
         raise UnusableRowError(
             "without a conversation",
             f"the columns {', '.join(sorted(self.row))}: expected `messages`, `conversations`, a "
@@ -145,7 +150,7 @@ class RowReader:
 
     def _read(self, column: str, value: Any, role: str) -> list[Message]:
         unread: set[str] = set()
-        messages = read_messages(value, role, unread)
+        messages = read_messages(value, role, unread, f"a column {column}")
         self.unread_keys |= {f"{column}.{key}" for key in unread}
         return messages
 

@@ -130,7 +130,9 @@ def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
     }
 
 
-def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list[Message]:
+def read_messages(
+    value: Any, role: str, unread: set[str] | None = None, name: str = "a conversation"
+) -> list[Message]:
     """Messages from a list in any dialect or its JSON, or one of `role` from bare text.
 
     Names that are not read are added to `unread`.
@@ -139,9 +141,18 @@ def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list
         UnusableRowError: no text.
     """
     value = value if role == TEXT_ROLE else _parse_messages(value)
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return [read_message(raw, unread) for raw in parse_list(value, "a conversation")]
+    if isinstance(value, str) or _is_whole_number(value):
+        return [{"role": role, "content": read_text(value)}]
+    if not isinstance(value, list):
+        raise UnusableRowError(
+            f"with {name} that is neither text nor a list", f"it is {type(value).__name__}"
+        )
+    return [read_message(raw, unread) for raw in value]
+
+
+def _is_whole_number(value: Any) -> bool:
+    """Whether a value has one text. `2.0` may be the 2 of a table with missing values."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_message(raw: Any, unread: set[str] | None = None) -> Message:
@@ -281,6 +292,8 @@ def read_text(content: Any) -> str:
         content = "\n".join(
             _texts(content)
         )  # as vLLM joins the parts for a template that reads text
+    if _is_whole_number(content):
+        return str(content)
     if not isinstance(content, str):
         raise UnusableRowError("content that is not text", f"it is {type(content).__name__}")
     return content

@@ -31,7 +31,8 @@ SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
 COMPRESSIONS = (".gz", ".zst")
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
 ZSTD_BLOCK = 1 << 14  # Small, because a block may grow ten thousandfold.
-TABLES = (".jsonl", ".json", ".parquet")
+OTHER_PACKED = (".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".lz4", ".br")
+TABLES = (".jsonl", ".ndjson", ".json", ".parquet")
 TEXTS = (".txt", ".md")
 
 
@@ -100,10 +101,14 @@ def _is_on_hub(path: Path) -> bool:
         ValueError: for a file of another kind.
     """
     if table_format(path) is None and path.is_file():
-        raise ValueError(
-            f"{path} is no {', '.join(TABLES)} file: convert it, for example with "
-            "datasets.Dataset.from_csv(FILE).to_json('FILE.jsonl')"
+        cure = (
+            f"give its folder, {path.parent}"
+            if table_format(path, TEXTS)
+            else f"unpack it, or pack it as {' or '.join(COMPRESSIONS)}"
+            if path.suffix.lower() in OTHER_PACKED
+            else "convert it, for example with datasets.Dataset.from_csv(FILE).to_json('FILE.jsonl')"
         )
+        raise ValueError(f"{path} is no {', '.join(TABLES)} file: {cure}")
     return table_format(path) is None
 
 
@@ -184,7 +189,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
     """The suffix of a file without its compression, in lower case, if it is one of `suffixes`."""
-    name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     suffix = name.suffix.lower()
     return suffix if suffix in suffixes else None
 
@@ -198,11 +203,11 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         with path.open("rb") as file:
-            if path.suffix == ".gz":
+            if path.suffix.lower() == ".gz":
                 if not path.stat().st_size:  # read as the end of a whole file
                     raise EOFError("it is empty")
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=file))
-            elif path.suffix == ".zst":
+            elif path.suffix.lower() == ".zst":
                 yield io.BufferedReader(_Blocks(_zstd_blocks(file)))
             else:
                 yield file
@@ -328,7 +333,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
             # The names stand in a line below.
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
-            f"{source} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded "
+            f"{source} is not a {', '.join(TABLES)} file, not a folder, and cannot be loaded "
             "from the hub: "
             f"{reason}"
         ) from error

@@ -248,6 +248,11 @@ def held_out_prompts(
             seen.add(key)
             prompts.append(prompt)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+    if conversations and left_out["plain texts"] == len(conversations):
+        raise ValueError(
+            "plain texts hold no prompt to measure on: give some with --data.prompts FILE (of "
+            "eval, --prompts)"
+        )
     if not prompts:
         raise ValueError(
             f"none of {len(conversations):,} conversations has a prompt of at most {max_length} "

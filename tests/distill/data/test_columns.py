@@ -91,6 +91,10 @@ FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
         ({"instruction": "", "input": "how tall?", "completion": "", "output": "3 m"}, CHAT),
         ({"messages": [{"role": "user", "content": "", "value": "how tall?"}, ANSWER]}, CHAT),
         ({"messages": CHAT, "tools": "null", "cut": "false"}, CHAT),
+        ({"messages": [], "prompt": "how tall?", "completion": "3 m"}, CHAT),
+        ({"conversations": "[]", "chosen": CHAT, "rejected": CHAT}, CHAT),
+        ({"question": 7, "answer": 2}, ["7", "2"]),
+        ({"messages": [QUESTION, {"role": "assistant", "content": 2}]}, ["how tall?", "2"]),
     ],
 )
 def test_common_names_are_read(row: dict[str, Any], expected: list[Any]) -> None:
@@ -272,6 +276,13 @@ def test_a_text_after_a_call_and_a_second_thought_are_turns_of_their_own() -> No
             {"system": "Be a guide.", "messages": [{"role": "system", "content": "Sing."}, *CHAT]},
             "with two system prompts",
         ),
+        *(
+            (
+                {"question": "how tall?", "answer": answer},
+                "with a column answer that is neither text nor a list",
+            )
+            for answer in (2.0, True, {"text": "3 m"})
+        ),
         ({"messages": "how tall?"}, "with a column messages that is not JSON"),
         ({"messages": 5}, "with a column messages that is not a list"),
         *(
@@ -377,10 +388,15 @@ def test_files_that_are_not_read_are_counted_and_can_be_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (table := tmp_path / "a.csv").write_text("prompt,completion\nhow tall?,3 m\n")
-    for source in (tmp_path, table):
-        with pytest.raises(ValueError, match=r"\.csv") as ended:
+    (text := tmp_path / "a.txt").write_text("how tall?")
+    (packed := tmp_path / "a.jsonl.xz").write_bytes(b"")
+    for source, words in ((table, "from_csv"), (text, "give its folder"), (packed, "unpack it")):
+        with pytest.raises(ValueError, match=rf"\{source.suffix}.*{words}") as ended:
             load_conversations(str(source))
         assert "\n" not in str(ended.value)
+    text.unlink(), packed.unlink()
+    with pytest.raises(ValueError, match=r"\.csv"):
+        load_conversations(str(tmp_path))
     (tmp_path / "B.JSONL").write_text(json.dumps({"prompt": "how tall?", "completion": "3 m"}))
     assert [c["messages"] for c in load_conversations(str(tmp_path))] == [CHAT]
     assert "files not read: 1 .csv" in capsys.readouterr().out

@@ -233,7 +233,7 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
             r"line 1.* type image\b",
         ),
-        ('{"messages": [{"role": "user", "content": 5}]}', r"content.*line 1: .*\bint\b"),
+        ('{"messages": [{"role": "user", "content": 0.5}]}', r"content.*line 1: .*\bfloat\b"),
         ('{"messages": null}', "line 1.*`messages`"),
         ('{"prompt": "\\ud83d"}', "surrogate"),
         ('{"prompt": "a", "tools": "a hammer"}', r"definition.*JSON.*character 0"),
@@ -275,14 +275,14 @@ def test_unusable_rows_are_skipped_and_counted_by_reason_in_one_line(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
-        b'{"prompt": "a"}\n{"prompt"\n\xff\n{"prompt": 7}\n5\n{"prompt"\n{"text": "b"}\n'
+        b'{"prompt": "a"}\n{"prompt"\n\xff\n{"prompt": 7.5}\n5\n{"prompt"\n{"text": "b"}\n'
     )
     assert len(load_conversations(str(path))) == 2
     columns, line = capsys.readouterr().out.splitlines()
     assert "columns read: prompt, text; not read: none" in columns
     assert "a.jsonl: 7 rows read, 2 used, 5 skipped: 2 not JSON (first: line 2: " in line
     assert "1 not UTF-8 (first: line 3" in line
-    assert "1 with a conversation that is not a list (first: line 4" in line
+    assert "1 with a column prompt that is neither text nor a list (first: line 4" in line
     assert "1 not a JSON object (first: line 5)" in line
 
 
@@ -310,7 +310,7 @@ SHAREGPT_READ = [
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
+@pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl", "lines.ndjson"])
 def test_sharegpt_is_read_as_a_list_or_as_lines_compressed_or_not(
     tmp_path: Path, name: str, compression: str
 ) -> None:

@@ -275,6 +275,12 @@ def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn() -> None:
     assert labelled(CHAT_TEMPLATE, conversation) == ["one<|end|>two"]
 
 
+def test_plain_texts_have_no_prompts_to_measure_on() -> None:
+    texts = [{"messages": [{"role": "text", "content": "abcdefgh"}], "domain": "notes"}]
+    with pytest.raises(ValueError, match=r"--data\.prompts"):
+        held_out_prompts(texts, make_tokenizer(CHAT_TEMPLATE), num_prompts=1, max_length=8)
+
+
 def test_plain_text_is_all_label_and_cut_into_windows() -> None:
     document = {"messages": [{"role": "text", "content": "abcdefgh " * 20}], "domain": "notes"}
     tokenizer = make_tokenizer(None)
