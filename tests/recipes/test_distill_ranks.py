@@ -63,7 +63,7 @@ def launch(
         recipe,
     ]
     return subprocess.run(
-        [*command, *(part for pair in arguments.items() for part in pair), *flags],
+        [*command, *(part for pair in arguments.items() if pair[0] not in flags for part in pair), *flags],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
     )  # fmt: skip
 
