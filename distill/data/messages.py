@@ -10,7 +10,7 @@ from redraft.distill.data.rows import UnusableRowError
 
 Message = dict[str, Any]
 """`role` and `content`, a text. An assistant's may have `reasoning`, a text, `tool_calls`, as in the
-chat API but with the arguments as an object, and `cut` if the server cut it. A tool's result has
+chat API but with the arguments as an object, `cut` if the server cut it, and `unlearned`. A tool's result has
 `name` or `tool_call_id` if the data has them. A content of several texts has `parts`, a list of
 them.
 """
@@ -52,6 +52,11 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 FINISHES = ("finish_reason", "stop_reason")
 """Keys of an answer, or columns about a row's last, with the reason for which it ended, in OpenAI's
 and in Anthropic's API.
+"""
+
+VERDICTS = ("weight", "train")
+"""Keys of an answer that is not to be learned if they are 0 or false, for OpenAI's fine-tuning and
+for axolotl.
 """
 
 CUTS = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
@@ -188,7 +193,9 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     if speaker == "assistant":
         known += [REASONING_FIELDS, CALL_KEYS]
         _add_reasoning_and_calls(message, raw, content, unread)
-        known += [[key] for key in FINISHES]
+        known += [[key] for key in (*FINISHES, *VERDICTS)]
+        if any(raw.get(key) in (0, False) for key in VERDICTS if raw.get(key) is not None):
+            message["unlearned"] = True
         if any(is_cut_reason(raw.get(key)) for key in FINISHES):
             message["cut"] = True
     if speaker == "tool":
@@ -219,6 +226,8 @@ def join_turns(messages: Iterable[Message]) -> list[Message]:
 
 def _continues_turn(first: Message, second: Message) -> bool:
     if not first["role"] == second["role"] == "assistant" or "cut" in first:
+        return False
+    if first.get("unlearned") != second.get("unlearned"):
         return False
     # Templates write a thought, then a text, then calls: in another order, they are turns.
     is_text_after_call = "tool_calls" in first and second["content"].strip()

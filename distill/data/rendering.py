@@ -167,6 +167,9 @@ class Renderer:
             is_ended = i != cut and not is_cut(messages[i])
             if not _is_answer(messages[i]) and (is_ended or not split_reasoning(messages[i])):
                 continue
+            if messages[i].get("unlearned"):
+                refused["which the data marks as not to be learned"] += 1
+                continue
             try:
                 turn = self._write(
                     context[:i],

@@ -535,6 +535,14 @@ def test_an_answer_that_the_server_cut_has_no_end_wherever_it_stands() -> None:
     assert "scat<|im_end|>" in turns[1].prompt  # as the server writes it when it is sent back
 
 
+@pytest.mark.parametrize("verdict", [{"weight": 0}, {"train": False}])
+def test_an_answer_that_the_data_marks_is_read_and_not_learned(verdict: dict[str, Any]) -> None:
+    messages = [user("a"), say("bad", **verdict), user("b"), say("good", weight=1)]
+    ((turn,), refused, _) = write_turns("llama3", {"messages": messages})
+    assert ("bad<|eot_id|>" in turn.prompt, turn.answer) == (True, "good<|eot_id|>")
+    assert refused == {"which the data marks as not to be learned": 1}
+
+
 def test_parts_are_detected_as_vllm_detects_them() -> None:
     hf = pytest.importorskip("vllm.renderers.hf")
     templates = [*(make_tokenizer(name).chat_template for name in template_names())]
