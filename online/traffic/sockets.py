@@ -109,7 +109,7 @@ class _Bounded(asyncio.Protocol):
     body_bytes = 0  # of the newest request
     has_piece = False  # of a body in the bytes just received, even if it is answered already
     is_in_head = False
-    unanswered: Sequence[Any] = ()  # uvicorn's states of requests before the newest
+    unanswered: Sequence[Any] = ()  # uvicorn's states of requests without a whole answer
 
     def data_received(self, data: bytes) -> None:
         before, self.has_piece = self.cycle, False
@@ -162,12 +162,12 @@ class _Bounded(asyncio.Protocol):
         if not self.transport.is_closing():
             super().send_400_response(msg)  # type: ignore[misc]
 
-    def eof_received(self) -> None:
-        # The transport closes now, so an answer cannot arrive any more.
-        self._give_up()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._give_up()  # uvicorn ends the newest request only, which need not be the running one
+        # uvicorn ends the newest request only, which need not be the running one.
+        for cycle in self.unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -181,12 +181,6 @@ class _Bounded(asyncio.Protocol):
         if not self.transport.is_closing():
             self.transport.write(REFUSED_HEAD)
             self.transport.close()
-
-    def _give_up(self) -> None:
-        for cycle in (*self.unanswered, self.cycle):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
 
 
 BoundedProtocol = type("BoundedProtocol", (_Bounded, AutoHTTPProtocol), {})
