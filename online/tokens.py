@@ -20,11 +20,27 @@ def read_token(path: Path) -> str:
         ValueError: if the file holds no token, or others can read it.
         OSError: if it cannot be read.
     """
+    return check_token(_read_private(path), str(path))
+
+
+def read_key(path: Path) -> str:
+    """The key of a server in `path`. It is not ours, so it may be short.
+
+    Raises:
+        ValueError: if the file holds no key, or others can read it.
+        OSError: if it cannot be read.
+    """
+    key = _read_private(path)
+    if not _TOKEN.fullmatch(key):
+        raise ValueError(f"{path} holds no key: it must be one line of ASCII")
+    return key
+
+
+def _read_private(path: Path) -> str:
     with path.open() as file:
         # Of the open file: the path could name another one by the time it is read.
         _require_private(path, os.fstat(file.fileno()).st_mode)
-        token = file.read().strip()
-    return check_token(token, str(path))
+        return file.read().strip()
 
 
 def check_token(token: str, source: str) -> str:

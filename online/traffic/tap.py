@@ -26,7 +26,7 @@ from redraft.online.records.guard import Guard
 from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
-from redraft.online.tokens import read_token
+from redraft.online.tokens import read_key
 from redraft.online.traffic.server_check import ServerCheck
 from redraft.online.traffic.tap_messages import (
     Answer,
@@ -74,7 +74,7 @@ class Tap:
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
-        key = read_token(config.key_file) if config.key_file else ""
+        key = read_key(config.key_file) if config.key_file else ""
         self.check = ServerCheck(config.logprobs, self.guard, defaults, key)
         self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 from types import MappingProxyType
 
 import httpx
@@ -243,6 +244,15 @@ async def test_the_operators_key_is_taken_if_there_is_one(tmp_path):
         assert await ask_with(client, "own") == 200
         assert tap.counts["captured_requests"] == 1
     assert {key for _, key, _ in asked} == {"Bearer own"}
+
+
+@pytest.mark.parametrize("content", ["", "two\nlines", "kéy"])
+def test_a_file_without_a_key_is_refused_by_name(tmp_path, content):
+    key_file = tmp_path / "key"
+    key_file.write_text(content)
+    key_file.chmod(0o600)
+    with pytest.raises(ValueError, match=re.escape(str(key_file))):
+        Tap(TapConfig(spool=tmp_path, key_file=key_file), "target")
 
 
 @in_event_loop
