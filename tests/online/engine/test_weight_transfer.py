@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from redraft.online.engine import swap
 from redraft.online.engine.trainer_files import (
     OutsideError,
     describe_target,
@@ -161,8 +162,6 @@ def test_after_a_load_that_vllm_cannot_end_every_layer_has_its_weights() -> None
     )
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
-    from redraft.online.engine.swap import end_load
-
     model = nn.Sequential(*(Layer() for _ in range(4)))
     record_metadata_for_reloading(model)
 
@@ -184,8 +183,33 @@ def test_after_a_load_that_vllm_cannot_end_every_layer_has_its_weights() -> None
             load(3, torch.ones(3, 1))
         with pytest.raises(AssertionError, match=r"3, 1"):
             finalize_layerwise_reload(model, model_config)
-        end_load(model, model_config)
+        swap.end_load(model, model_config)
         assert weights() == [16] * 4
         load(4, torch.full((2, 2), 4.0))
         finalize_layerwise_reload(model, model_config)
         assert weights() == [32] * 4
+
+
+class Draft(nn.Sequential):
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            weight: Any = self.get_parameter(name)
+            weight.weight_loader(weight, tensor)
+
+
+def test_a_draft_that_vllm_cannot_load_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    draft = Draft(*(Layer() for _ in range(3)))
+    record_metadata_for_reloading(draft)
+    runner = SimpleNamespace(get_draft_model=lambda: draft, get_model=lambda: nn.Module())
+    speculative = SimpleNamespace(draft_model_config=None)
+    worker = SimpleNamespace(
+        model_runner=runner, vllm_config=SimpleNamespace(speculative_config=speculative)
+    )
+    monkeypatch.setattr(swap, "loading", lambda worker: torch.no_grad())
+    new = torch.full((2, 2), 2.0)
+    bad = {"0.up": new, "0.gate": new, "1.up": new, "1.gate": torch.ones(3, 1)}
+    with pytest.raises(AssertionError, match=r"3, 1"):
+        swap.load_draft(worker, bad)
+    assert [layer.up.sum().item() for layer in draft] == [8, 4, 4]
