@@ -386,7 +386,7 @@ def test_without_records_there_is_no_learner_and_the_newest_version_drafts(
 
 
 def test_members_that_end_in_any_way_leave_the_list_and_what_others_wrote_stays(tmp_path):
-    folder, written = tmp_path, 'url = "http://10.0.0.5:8000"\ndomain = "code"\n'
+    folder, written = tmp_path, 'url = "http://10.0.0.5:8000"\ntoken_file = "other"\n'
     (folder / "fleet.toml").write_text(f"[[servers]]\n{written}")
     script = (
         "import sys, time, pathlib; from redraft.recipes.serve.up_folder import listed\n"
