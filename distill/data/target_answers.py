@@ -18,6 +18,7 @@ from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.heads.files.artifact import naming
 from redraft.heads.files.replaced import PREVIOUS, drop_previous, set_aside, undo_move
 from redraft.heads.progress import Progress
 
@@ -242,9 +243,10 @@ class _Regeneration:
             if self.replaces:
                 set_aside([self.output], previous_answers(self.output))
             self.file = self.output.open("a", encoding="utf-8")
-        self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())  # an answer costs seconds of a server, a sync milliseconds
+        with naming(self.output):
+            self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())  # an answer costs seconds of a server, a sync milliseconds
         self.stats.done += 1
         self.stats.cut += row["cut"]
 

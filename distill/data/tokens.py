@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import manifest, publish, require_sizes
+from redraft.heads.files.lock import wait_for
 from redraft.heads.files.target_folder import writes_date
 
 ABOUT = "about.json"
@@ -128,7 +129,19 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
         before = json.loads((other / ABOUT).read_text())["origin"]
         changed = [name for name in origin if before.get(name) != origin[name]]
         print(f"the data is tokenised again, because this changed: {', '.join(changed)}")
-    publish(folder, lambda partial: _write(partial, origin, make()), {}, overwrite=folder.exists())
+    # Several runs may share a root: one writes, and the others read.
+    with wait_for(root / f".{folder.name}.lock", f"another run tokenises the data in {root}"):
+        if not _is_whole(folder):
+            try:
+                publish(
+                    folder,
+                    lambda partial: _write(partial, origin, make()),
+                    {},
+                    overwrite=folder.exists(),
+                )
+            except FileExistsError:  # by another run, without locks in the file system
+                if not _is_whole(folder):
+                    raise
     # Last: a kill before this leaves the old tokens whole.
     for other in others:
         shutil.rmtree(other)

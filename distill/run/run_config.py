@@ -295,7 +295,8 @@ class TrainConfig:
     """Recompute activations in the backward pass, by layer or (EAGLE, MTP) by draft step: slower,
     with far less memory. Not for Medusa."""
     wandb: str | None = None
-    """Weights & Biases project to log to; by default none. Without a login the log is kept offline.
+    """Weights & Biases project to log to, or ENTITY/PROJECT; by default none. Without a login the
+    log is kept offline.
     """
 
 

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from redraft.distill.data.day import choose_day
-from redraft.heads.files.artifact import find_foreign, publish, verify, write_whole
+from redraft.heads.files.artifact import find_foreign, naming, publish, verify, write_whole
 from redraft.heads.files.lock import NO_LOCKS, describe_missing
 from redraft.heads.files.replaced import (
     PREVIOUS,
@@ -277,7 +277,8 @@ class RunFolder:
         self.metrics.append(entry)
         self.accelerator.log(values, step=step)
         if self.accelerator.is_main_process:
-            with (self.folder / "metrics.jsonl").open("a") as file:
+            path = self.folder / "metrics.jsonl"
+            with naming(path), path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:

@@ -14,10 +14,14 @@ without reading terabytes first.
 B = batch, T = tokens, N = rows.
 """
 
+import errno
 import hashlib
 import json
+import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -34,7 +38,13 @@ from redraft.distill.data.samples import Sample, data_hash
 from redraft.distill.signal.apart import documents
 from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal, label_rows
-from redraft.heads.files.artifact import require_space, sync, write_whole
+from redraft.heads.files.artifact import (
+    ABANDONED_S,
+    is_full,
+    require_space,
+    sync,
+    write_whole,
+)
 from redraft.heads.files.folder import read_as
 from redraft.heads.progress import Progress
 
@@ -214,14 +224,23 @@ def _write_shard(
         "crcs": torch.tensor(crcs, dtype=torch.int64),
     }
     names = list(kept[0]) if kept else []
-    # A shard under its final name is complete: a killed writer leaves only a .partial file, which
-    # is overwritten.
-    partial = path.with_suffix(".partial")
-    save_file(
-        tensors | {name: torch.cat([tensors[name] for tensors in kept]) for name in names}, partial
-    )
-    sync(partial)
-    partial.replace(path)
+    # A shard under its final name is complete. Two runs may write one cache at once, so each has its
+    # own partial file; those of killed writers are removed later.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    for left in path.parent.glob("shard-*.partial"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                left.unlink()
+    whole = {name: torch.cat([tensors[name] for tensors in kept]) for name in names}
+    try:
+        save_file(tensors | whole, partial)
+        sync(partial)
+        partial.replace(path)
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        if not is_full(error):
+            raise
+        raise OSError(errno.ENOSPC, f"no space left for {path} ({error})") from error
 
 
 def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]]:

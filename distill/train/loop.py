@@ -114,6 +114,9 @@ def make_accelerator(
 
     The main process prints the precision (`choose_precision`); wandb writes offline unless somebody
     is logged in.
+
+    Raises:
+        ValueError: wandb refuses the project.
     """
     machine = machine or this_machine()
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
@@ -133,6 +136,8 @@ def make_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation),
         mixed_precision=precision if is_wish else None,
         log_with="wandb" if wandb_project else None,
+        # It would wrap the module, and rename everything in checkpoints and exports.
+        dynamo_backend="no",
         kwargs_handlers=[
             # Gradients live in DDP's buckets, not a second time beside them.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -141,11 +146,30 @@ def make_accelerator(
     )
     if accelerator.is_main_process:
         print(line)
+        if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+            print(f"accelerate's dynamo_backend {backend} is not used: --loop.compile compiles")
     if uses_deepspeed():
         keep_models_whole()
     if wandb_project:
-        accelerator.init_trackers(wandb_project)
+        _start_wandb(accelerator, wandb_project)
     return accelerator
+
+
+def _start_wandb(accelerator: Accelerator, project: str) -> None:
+    """Log to a project, or to ENTITY/PROJECT.
+
+    Raises:
+        ValueError: wandb refuses it.
+    """
+    from wandb.errors import Error  # an optional package
+
+    entity, _, name = project.rpartition("/")
+    try:
+        accelerator.init_trackers(
+            name, init_kwargs={"wandb": {"entity": entity}} if entity else None
+        )
+    except Error as error:
+        raise ValueError(f"wandb refuses --wandb {project}: {error}") from None
 
 
 def train(
@@ -175,6 +199,8 @@ def train(
     if accelerator.is_main_process:
         rows = loop.batch_size * distillation.optim.accumulation * accelerator.num_processes
         print(describe_length(loop, rows, len(data.train.rows)))
+        if distillation.step_index >= loop.steps or _is_past_its_best(run.metrics, loop):
+            print("the training was complete: its draft is published and proven again")
     trainer.train_until(loop.steps, loop)
     if loop.stop_by == "acceptance":
         # All ranks, because the weights of a sharded draft are spread over them.

@@ -242,7 +242,7 @@ class Distillation:
         of the next step. A target that can work ahead gets the signal meanwhile.
 
         Raises:
-            RuntimeError: after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
+            ValueError: after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
         """
         assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
         # Without a scheduler: accelerate would step it per process, DeepSpeed too late.
@@ -317,13 +317,13 @@ class Distillation:
         """Add the gradient of a micro-batch; False if its loss is not finite: DeepSpeed gets none.
 
         Raises:
-            RuntimeError: if DeepSpeed holds earlier gradients.
+            ValueError: if DeepSpeed holds earlier gradients.
         """
         # DeepSpeed makes the step within `backward`, so the loss is read first. Without it,
         # `_update` reads the loss together with the norm, and clears a gradient that is not finite.
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
             if self.optim.accumulation > 1:
-                raise RuntimeError(
+                raise ValueError(
                     "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at "
                     "a lower rate, or "
                     "with --optim.accumulation 1"
@@ -349,7 +349,7 @@ class Distillation:
             (optimizer,) = self.optimizers
             finite = math.isfinite(grad_norm) and not optimizer.step_was_skipped
             if not finite and not optimizer.step_was_skipped:
-                raise RuntimeError(
+                raise ValueError(
                     "DeepSpeed took a step with a gradient that is not finite; resume at a lower "
                     "rate"
                 )
@@ -392,13 +392,13 @@ class Distillation:
         return total
 
     def _note(self, *, skipped: bool) -> None:
-        """Count the step. Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped ones."""
+        """Count the step. Raises: ValueError after MAX_SKIPPED_IN_A_ROW skipped ones."""
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise RuntimeError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower "
-                "the rate"
+            raise ValueError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient: lower "
+                "--optim.lr, and run the same command again with another --output"
             )
         self.step_index += 1
 

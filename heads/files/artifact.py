@@ -18,6 +18,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -113,7 +114,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
             if time.time() - left.stat().st_mtime > ABANDONED_S:  # its writer was killed
                 left.unlink()
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
@@ -124,6 +125,16 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
         partial.unlink(missing_ok=True)  # does nothing if it was renamed
     # The rename is a change of the folder. Without this, a power cut may bring the old file back.
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block the name of the file, which a failed write does not have."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sync(path: Path) -> None:
@@ -315,9 +326,16 @@ def safetensors_samples(path: Path) -> Iterator[bytes]:
                 yield file.read(min(SAMPLE_BYTES, end - start))
 
 
+FULL_WORDS = re.compile(
+    rf"os error ({'|'.join(map(str, map(int, FULL_ERRNOS)))})\b"
+    r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
+)
+"""Words of safetensors and of torch's writer, whose exceptions are not OSErrors."""
+
+
 def is_full(error: BaseException) -> bool:
     """Whether the error says that a disk, a quota or a file's limit is full."""
-    return getattr(error, "errno", None) in FULL_ERRNOS
+    return getattr(error, "errno", None) in FULL_ERRNOS or bool(FULL_WORDS.search(str(error)))
 
 
 FULL_BYTES = 16 << 20
@@ -334,14 +352,11 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
         partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
         yield partial
     except Exception as error:
-        # safetensors and torch report a full disk with exceptions that are not OSError
-        if (
-            is_full(error)
-            or "os error 28" in str(error)
-            or shutil.disk_usage(partial).free < FULL_BYTES
-        ):
+        if is_full(error) or shutil.disk_usage(partial).free < FULL_BYTES:
             raise OSError(
-                errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published"
+                errno.ENOSPC,
+                f"no space left on the disk of {folder}, or in your quota or file limit "
+                f"({error}): nothing was published",
             ) from error
         raise
     finally:

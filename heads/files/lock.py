@@ -64,6 +64,28 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
     return descriptor
 
 
+@contextmanager
+def wait_for(path: Path, waiting: str) -> Iterator[None]:
+    """Hold the lock `path` while the block runs, after another process has released it.
+
+    The line `waiting` is printed before a wait. Without locks in the file system, nobody waits.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(waiting, flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def describe_missing(path: Path, error: OSError) -> str:
     """A clause that names the lock and the file system, for an error of `NO_LOCKS`."""
     mount, kind = find_mount(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.proxies import reach_loopback
+from redraft.heads.files.artifact import is_full
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
@@ -241,6 +242,8 @@ def describe_error(error: BaseException) -> str | None:
         httpx is not None and isinstance(error, httpx.HTTPError)
     ):
         return " ".join(str(error).split()) or type(error).__name__
+    if is_full(error):
+        return f"no space left on a disk, or in your quota or file limit: {error}"
     return None
 
 

@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -284,3 +285,28 @@ def test_chunks_in_processes_come_in_order(random_target: Path) -> None:
     assert list(map_in_processes(spell, make, texts, cores=2)) == [
         spell(tokenizer, text) for text in texts
     ]
+
+
+def test_runs_that_share_a_cache_tokenise_once(tmp_path: Path) -> None:
+    made: list[str] = []
+    folders: list[Path] = []
+    one = Sample(
+        input_ids=np.arange(2, dtype=np.int32),
+        loss_mask=np.arange(2) > 0,
+        conversation="00" * 32,
+        domain="",
+    )
+
+    def keep(name: str, before: Callable[[], None] = lambda: None) -> None:
+        def make() -> Content:
+            made.append(name)
+            before()
+            return Content(train=[one], held_out=[one], prompts=list, stats=SampleStats(), say=list)
+
+        folders.append(keep_tokens(tmp_path, {"data": 1}, make, shared=True))
+
+    other = threading.Thread(target=keep, args=("other",))
+    keep("one", other.start)  # the other begins while this one tokenises
+    other.join()
+    assert made == ["one"]
+    assert folders == [folders[0]] * 2

@@ -178,3 +178,39 @@ def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
         assert {name: entry[name] for name in loop._describe(wanted[0])} == loop._describe(
             wanted[entry["step"] - 1]
         )
+
+
+def test_a_dynamo_config_of_accelerate_is_not_used(
+    fresh_accelerator: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would rename every tensor of a checkpoint."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    accelerator = loop.make_accelerator(1, None, None)
+    module = torch.nn.Linear(2, 2)
+    assert accelerator.prepare(module) is module
+    assert "--loop.compile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("project", "found"), [("drafts", (None, "drafts")), ("team/drafts", ("team", "drafts"))]
+)
+def test_wandb_logs_to_a_project_of_an_entity(
+    project: str,
+    found: tuple[str | None, str],
+    fresh_accelerator: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    started: list[tuple[str | None, str]] = []
+    init = wandb.init
+
+    def note(*, project: str, entity: str | None = None, **options: Any) -> Any:
+        started.append((entity, project))
+        return init(project=project, entity=entity, **options)
+
+    monkeypatch.setattr(wandb, "init", note)
+    loop.make_accelerator(1, None, project).end_training()
+    assert started == [found]

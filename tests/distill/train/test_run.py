@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -200,3 +202,17 @@ def test_a_run_that_holds_its_input_or_files_of_others_is_not_replaced(tmp_path:
     refuse("start_from|--start-from", start_from=str(tmp_path / "link"))
     (folder / "checkpoints" / "step-000003-good").mkdir()
     refuse("step-000003-good|another run", start_from="")
+
+
+def test_a_run_begins_where_no_file_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.lockf", without)
+    open_run(tmp_path / "run")
+    warning = capsys.readouterr().out
+    assert f"{tmp_path}/run/.lock" in warning
+    assert os.strerror(errno.ENOSYS) in warning
+    assert "--output" in warning

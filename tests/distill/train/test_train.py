@@ -304,7 +304,7 @@ def test_training_that_only_ever_sees_nan_stops_with_a_reason():
         parameter.data.fill_(math.nan)
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         distillation.step([make_batch([24])])
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(ValueError, match="non-finite"):
         distillation.step([make_batch([24])])
 
 

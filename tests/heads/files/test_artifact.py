@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from redraft.heads.files import artifact
 from redraft.heads.files.artifact import (
     MANIFEST,
+    is_full,
     publish,
     require_free,
     require_space,
@@ -26,6 +27,7 @@ from redraft.heads.files.artifact import (
     write_whole,
 )
 from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.lock import acquire
 
 
 def write_files(folder: Path) -> None:
@@ -353,3 +355,58 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     write_whole(path, "whole")
     assert path.read_text() == "whole"
     assert [file.exists() for file in (left, fresh, other)] == [False, True, True]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_quota_or_a_file_limit_is_a_full_disk(number: int, tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise RuntimeError(f"I/O error: no more (os error {number})")  # as of safetensors
+
+    assert is_full(OSError(number, "no more"))
+    assert not is_full(ValueError(f"os error {number}0"))
+    with pytest.raises(OSError, match=rf"Errno {errno.ENOSPC}.*{tmp_path}/run\b.*quota"):
+        publish(tmp_path / "run", fail, {})
+
+
+def test_a_failed_write_names_its_file(tmp_path: Path) -> None:
+    code = f"""
+import resource
+from pathlib import Path
+import torch
+from redraft.heads.files.artifact import is_full, publish, write_whole
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+folder = Path({str(tmp_path)!r})
+for write in (
+    lambda: write_whole(folder / "one.json", "x" * (2 << 20)),
+    lambda: publish(folder / "two", lambda new: torch.save(torch.ones(1 << 20), new / "a"), {{}}),
+):
+    try:
+        write()
+    except OSError as error:
+        print(is_full(error), error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    one, two = done.stdout.splitlines()
+    assert one.startswith("True ")
+    assert f"{tmp_path}/one.json" in one
+    assert two.startswith("True ")
+    assert f"{tmp_path}/two" in two
+
+
+def test_a_folder_is_published_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", without)
+    for text in ("old", "new"):
+        publish(
+            tmp_path / "run",
+            lambda new, text=text: (new / "a").write_text(text),
+            {},
+            overwrite=True,
+        )
+    assert (tmp_path / "run" / "a").read_text() == "new"
+    with pytest.raises(OSError, match=rf"{tmp_path}/lock .*locks.*local disk"):
+        acquire(tmp_path / "lock", "a learner")
