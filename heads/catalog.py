@@ -333,6 +333,17 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
                 "weights from before quantization"
             )
         return family
+    # A state dict that was saved of a wrapper: a prefix stands before every name that fits.
+    for name in sorted(names):
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            prefix, rest = ".".join(parts[:depth]), ".".join(parts[depth:])
+            inside = [other.removeprefix(f"{prefix}.") for other in names]
+            if match_tensors([rest]) and (family := match_tensors(inside)) is not None:
+                raise ValueError(
+                    f"{folder} has {family.title} tensors that begin with {prefix}., such as "
+                    f"{name}: save them again without this prefix"
+                )
     example = min(names, default="none")
     raise ValueError(
         f"{folder} holds no draft of a known family: its tensors are such as {example}"

@@ -142,11 +142,16 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """
     # vLLM's default for EAGLE-3. For 4 layers it is (2, 2, 1), and refused below.
     layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
+    flag = "--head.aux-layer-ids"
     if list(layers) != sorted(set(layers)):
+        if chosen:
+            raise ValueError(f"{flag} {layers}: give distinct layers, ascending")
+        some = sorted({0, (num_layers + 1) // 2, num_layers})
         raise ValueError(
-            f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending"
+            f"a target of {num_layers} layers is too shallow for the default aux layers "
+            f"{layers}: choose some, e.g. {flag} {' '.join(map(str, some))}"
         )
     # num_layers is allowed: the stream after the last layer, before the final norm.
     if layers[0] < 0 or layers[-1] > num_layers:
-        raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
+        raise ValueError(f"{flag} {layers}: the target has layers 0 to {num_layers}")
     return layers

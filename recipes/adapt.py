@@ -25,7 +25,7 @@ from typing import Any
 from redraft.distill.run.run_config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
-from redraft.heads.files.folder import CONFIG, fetch_model, read_config, tensor_files
+from redraft.heads.files.folder import fetch_model, read_config, tensor_files
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.options import Standalone
 from redraft.recipes.cli.run import Recipe
@@ -48,11 +48,16 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
             "them."
         )
         raise SystemExit(0)
+    if args[0].startswith("-"):
+        raise ValueError(
+            f"{prog} needs OLD, the folder of an exported draft, first, before {args[0]}"
+        )
     old = fetch_model(args[0])
-    if not (old / CONFIG).is_file():
+    if not old.is_dir():
         raise FileNotFoundError(
             f"there is no draft in {old}: give the folder or the hub name of an exported draft"
         )
+    read_config(old)  # names the draft of a run's folder
     family = detect_family(old)
     if family.training is None:
         raise ValueError(

@@ -58,9 +58,12 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         print(f"usage: {prog} FAMILY [flags]\n\n{__doc__}\nFAMILY is one of {', '.join(names)}.")
         print(f"{prog} FAMILY --help prints the usual flags of a family, --help-all all of them.")
         raise SystemExit(0)
-    if args[0] not in names:
-        raise ValueError(f"there is no family {args[0]} to train: choose one of {', '.join(names)}")
-    family = find_family(args[0])
+    name, choice = args[0], f"choose one of {', '.join(names)}"
+    if name.startswith("-"):
+        raise ValueError(f"{prog} needs the FAMILY first, before {name}: {choice}")
+    if name not in names:
+        raise ValueError(f"there is no family {name} to train: {choice}")
+    family = find_family(name)
     recipe = Recipe(
         main=functools.partial(main, family),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
@@ -68,7 +71,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         description=f"Train a draft of the family {family.title}, prove it in a real vLLM, and "
         "report.",
         common=COMMON,
-        prog=f"{prog} {args[0]}",
+        prog=f"{prog} {name}",
     )
     return recipe, args[1:]
 

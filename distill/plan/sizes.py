@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from redraft.heads.files.checkpoint import load_config
-from redraft.heads.files.folder import quantization_section
+from redraft.heads.files.checkpoint import load_config, model_class
+from redraft.heads.files.folder import CONFIG, quantization_section
 
 
 def _llama(
@@ -58,15 +58,21 @@ def find_sizes(name: str) -> Any:
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)
+    # Of a config.json in a model folder, the folder: it may have further files.
+    source = path.parent if path.name == CONFIG else path
+    if path.exists():
+        config = load_config(source)
+        model_class(config)
+        return config
     try:
-        return load_config(path.parent if path.name == "config.json" else name)
+        return load_config(name)
     except (OSError, ValueError) as error:
         close = difflib.get_close_matches(path.name.lower(), KNOWN, n=1)
         hint = (
             f"did you mean {close[0]}?" if close else f"known without the hub: {', '.join(KNOWN)}"
         )
         raise ValueError(
-            f"there is no config of a model {name}: give a folder or a config.json; {hint}"
+            f"there is no config of a model {name} ({error}): give a folder or a {CONFIG}; {hint}"
         ) from error
 
 

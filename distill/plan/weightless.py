@@ -86,15 +86,20 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     # By id: the arguments live until the results are made, so no id is taken twice.
     given: dict[int, Tensor] = {}
 
+    # The meta kernel of a grouped product takes bfloat16 alone; those of devices take float32 too.
+    widened = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+
     def strip(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return META if isinstance(x, torch.device) else x
         plain = _strip(x)
         given[id(plain)] = x
-        return plain
+        return plain.bfloat16() if widened and x.is_floating_point() else plain
 
     def dress(x: Any) -> Any:
-        return given.get(id(x)) if id(x) in given else Weightless(x) if isinstance(x, Tensor) else x
+        if id(x) in given or not isinstance(x, Tensor):
+            return given.get(id(x), x)
+        return Weightless(x.to(args[0].dtype) if widened else x)
 
     try:
         # PyTorch's meta kernels work out shapes and strides, and compute nothing.

@@ -85,7 +85,19 @@ def load_target(
     model = load_causal_lm(
         target.name, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`"
     )
+    require_finite(model, f"the target {target.name}")
     return model.to(device).requires_grad_(False).eval()
+
+
+def require_finite(model: torch.nn.Module, name: str) -> None:
+    """Raise ValueError, with its name, if a weight of a model is not a number or infinite."""
+    for weight, values in model.named_parameters():
+        if values.is_meta or not values.is_floating_point():
+            continue
+        # In parts: the comparison makes a tensor of booleans.
+        flat = values.detach().flatten()
+        if not all(bool(part.isfinite().all()) for part in torch.split(flat, 1 << 26)):
+            raise ValueError(f"{name} has values in {weight} that are not finite: fetch it again")
 
 
 def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
@@ -160,9 +172,16 @@ def _tokenise(
         unseen = [*held_out, *asked]
     train, overlap = remove_overlap(train, unseen)
     if not train or not held_out:
+        num_questions = len(set(map(split_key, conversations)))
+        found = f"{len(train)} conversations to train on and {len(held_out)} held out"
+        if num_questions == 1 and len(conversations) > 1:
+            raise ValueError(
+                f"{data.source}: all {len(conversations)} conversations have the same first "
+                "question, and answers to one question are never split: add other questions"
+            )
         raise ValueError(
-            f"{data.source}: {len(train)} conversations to train on and {len(held_out)} held out; "
-            "give more data or change --data.held-out"
+            f"{data.source}: {found}, of {num_questions} first questions; give more data or change "
+            "--data.held-out"
         )
     stats, held_out_stats = SampleStats(), SampleStats()
     stream = functools.partial(

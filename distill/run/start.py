@@ -14,7 +14,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from redraft.distill.data.vocabulary import frequent_ids
-from redraft.distill.run.inputs import live_signal
+from redraft.distill.run.inputs import live_signal, require_finite
 from redraft.distill.run.run_config import HeadConfig, StandaloneConfig
 from redraft.distill.signal.parts import (
     is_whole,
@@ -48,7 +48,9 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
     cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
         _say(run, f"the draft starts as {cfg.draft}")
-        return make_draft(cfg.draft, run.model, run.opened.tokenizer, cfg.loop.seed)
+        draft = make_draft(cfg.draft, run.model, run.opened.tokenizer, cfg.loop.seed)
+        require_finite(draft, f"the draft {cfg.draft.checkpoint or ''}".strip())
+        return draft
     if cfg.start_from is not None:
         return _continue(run, cfg)
     if cfg.init == "native":
@@ -87,7 +89,9 @@ def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
     """The head of `--start-from`, with the options of its training."""
     assert cfg.start_from is not None
     trained_for = read_provenance(cfg.start_from).target_fingerprint
-    return run.load(cfg.start_from, has_moved=trained_for not in ("", run.opened.fingerprint))
+    head = run.load(cfg.start_from, has_moved=trained_for not in ("", run.opened.fingerprint))
+    require_finite(head, f"the head {cfg.start_from}")
+    return head
 
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:

@@ -67,6 +67,7 @@ from redraft.heads.files.folder import check_model_folder, fetch_model, fingerpr
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.served_target import require_aux
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.nn.causal_lm import decoder_layers, final_norm
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token
 from redraft.heads.options import LayerSizes, Windows
@@ -133,6 +134,7 @@ class Run:
             else self.opened
         )
         self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
+        self._require_parts()
         self.target = Target.from_model(self.model)
         self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
@@ -145,6 +147,17 @@ class Run:
     def _rewrites(self) -> bool:
         """Whether the target is rewritten into a layout with room for the head."""
         return isinstance(self.cfg, HeadConfig) and getattr(self.cfg.head, "as_mimo", False)
+
+    def _require_parts(self) -> None:
+        """Refuse, before the data is tokenised, a target without the parts that a head reads."""
+        cfg = self.cfg
+        if not isinstance(cfg, HeadConfig):
+            return
+        starts_as_target = cfg.start_from is None and cfg.init not in ("random", "native")
+        if self.family.reads == "layers" or starts_as_target:
+            decoder_layers(self.model)
+        if starts_as_target:
+            final_norm(self.model)
 
     def _require_attention(self, machine: Machine) -> None:
         if parse_flag_from_env("ACCELERATE_USE_CPU"):

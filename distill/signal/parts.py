@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from redraft.distill.signal.features import load_part
 from redraft.distill.signal.sharded import is_sharded
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.nn.causal_lm import FINAL_NORMS, final_norm, language_model
+from redraft.heads.nn.causal_lm import FINAL_NORMS, decoder_layers, final_norm
 from redraft.heads.target import norm_scale
 
 IN_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
@@ -30,13 +30,13 @@ among them.
 def is_whole(model: Any) -> bool:
     """Whether this process holds the values of all layers of a target."""
     return not is_sharded(model) and not any(
-        weight.is_meta for weight in language_model(model).layers.parameters()
+        weight.is_meta for weight in decoder_layers(model).parameters()
     )
 
 
 def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
     """The last `count` decoder layers and the final norm. Raises: as `final_norm`."""
-    return list(language_model(model).layers[-count:]), final_norm(model)
+    return list(decoder_layers(model)[-count:]), final_norm(model)
 
 
 def read_last_layers(
@@ -90,7 +90,7 @@ def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tenso
     Raises:
         ValueError: a norm is of another kind.
     """
-    layers, final = language_model(model).layers, final_norm(model)
+    layers, final = decoder_layers(model), final_norm(model)
     norms = [
         getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids
     ]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from redraft.heads.files.checkpoint import load_causal_lm, new_model
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.nn.causal_lm import language_model
+from redraft.heads.nn.causal_lm import decoder_layers, language_model
 
 ROOM_FOR_TARGET = 0.4
 """Share of a device's memory that a target may take, if the machines need not share it. The rest is
@@ -125,7 +125,7 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     # are read outside of a pass too.
     mesh = _make_mesh(model, device)
     decoder = language_model(model)
-    layers = list(decoder.layers)
+    layers = list(decoder_layers(model))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     inside = {id(p) for layer in layers for p in layer.parameters()}

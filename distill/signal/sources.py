@@ -32,6 +32,7 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, la
 from redraft.heads.families.standalone import ATTENTION_TYPES
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import (
+    decoder_layers,
     find_rule,
     language_model,
     prefix_arguments,
@@ -151,7 +152,7 @@ class InProcessTarget:
         a hook, and would be cut out of every graph.
         """
         if not is_sharded(self.model):
-            self._compiled = list(self._decoder.layers)
+            self._compiled = list(decoder_layers(self.model))
 
     def _head(self) -> Tensor:
         weight_VD: Tensor = self.model.get_output_embeddings().weight
@@ -186,10 +187,10 @@ class InProcessTarget:
         handles = []
         for k in self.aux_layers:
             if k == 0:  # the first layer's input, because a model may scale the embeddings first
-                layer = self._decoder.layers[0]
+                layer = decoder_layers(self.model)[0]
                 handles.append(layer.register_forward_pre_hook(lambda _, args: keep(0, args)))
             else:
-                layer = self._decoder.layers[k - 1]
+                layer = decoder_layers(self.model)[k - 1]
                 handles.append(
                     layer.register_forward_hook(lambda _, __, output, k=k: keep(k, output))
                 )

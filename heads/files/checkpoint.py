@@ -64,6 +64,8 @@ def model_class(config: Any) -> Any:
         ValueError: none.
     """
     register_models()
+    if encoder := next((name for name in config.architectures or () if "MaskedLM" in name), None):
+        raise ValueError(f"{encoder} is an encoder: give a causal language model")
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
             return kind
@@ -125,14 +127,19 @@ file.
 
 
 def load_config(name_or_path: str | Path) -> Any:
-    """The `transformers` config of a model, by folder or hub name.
+    """The `transformers` config of a model, by folder, hub name or JSON file.
 
     Raises:
         FileNotFoundError
         ValueError: the name is a GGUF file, or the config is unreadable.
     """
-    folder = open_folder(name_or_path)
-    read_config(folder)
+    path = Path(name_or_path)
+    if path.suffix == ".json" and path.is_file():  # a config.json of any name
+        read_json(path)
+        folder, what = path, str(path)
+    else:
+        folder, what = open_folder(name_or_path), f"the {CONFIG} of {name_or_path}"
+        read_config(folder)
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except CONFIG_ERRORS as error:
@@ -140,9 +147,7 @@ def load_config(name_or_path: str | Path) -> Any:
         # transformers looks for `torch.bfloat16` as a name in torch.
         if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
             field = ': write "dtype": "bfloat16" in place of "torch.bfloat16"'
-        raise ValueError(
-            f"cannot read the config.json of {name_or_path}: {_reason(error, folder)}{field}"
-        ) from error
+        raise ValueError(f"cannot read {what}: {_reason(error, folder)}{field}") from error
 
 
 def load_text_config(name_or_path: str | Path) -> Any:
@@ -246,8 +251,7 @@ def _reason(error: Exception, folder: Path) -> str:
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its own folder (auto_map), which redraft does not run: save "
-            "the tokenizer as a "
-            "tokenizer.json, or choose a model of a type that transformers has"
+            "the tokenizer as a tokenizer.json, or choose a model of a type that transformers has"
         )
     try:
         for path in sorted(folder.glob("*.json")):

@@ -30,6 +30,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+MISTRAL_CONFIG = "params.json"
 GENERATION_CONFIG = "generation_config.json"
 MODELOPT = "hf_quant_config.json"
 """File beside config.json in which ModelOpt names the quantization."""
@@ -82,7 +83,15 @@ def read_config(folder: Path) -> dict[str, Any]:
             "give the merged model"
         )
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
+        reason = "it is not a model folder"
+        if (folder / MISTRAL_CONFIG).is_file():
+            reason = (
+                f"its {MISTRAL_CONFIG} is Mistral's own layout, which redraft does not read; get the "
+                "model in the layout of transformers"
+            )
+        elif (folder / "draft" / CONFIG).is_file():
+            reason = f"it is the folder of a run; did you mean {folder / 'draft'}?"
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}: {reason}")
     return read_json(folder / CONFIG)
 
 

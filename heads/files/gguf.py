@@ -94,6 +94,8 @@ def read_header(path: Path) -> GgufHeader:
                 "general.architecture",
                 "general.name",
                 "general.license",
+                "general.type",
+                "split.count",
                 "tokenizer.ggml.eot_token_id",
             )
             if key in reader.fields
@@ -103,6 +105,16 @@ def read_header(path: Path) -> GgufHeader:
         raise ValueError(
             f"{path} is truncated or corrupt ({first_line(error)}): fetch it again"
         ) from error
+    if (parts := int(fields.get("split.count", 0))) > 1:
+        raise ValueError(
+            f"{path} is one of {parts} parts (split.count): merge them first, with "
+            "llama-gguf-split --merge FIRST_PART OUTPUT"
+        )
+    if fields.get("general.type", "model") != "model":
+        raise ValueError(
+            f"{path} holds {fields['general.type']} weights (general.type), not a model: an adapter "
+            "is merged into its model first, with llama-export-lora"
+        )
     if "general.architecture" not in fields:
         raise ValueError(f"{path} names no architecture: it is not the GGUF file of a model")
     return GgufHeader(

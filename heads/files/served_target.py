@@ -85,9 +85,17 @@ def visible_length(config: Any, asked: int | None = None) -> int:
     """Tokens that a draft of this target sees at once when served: `asked` at most.
 
     With a window in all of the target's layers, vLLM gives it to the draft's.
+
+    Raises:
+        ValueError: nothing says how many.
     """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
-    return min(filter(None, [*lengths, target_window(config)]))
+    lengths.append(target_window(config))
+    if not any(lengths):
+        raise ValueError(
+            f"the config.json of this {config.model_type} does not say max_position_embeddings"
+        )
+    return min(filter(None, lengths))
 
 
 def require_rows(target: TargetFolder) -> None:

@@ -58,6 +58,22 @@ def language_model(model: Any) -> Any:
     return model.model if decoder is model else decoder
 
 
+def decoder_layers(model: Any) -> Any:
+    """The layers of a causal LM's decoder, an nn.ModuleList.
+
+    Raises:
+        ValueError: an older architecture (GPT-2, BLOOM, OPT) or an encoder has none of this name.
+    """
+    layers = getattr(language_model(model), "layers", None)
+    if layers is None:
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) has no `layers` in its decoder, "
+            "from which a draft reads: choose another target, or train a draft that reads its last "
+            "states alone (medusa, mlp-speculator, standalone)"
+        )
+    return layers
+
+
 def final_norm(model: Any) -> nn.Module:
     """The norm between the last layer of a causal LM and the head.
 

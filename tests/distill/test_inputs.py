@@ -281,3 +281,28 @@ def test_a_config_without_a_language_model_is_refused_in_a_line(
         with pytest.raises(ValueError, match="SiglipVisionConfig") as refused:
             load_target(TargetFolder.open(tmp_path), signal, torch.device("cpu"))
         assert "\n" not in str(refused.value)
+
+
+def test_answers_to_one_question_are_named(tmp_path: Path, random_target: Path) -> None:
+    rows = [{"messages": [ask("Write a poem."), say(f"Poem {i}.")]} for i in range(9)]
+    for source, match in (
+        (write_rows(tmp_path / "one.jsonl", rows), r"all 9 conversations .*question"),
+        (
+            write_rows(tmp_path / "two.jsonl", rows[:1]),
+            r"1 first questions.*--data\.held-out",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            load(source, random_target, tmp_path)
+
+
+def test_a_target_with_values_that_are_not_finite_is_named(
+    tmp_path: Path, random_target: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    folder = tmp_path / "target"
+    shutil.copytree(random_target, folder)
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match=rf"{folder} .*layers\.1\.mlp\.up_proj\.weight"):
+        load_target(TargetFolder.open(folder), Signal(), torch.device("cpu"))

@@ -11,7 +11,14 @@ import torch
 from make_heads import make_target
 from safetensors.torch import save_file
 
-from redraft.heads.catalog import FAMILIES, detect_family, find_family, find_method, list_methods
+from redraft.heads.catalog import (
+    FAMILIES,
+    detect_family,
+    detect_family_by_tensors,
+    find_family,
+    find_method,
+    list_methods,
+)
 from redraft.heads.draft import Draft
 from redraft.heads.family import Family
 from redraft.heads.target import Target
@@ -127,3 +134,10 @@ def test_a_head_is_recognised_by_its_tensors_whatever_its_config_says(tmp_path: 
 def test_an_unknown_family_is_refused() -> None:
     with pytest.raises(ValueError, match=r"egale3.*eagle1, eagle3"):
         find_family("egale3")
+
+
+@pytest.mark.parametrize("prefix", ["model", "module.draft_model"])
+def test_a_prefix_before_all_names_is_named(prefix: str, tmp_path: Path) -> None:
+    names = [f"{prefix}.midlayer.self_attn.q_proj.weight", f"{prefix}.fc.weight", "d2t"]
+    with pytest.raises(ValueError, match=rf"begin with {prefix}\."):
+        detect_family_by_tensors(names, tmp_path)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.tensors import read_tensors
-from redraft.heads.target import Target
+from redraft.heads.target import Target, aux_layers
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -48,3 +48,15 @@ def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} .*model\.safetensors\.index\.json"):
         Target.from_folder(tmp_path)
+
+
+def test_default_aux_layers_of_a_shallow_target_are_refused_with_the_flag() -> None:
+    assert aux_layers((), 7) == (2, 3, 4)
+    for num_layers in range(2, 7):
+        with pytest.raises(ValueError, match=r"--head\.aux-layer-ids [\d ]+$") as refused:
+            aux_layers((), num_layers)
+        some = tuple(map(int, str(refused.value).partition("--head.aux-layer-ids ")[2].split()))
+        assert aux_layers(some, num_layers) == some
+    for wrong in ((3, 1), (1, 1), (1, 9)):
+        with pytest.raises(ValueError, match=r"--head\.aux-layer-ids"):
+            aux_layers(wrong, 7)

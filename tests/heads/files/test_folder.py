@@ -11,7 +11,13 @@ import torch
 from local_hub import COMMIT, NAME, NOWHERE, run_with_hub, serve_model
 from safetensors.torch import save
 
-from redraft.heads.files.folder import fetch_model, fingerprint, read_dtype, read_quantization
+from redraft.heads.files.folder import (
+    fetch_model,
+    fingerprint,
+    read_config,
+    read_dtype,
+    read_quantization,
+)
 
 FETCH = "from redraft.heads.files.folder import fetch_model; print(fetch_model('owner/model'))"
 FIND = "from redraft.heads.files.folder import model_folder; print(model_folder('owner/model'))"
@@ -124,3 +130,13 @@ def test_a_file_left_in_the_folder_is_not_a_part_of_the_model(tmp_path: Path) ->
     (tmp_path / "training_args.bin").write_bytes(b"of a trainer")
     (tmp_path / "pytorch_model.bin").write_bytes(b"the same weights again")
     assert fingerprint(tmp_path) == before
+
+
+def test_a_folder_that_is_almost_a_model_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "run" / "draft").mkdir(parents=True)
+    (tmp_path / "run" / "draft" / "config.json").write_text("{}")
+    (tmp_path / "mistral").mkdir()
+    (tmp_path / "mistral" / "params.json").write_text("{}")
+    for name, match in (("run", f"{tmp_path}/run/draft"), ("mistral", r"params\.json .*Mistral")):
+        with pytest.raises(FileNotFoundError, match=match):
+            read_config(tmp_path / name)

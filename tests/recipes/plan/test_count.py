@@ -62,6 +62,7 @@ from redraft.distill.plan.weightless import (
     Count,
     Weightless,
     attention_flops,
+    run_weightless,
 )
 from redraft.heads.catalog import FAMILIES, FamilyName, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
@@ -971,3 +972,41 @@ def test_a_draft_is_wholly_on_the_device_of_the_measurement(family: str) -> None
 def test_without_a_gpu_the_measurement_ends_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_guarded(lambda: training.main(training.Config(gpu=True))) == 2
     assert re.match("redraft: .*GPU.*`redraft plan`", capsys.readouterr().err.splitlines()[-1])
+
+
+def write_config(path: Path, **config: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_a_config_is_read_under_any_name_and_its_own_error_is_told(tmp_path: Path) -> None:
+    llama = LlamaConfig(num_hidden_layers=3).to_dict()
+    for name in ("config.json", "small-llama.json"):
+        path = write_config(tmp_path / "good" / name, **llama)
+        assert find_sizes(str(path)).num_hidden_layers == 3
+    assert find_sizes(str(tmp_path / "good")).num_hidden_layers == 3
+    write_config(tmp_path / "kimi" / "config.json", model_type="kimi_k2")
+    write_config(
+        tmp_path / "bert" / "config.json", model_type="bert", architectures=["BertForMaskedLM"]
+    )
+    (tmp_path / "torn.json").write_text('{"model_type"')
+    refused = {
+        "kimi": "kimi_k2",
+        "bert": "encoder",
+        "torn.json": "corrupt",
+        "gone": "known without",
+    }
+    for name, match in refused.items():
+        with pytest.raises((ValueError, OSError), match=match):
+            find_sizes(str(tmp_path / name))
+
+
+def test_experts_in_float32_are_counted_without_their_kernel() -> None:
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Weightless:
+        return Weightless(torch.empty(*shape, dtype=dtype, device="meta"))
+
+    product = torch.ops.aten._grouped_mm.default
+    given = (made(8, 16), made(2, 16, 32), made(2, dtype=torch.int32))
+    out = run_weightless(product, given, {})
+    assert (tuple(out.shape), out.dtype) == ((8, 32), torch.float32)

@@ -191,3 +191,20 @@ def test_a_real_model_answers_with_the_logits_of_its_file(smollm2: Path, tmp_pat
     assert "ping" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "ping"}], tokenize=False
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [({"split.count": 2}, "merge"), ({"general.type": "adapter"}, "adapter .*merged")],
+)
+def test_a_part_of_a_model_is_refused(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name, value in fields.items():
+        writer.add_uint16(name, value) if isinstance(value, int) else writer.add_string(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=rf"m\.gguf .*{match}"):
+        read_header(tmp_path / "m.gguf")
