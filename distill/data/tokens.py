@@ -19,6 +19,7 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -129,8 +130,10 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
         before = json.loads((other / ABOUT).read_text())["origin"]
         changed = [name for name in origin if before.get(name) != origin[name]]
         print(f"the data is tokenised again, because this changed: {', '.join(changed)}")
-    # Several runs may share a root: one writes, and the others read.
-    with wait_for(root / f".{folder.name}.lock", f"another run tokenises the data in {root}"):
+    # Several runs may share a root: one writes, and the others wait and read.
+    lock = root / f".{folder.name}.lock"
+    waiting = f"another run tokenises the data in {root}: this one waits for it"
+    with wait_for(lock, waiting) if shared else nullcontext():
         if not _is_whole(folder):
             try:
                 publish(
@@ -142,6 +145,7 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
             except FileExistsError:  # by another run, without locks in the file system
                 if not _is_whole(folder):
                     raise
+        lock.unlink(missing_ok=True)  # whoever locks it from now on finds the tokens whole
     # Last: a kill before this leaves the old tokens whole.
     for other in others:
         shutil.rmtree(other)
