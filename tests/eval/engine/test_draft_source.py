@@ -119,12 +119,16 @@ def test_a_mix_is_served_as_its_head_with_the_lookup_before_it(tmp_path: Path) -
 
 
 def test_a_draft_without_a_module_is_served_if_vllm_serves_it(tmp_path: Path) -> None:
+    latent = DraftSource.parse(
+        write_draft(tmp_path / "latent", EAGLE3, "midlayer.self_attn.kv_a_proj_with_mqa.weight")
+    )
+    assert latent.speculative()["method"] == "eagle3"
+    with pytest.raises(ValueError, match=rf"{tmp_path}/latent .*EAGLE-3"):
+        _ = latent.family
     several = DraftSource.parse(
         write_draft(tmp_path / "several", EAGLE3, "layers.1.input_layernorm.weight")
     )
-    assert several.speculative()["method"] == "eagle3"
-    with pytest.raises(ValueError, match=rf"{tmp_path}/several .*EAGLE-3"):
-        _ = several.family
+    assert (several.speculative()["method"], several.family.name) == ("eagle3", "eagle3")
     hydra = DraftSource.parse(write_draft(tmp_path / "hydra", "hydra_head.0.weight"))
     with pytest.raises(ValueError, match="Hydra"):
         hydra.speculative()
