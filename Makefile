@@ -48,10 +48,10 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 	UPGRADE=$(UPGRADE) bash requirements/lock.sh
 
 demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
-	$(BIN)/redraft compare --preset smollm2 --overwrite
+	$(BIN)/redraft bench --preset smollm2 --overwrite
 
-drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find the one that pays, write outputs/compare/report.html
-	$(BIN)/redraft compare
+drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find the one that pays, write outputs/drafts/report.html
+	$(BIN)/redraft bench --preset smollm2-all
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html
 	$(BIN)/python -m benchmarks.studies.presets standalone --overwrite
@@ -139,7 +139,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 soak: $(STAMP) faketime  ## 30 minutes of traffic and random faults on two real servers, write outputs/soak; SOAK="--minutes 3"
 	$(BIN)/python -m benchmarks.soak --overwrite $(SOAK)
 
-bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft advise` says the best?
+bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft bench` advises the best?
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.advice
 	$(BIN)/python -m benchmarks.ingest

@@ -1,35 +1,31 @@
-"""Check the advice against the engine.
+"""Check the advice of `redraft bench` against the engine.
 
 Is the advised number of draft tokens within 5% of the best measured one?
 
 $ python -m benchmarks.advice    # with the draft of `make demo-tiny`; if there is none, a short training makes one
 
 A server without a draft and one for every number of draft tokens run at the same time and get their
-loads in turn, so a change of the machine's speed affects all of them. Speed-ups are medians of
-ratios to the server without a draft. The advice is given the step times with the fewest and the
-most draft tokens, and the acceptance by position with the most; it has to predict the rest. A ratio
+loads in turn, as in `redraft bench`. Speed-ups are medians of ratios to the server without a draft.
+The advice is given the rounds with the most draft tokens only; it has to predict the rest. A ratio
 below the requirement is printed, and is not an error.
 """
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import write_results
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.draft_source import DraftSource
-from redraft.eval.engine.sampling import GREEDY
-from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
-from redraft.eval.serving.cost import Advice, StepCosts, advise
-from redraft.eval.serving.load import Load, LoadResult, run_load
-from redraft.heads.progress import Progress
+from redraft.eval.serving.prediction import Candidate, Choice, predict
+from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, measure_servers
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.cli.run import run_recipe
 
 REQUIRED = 0.95
@@ -52,9 +48,7 @@ class Config:
     """Numbers of draft tokens to measure."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     """Numbers of requests in flight to measure."""
-    input_tokens: int = 64
-    """Length of each prompt, in tokens."""
-    output_tokens: int = 48
+    max_tokens: int = 48
     """Length of each answer, in tokens."""
     rounds: int = 3
     """Number of times every load is sent to every server."""
@@ -62,28 +56,29 @@ class Config:
     """File that receives the results."""
 
 
-Cells = Mapping[tuple[int, int], Sequence[LoadResult]]
-"""Results of the rounds, by concurrency and number of draft tokens."""
-
-
 def main(cfg: Config) -> None:
     draft = cfg.draft if Path(cfg.draft).is_dir() else train_draft(cfg)
-    with start_servers(cfg, draft) as running:
-        cells = measure(cfg, running)
-    advice = advise(cells_acceptance(cfg, cells), cells_costs(cfg, cells))
-    verdicts = [verdict(cfg, cells, advice, batch_size) for batch_size in cfg.concurrency]
-    print(f"{draft} for {cfg.target}: {advice.sentence}")
+    config = DraftSource.parse(draft).speculative()
+    results = measure(cfg, config)
+    most = max(cfg.num_speculative_tokens)
+    choice = predict(Candidate(str(most), draft, config, most), results, sorted(cfg.concurrency))
+    verdicts = [judge(cfg, results, choice, load) for load in cfg.concurrency]
+    print(f"{draft} for {cfg.target}: {choice.advice}")
     print(*(line for entry in verdicts for line in lines(entry)), sep="\n")
-    result = {
-        "draft": draft,
-        "advice": advice.to_json(),
-        "verdicts": verdicts,
-        "loads": [
-            {"concurrency": b, "num_speculative_tokens": k, "rounds": [asdict(run) for run in runs]}
-            for (b, k), runs in cells.items()
-        ],
-    }
-    write_results(cfg.output, result)
+    write_results(
+        cfg.output,
+        {
+            "draft": draft,
+            "advice": choice.advice,
+            "verdicts": verdicts,
+            "loads": [
+                {"concurrency": load, "num_speculative_tokens": int(name)}
+                | asdict(compare(results, name, load))
+                for name, load in results
+                if name != PLAIN
+            ],
+        },
+    )
 
 
 def train_draft(cfg: Config) -> str:
@@ -101,124 +96,57 @@ def train_draft(cfg: Config) -> str:
     return str(folder / "draft")
 
 
-@contextlib.contextmanager
-def start_servers(cfg: Config, draft: str) -> Iterator[dict[int, VllmServer]]:
-    """A server for every number of draft tokens, including 0, all running at the same time."""
-    with contextlib.ExitStack() as stack:
-        running = {}
-        for k in (0, *sorted(cfg.num_speculative_tokens)):
-            running[k] = stack.enter_context(
-                vllm_server(
-                    cfg.target,
-                    log=cfg.output.parent / "logs" / f"advice-{k}.log",
-                    speculative_config={
-                        **DraftSource.parse(draft).speculative(),
-                        "num_speculative_tokens": k,
-                    }
-                    if k
-                    else None,
-                    dtype="float32",  # as the preset that trains the draft
-                    max_num_seqs=max(cfg.concurrency),
-                    mode="compiled",
-                    kv_cache_bytes=128 << 20,
-                )
-            )
-        yield running
+def measure(cfg: Config, config: dict[str, Any]) -> Results:
+    """Rounds of a server for every number of draft tokens and one for none, all alive at once."""
+    # Takes seconds per load; a machine's hiccups last tenths.
+    plan = Plan(
+        rounds=cfg.rounds,
+        prompts={load: 8 + 6 * load for load in cfg.concurrency},
+        max_tokens=cfg.max_tokens,
+    )
+    prompts = held_out_prompts(
+        load_conversations("stdlib"),
+        TargetFolder.open(cfg.target).tokenizer,
+        num_prompts=cfg.rounds * max(plan.prompts.values()),
+        max_length=128,
+    )
+    drafts = {str(k): {**config, "num_speculative_tokens": k} for k in cfg.num_speculative_tokens}
+    return measure_servers(
+        cfg.target,
+        {PLAIN: None, **drafts},
+        prompts,
+        plan,
+        cfg.output.parent / "logs",
+        vllm_defaults=True,
+        dtype="float32",  # as the preset that trains the draft
+        mode="compiled",
+        kv_cache_bytes=128 << 20,
+    )
 
 
-def measure(cfg: Config, running: Mapping[int, VllmServer]) -> Cells:
-    """Send every load to every server in turn. Every round begins with another server."""
-    cells: dict[tuple[int, int], list[LoadResult]] = {
-        (b, k): [] for b in cfg.concurrency for k in running
-    }
-    order = list(running)
-    with Progress(total=cfg.rounds * len(cells), desc="loads", unit="load") as bar:
-        for number in range(cfg.rounds):
-            for batch_size in cfg.concurrency:
-                turn = number % len(order)
-                for k in (*order[turn:], *order[:turn]):
-                    load = Load(
-                        data="sonnet",
-                        input_tokens=cfg.input_tokens,
-                        output_tokens=cfg.output_tokens,
-                        sampling=GREEDY,  # of the cost model, which knows no sampling
-                        num_prompts=8
-                        + 6 * batch_size,  # takes seconds; a machine's hiccups last tenths
-                        concurrency=batch_size,
-                    )
-                    # The server before this one spins for a second after the last step, and would
-                    # take time from it.
-                    time.sleep(IDLE_S)
-                    cells[batch_size, k].append(
-                        run_load(running[k], load, cfg.output.parent / "prompts")
-                    )
-                    bar.update()
-    return cells
-
-
-def cells_acceptance(cfg: Config, cells: Cells) -> list[float]:
-    """Acceptance by position with the largest number of draft tokens, over all loads."""
-    most = max(cfg.num_speculative_tokens)
-    runs = [run for b in cfg.concurrency for run in cells[b, most]]
-    steps = sum(run.num_steps for run in runs)
-    return [
-        sum(run.acceptance_per_position[j] * run.num_steps for run in runs) / steps
-        for j in range(most)
-    ]
-
-
-def cells_costs(cfg: Config, cells: Cells) -> StepCosts:
-    """Step times without a draft, with the fewest and with the most draft tokens."""
-    # A set: with a single number of tokens, the fewest are the most.
-    known = {min(cfg.num_speculative_tokens), max(cfg.num_speculative_tokens)}
-    steps: dict[int, dict[int, float]] = {}
-    for b in cfg.concurrency:
-        plain_s = [run.step_s for run in cells[b, 0]]
-        steps[b] = {0: statistics.median(plain_s)}
-        for k in known:
-            # Ratios within a round, then the median: the machine's speed in a round cancels out.
-            longer = (run.step_s / alone for run, alone in zip(cells[b, k], plain_s, strict=True))
-            steps[b][k] = steps[b][0] * statistics.median(longer)
-    return StepCosts.from_steps(steps)
-
-
-def speedups(cfg: Config, cells: Cells, batch_size: int) -> dict[int, float]:
-    """Speed-up by number of draft tokens.
-
-    The median over rounds of the ratio to the speed without a draft.
-    """
-    alone = [run.tokens_per_s for run in cells[batch_size, 0]]
-    return {0: 1.0} | {
-        k: statistics.median(
-            run.tokens_per_s / plain for run, plain in zip(cells[batch_size, k], alone, strict=True)
-        )
-        for k in sorted(cfg.num_speculative_tokens)
-    }
-
-
-def verdict(cfg: Config, cells: Cells, advice: Advice, batch_size: int) -> dict[str, Any]:
+def judge(cfg: Config, results: Results, choice: Choice, load: int) -> dict[str, Any]:
     """The advised number of draft tokens compared with the best measured one, with and without 0 as
     a choice.
     """
-    measured = speedups(cfg, cells, batch_size)
-    rows = {row.num_speculative_tokens: row for row in advice.table if row.batch_size == batch_size}
-    expected = {k: rows[k].speedup for k in measured}
+    counts = sorted(cfg.num_speculative_tokens)
+    measured = {0: 1.0} | {k: compare(results, str(k), load).ratio for k in counts}
+    rows = {row.num_speculative_tokens: row.speedup for row in choice.by_tokens[load]}
+    expected = {k: rows[k] for k in measured}
     advised = max(expected, key=lambda k: expected[k])
-    drafting = max(sorted(cfg.num_speculative_tokens), key=lambda k: expected[k])
+    drafting = max(counts, key=lambda k: expected[k])
     return {
-        "batch_size": batch_size,
+        "batch_size": load,
         "measured": measured,
         "expected": expected,
         "advised": advised,
         # 1.0 if the advised number is the best measured one, no draft included.
         "ratio": measured[advised] / max(measured.values()),
         "advised_if_drafting": drafting,
-        "ratio_if_drafting": measured[drafting]
-        / max(measured[k] for k in cfg.num_speculative_tokens),
+        "ratio_if_drafting": measured[drafting] / max(measured[k] for k in counts),
     }
 
 
-def lines(entry: Mapping[str, Any]) -> Iterator[str]:
+def lines(entry: dict[str, Any]) -> Iterator[str]:
     measured, expected = entry["measured"], entry["expected"]
     yield f"{entry['batch_size']} requests in flight: measured speed-up (and expected)"
     yield "    " + "   ".join(f"k={k} {measured[k]:.3f} ({expected[k]:.3f})" for k in measured)

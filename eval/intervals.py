@@ -131,23 +131,6 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
     return float(np.median(sorted_N)), interval
 
 
-def paired_ratio_interval(
-    ours: Sequence[float], theirs: Sequence[float]
-) -> tuple[float, float] | None:
-    """The 95% interval of the mean ratio of pairs of positive numbers, by Student's t on
-    logarithms. None with fewer than two pairs. For few repeats; with six rounds or more,
-    `median_interval` assumes less.
-    """
-    if len(ours) < 2:
-        return None
-    # On logarithms 2x and 0.5x lie equally far from 1x, and the interval stays above 0.
-    log_N = np.log(np.divide(ours, theirs))
-    low, high = Estimate(
-        float(log_N.mean()), float(log_N.std(ddof=1) / math.sqrt(len(log_N))), len(log_N) - 1
-    ).interval()
-    return math.exp(low), math.exp(high)
-
-
 def estimate_tau_gain(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> Estimate:

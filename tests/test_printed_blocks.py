@@ -19,16 +19,13 @@ from pathlib import Path
 import pytest
 from learner_world import make_records, ship
 from make_gguf import write_gguf
-from make_serving import make_serving_report
-
-from redraft.eval.serving.report import write_serving
 
 ROOT = Path(__file__).parents[1]
 
 LEFT_OUT = {
     r"git clone|make env|(uv )?pip install|pre-commit": "installs from the network",
     r"make |.venv/bin/python -m pytest": "minutes to an hour; CI runs check, test and docs",
-    r"redraft (serve|up|eval|bench|compare|regenerate|adapt|serve-features) ": "starts vLLM",
+    r"redraft (serve|up|eval|bench|regenerate|adapt|serve-features) ": "starts vLLM",
     r"redraft doctor (?!.*--no-engine).*--draft": "starts vLLM",
     r"redraft train (?!.*--print-config)|accelerate launch|vllm serve": "starts vLLM; most name "
     "GPUs",
@@ -136,7 +133,6 @@ def clone(tmp_path_factory, tiny_target, random_target, small_tokenizer) -> Path
     for name in ("prompts.jsonl", "answers.jsonl"):
         (clone / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_gguf(clone / "MODEL.gguf", random_target, small_tokenizer)
-    write_serving(clone / "outputs/bench-serving", make_serving_report())
     return clone
 
 

@@ -87,8 +87,6 @@ def train(
             "--target-dtype",
             "bfloat16" if on_gpu else "float32",
             "--prove.no-engine",
-            "--prove.speed-rounds",
-            "0",
         ),
         *("--prove.max-tokens", "8", "--data.num-prompts", "2"),
         *(

@@ -51,12 +51,10 @@ NOTES: dict[HeadName, str] = {
 """The families, and what a reader has to know about one."""
 
 FROM_ENGINE = (
-    "tau", "forecast_error", "lossless", "decoder", "runner", "num_prompts", "speed", "drafts_by_prompt",
+    "tau", "forecast_error", "lossless", "decoder", "runner", "num_prompts", "drafts_by_prompt",
     "accepted_by_prompt",
 )  # fmt: skip
 """Numbers of a report that only an engine gives."""
-
-UNTIMED = ("--prove.speed-rounds", "0")
 
 DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
 """Divergences of the ablation with EAGLE-3. The first is the preset's."""
@@ -112,11 +110,10 @@ def main(cfg: Config) -> None:
         else []
     )
     runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
-    # only the families are timed, and only by the families is the speed told
-    runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name, *UNTIMED)) for name in others]
+    runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name)) for name in others]
     reseeded = [f"eagle3-seed-{seed}" for seed in range(1, cfg.seeds)] if others else []
     runs += [
-        (folder, "eagle3", ("--loop.seed", str(seed), "--prove.no-engine", *UNTIMED))
+        (folder, "eagle3", ("--loop.seed", str(seed), "--prove.no-engine"))
         for seed, folder in enumerate(reseeded, 1)
     ]
     if cfg.overwrite:

@@ -39,7 +39,7 @@ HEADS: dict[str, Any] = {
     "loop": Loop(
         steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64
     ),
-    "prove": Prove(num_speculative_tokens=3, speed_rounds=8),
+    "prove": Prove(num_speculative_tokens=3),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle1": {"num_steps": 3},
@@ -81,7 +81,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
                 eval_batches=8,
                 save_every=200,
             ),
-            prove=Prove(num_speculative_tokens=4, ce_baseline=True, speed_rounds=8),
+            prove=Prove(num_speculative_tokens=4, ce_baseline=True),
             output=Path("outputs/demo-tiny"),
         )
     changes = {**SHARED, **HEADS, "head": replace(usual.head, **OPTIONS[family])}
@@ -89,7 +89,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
     if usual.draft_vocab_size:
         changes["draft_vocab_size"] = 2048
     if family == "dspark":
-        changes["prove"] = replace(changes["prove"], engine=False, speed_rounds=0)
+        changes["prove"] = replace(changes["prove"], engine=False)
     if family == "mtp":
         changes["init"] = "last_layer"
     return replace(usual, **changes)

@@ -10,8 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,8 +23,8 @@ from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.eval.engine.lossless import Lossless, compare_lossless
-from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import Mode, VllmServer, read_runner, vllm_server
+from redraft.eval.engine.measure import Measurement
+from redraft.eval.engine.server import read_runner
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import (
     Continuation,
@@ -40,20 +39,12 @@ from redraft.eval.forecast.stored import StoredForecast, store_forecast
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
-    Speed,
     domain_section,
     engine_section,
     offline_section,
     write_report,
 )
-from redraft.eval.serving.baseline import (
-    MODE_ROUNDS,
-    Baseline,
-    choose_mode,
-    describe_baseline,
-    describe_modes,
-)
-from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
+from redraft.eval.serving.rounds import Plan, Results, keep_rounds, measure_servers
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
 from redraft.heads.files.checkpoint import load_causal_lm
@@ -65,7 +56,7 @@ if TYPE_CHECKING:
 
 MAX_DRAFT_TOKENS = 128  # of vLLM's rejection sampler, for one request in one step
 
-SPEED_PROMPTS = 4  # of a speed round, per request in flight: short rounds suit shared machines
+WITH, WITHOUT = "with-draft", "without-draft"  # Names of the two servers.
 
 
 class Forecaster:
@@ -205,10 +196,7 @@ def _computed_in(model: Any) -> str | None:
 @dataclass(frozen=True, kw_only=True)
 class EngineProof:
     with_draft: Measurement
-    without_draft: Measurement
     lossless: Lossless
-    speed: Speed | None = None
-    baseline: Baseline | None = None  # The plain server of the speed rounds.
     runner: Decoder  # vLLM's model runner that served the draft.
 
 
@@ -235,17 +223,18 @@ def prove_in_engine(
 ) -> EngineProof:
     """Send the same prompts at temperature 0 to a vLLM with the draft and to one without.
 
-    Logs go to `folder`. With speed rounds, both run in the mode in which vLLM serves the target
-    fastest. `speculative` is vLLM's speculative config without the number of tokens. `served` is
-    the folder to serve with the draft if the draft's tensors are inside a copy of the target (MTP);
-    by default, the target itself. `dtype` is the engine's, by default that of training
-    (`default_target_dtype`).
+    One round of each server: acceptance and answers are a proof, and speed is for `redraft bench`.
+    Logs go to `folder`. `speculative` is vLLM's speculative config without the number of tokens.
+    `served` is the folder to serve with the draft if the draft's tensors are inside a copy of the
+    target (MTP); by default, the target itself. `dtype` is the engine's, by default that of
+    training (`default_target_dtype`).
 
     Raises:
         ChildProcessError: with the engine's message; ConnectionError.
     """
     dtype = dtype or default_target_dtype(target.folder, on_cpu=ENGINE_IS_CPU)
-
+    load = cfg.concurrency
+    plan = Plan(rounds=1, prompts={load: len(prompts)}, max_tokens=cfg.max_tokens, most_repeats=0)
     options: dict[str, Any] = {
         # The last block may reach past the answer by all of the draft tokens.
         "max_model_len": max(len(p.token_ids) for p in prompts)
@@ -255,57 +244,19 @@ def prove_in_engine(
         "extra_args": cfg.engine_args,
     }
 
-    def measured(server: VllmServer) -> Measurement:
-        return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
-
-    kept = cfg.reference or folder
-    mode: Mode | None = None
-    modes: Mapping[Mode, float] = {}
-    if cfg.speed_rounds:
-        # A speed-up over a server that no user would start means nothing.
-        mode, modes = choose_mode(
-            target.name, lambda server: measured(server).tokens_per_s, MODE_ROUNDS, folder, kept,
-            [target.fingerprint, prompts, cfg.max_tokens, cfg.concurrency], **options,
-        )  # fmt: skip
-        print(describe_modes(mode, modes), flush=True)
-
-    def start(
-        name: str, model: str | Path, config: Mapping[str, Any] | None
-    ) -> AbstractContextManager[VllmServer]:
-        log = folder / f"vllm-{name}-draft.log"
-        return vllm_server(model, log=log, speculative_config=config, mode=mode, **options)
-
-    def measure_alone() -> Measurement:
-        with start("without", target.name, None) as server:
-            return measured(server)
+    def measured(name: str, model: str | Path, config: Mapping[str, Any] | None) -> Results:
+        return measure_servers(str(model), {name: config}, prompts, plan, folder, **options)
 
     config = {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
-    speed = baseline = None
-    # One server at a time, unless rounds compare them; the plain one only if still needed.
-    with start("with", served or target.name, config) as ours:
-        with_draft = measured(ours)
-        if cfg.speed_rounds:
-            with start("beside", target.name, None) as theirs:
-                load = {cfg.concurrency: SPEED_PROMPTS * cfg.concurrency}
-                plan = Plan(rounds=cfg.speed_rounds, prompts=load, max_tokens=cfg.max_tokens)
-                rounds = run_rounds({"draft": ours, PLAIN: theirs}, prompts, plan)
-                rates = {
-                    name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()
-                }
-                speed = Speed(with_draft=rates["draft"], without_draft=rates[PLAIN])
-    if mode:
-        log, alone = folder / "vllm-beside-draft.log", plain_runs([rounds])
-        baseline = describe_baseline(alone, mode, modes, log=log, target=target.folder)
-    key = [target.fingerprint, prompts, cfg.max_tokens, cfg.concurrency]
-    key += [mode, cfg.engine_args, dtype, engine_environment()]
-    without_draft = compute_once(kept, "without-draft", key, Measurement, measure_alone)
+    ours = measured(WITH, served or target.name, config)[WITH, load][0]
+    key = [target.fingerprint, prompts, plan, cfg.engine_args, dtype, engine_environment()]
+    alone = keep_rounds(cfg.reference or folder, key, lambda: measured(WITHOUT, target.name, None))[
+        WITHOUT, load
+    ][0]
     return EngineProof(
-        with_draft=with_draft,
-        without_draft=without_draft,
-        lossless=compare_lossless(with_draft, without_draft, make_logits(target.name)),
-        speed=speed,
-        baseline=baseline,
-        runner=read_runner(folder / "vllm-with-draft.log"),
+        with_draft=ours,
+        lossless=compare_lossless(ours, alone, make_logits(target.name)),
+        runner=read_runner(folder / f"vllm-{WITH}.log"),
     )
 
 
@@ -349,10 +300,6 @@ def report(
         "duration_s": round(time.perf_counter() - started, 1),
     }
     if engine:
-        section = engine_section(
-            engine.with_draft, engine.lossless, after.overall.tau, engine.speed
-        )
+        section = engine_section(engine.with_draft, engine.lossless, after.overall.tau)
         sections["engine"] = {**section, "decoder": "a real vLLM", "runner": engine.runner}
-        if engine.baseline:
-            sections["baseline"] = asdict(engine.baseline)
     return write_report(run.folder, sections)

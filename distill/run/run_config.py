@@ -224,7 +224,8 @@ class Prove:
 
     engine: bool = True
     """After training, serve the target in a real vLLM with the draft and without it, and compare
-    their speed and answers. Without this, the report holds only the forecast.
+    their answers. Without this, the report holds only the forecast. `redraft bench` measures the
+    speed.
     """
     ce_baseline: bool = False
     """Also train the same draft by plain cross-entropy on the text, for as many steps, to compare
@@ -238,11 +239,6 @@ class Prove:
     """Longest answer to a held-out prompt, in tokens."""
     concurrency: int = 4
     """Number of requests in flight at once."""
-    speed_rounds: int = 0
-    """Interleaved rounds to compare the speed with and without the draft in, at least 6 for an
-    interval. The two servers run side by side, so both must fit into the memory. Without rounds
-    the report states no speed-up: `redraft bench` measures one.
-    """
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Once
     for each argument.
@@ -253,11 +249,6 @@ class Prove:
     """
 
     def __post_init__(self) -> None:
-        if 0 < self.speed_rounds < 6:
-            raise ValueError(
-                f"--prove.speed-rounds {self.speed_rounds} give no 95% interval: 6 or more, or 0 "
-                "for none"
-            )
         require_least(self, "prove.", num_speculative_tokens=1, max_tokens=1, concurrency=1)
 
 

@@ -396,8 +396,8 @@ class Run:
             )
             self.folder.complete()
             print(f"draft: {draft}\nreport: {page}")
-            if engine and engine.speed:
-                print(engine.speed.verdict())
+            if engine:
+                print(f"its speed: redraft bench --target {self.cfg.target} --draft {draft}")
         leave(self.accelerator)
 
     def _serve(self, draft: Path) -> EngineProof:

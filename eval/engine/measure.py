@@ -5,6 +5,7 @@ warm-up ──► counters ──► prompts, `concurrency` at a time ──► 
 import asyncio
 import itertools
 import json
+import secrets
 import statistics
 import time
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class Measurement:
     requests ran too.
     """
     step_s: float | None = None  # median of a step without a prefill; None if there are few
+    ttft_s: float | None = None  # mean time to the first token
     half_step_s: tuple[float, float] | None = None
     """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None
     if there are few.
@@ -87,6 +89,9 @@ def measure(
     concurrency: int = 4,
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
+
+    No request reads what another call, or the warm-up, has left in the server's prefix cache. The
+    requests of one call share the prefixes that their prompts share, as in production.
 
     Without `sampling`, requests name no parameter: the server takes all from the target's
     generation_config.json.
@@ -131,6 +136,9 @@ def measure(
         counts=counts,
         decode_s=now.seconds - decode.seconds if now.requests == expected else None,
         step_s=step_s,
+        ttft_s=statistics.fmean(
+            request[min(1, len(request) - 1)][0] - request[0][0] for request in arrivals
+        ),
         half_step_s=half_step_s,
     )
 
@@ -189,6 +197,7 @@ async def complete_all(
         ValueError, ConnectionError: as `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
+    salt = secrets.token_hex(8)
     # No timeout: the prefill of a long prompt takes minutes on a CPU.
     async with httpx.AsyncClient(
         timeout=None, limits=httpx.Limits(max_connections=concurrency), trust_env=False
@@ -197,7 +206,7 @@ async def complete_all(
 
             async def one(prompt: Prompt) -> Output:
                 async with slots:
-                    output = await _complete(client, server, prompt, max_tokens, sampling)
+                    output = await _complete(client, server, prompt, max_tokens, sampling, salt)
                 bar.update()
                 return output
 
@@ -215,11 +224,13 @@ async def _complete(
     prompt: Prompt,
     max_tokens: int,
     sampling: Sampling | None,
+    cache_salt: str,
 ) -> Output:
     request = {
         "model": server.model,
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
+        "cache_salt": cache_salt,  # vLLM caches a prefix for requests of one salt
         # Ids, because decoded text may split into other tokens when it is encoded again.
         "return_token_ids": True,
         # As users read answers; the arrival of each step shows the time. The usage chunk brings the

@@ -59,6 +59,7 @@ def vllm_server(
     speculative_config: Mapping[str, Any] | None = None,
     max_model_len: int = 1024,
     max_num_seqs: int = 16,
+    vllm_defaults: bool = False,
     dtype: str | None = None,
     mode: Mode | None = None,
     kv_cache_bytes: int = 256 << 20,
@@ -84,10 +85,11 @@ def vllm_server(
     port = free_port()
     dtype = dtype or engine_dtype(model)
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-    arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
-    # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed
-    # draft.
-    arguments += ["--no-enable-prefix-caching"]
+    if vllm_defaults:
+        arguments += ["--max-model-len", "auto"]
+    else:
+        arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
+        arguments += ["--no-enable-prefix-caching"]
     mode = mode or ("eager" if ENGINE_IS_CPU else "compiled")
     if mode == "eager":
         arguments += [EAGER]

@@ -27,9 +27,6 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
         ),
         "positions": _positions(report),
         "gain": _gain(report["offline"]),
-        "speed": _speed(report["engine"]["speed"])
-        if "engine" in report and report["engine"]["speed"]
-        else None,
         "domains": _domains(report["by_domain"]) if len(report["by_domain"]) > 1 else None,
     }
     return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
@@ -178,14 +175,6 @@ def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
     alphas = {name: offline.get(f"alpha_greedy_{key}") for key, name in names.items()}
     rows = [{"label": name, "value": alpha} for name, alpha in alphas.items() if alpha is not None]
     return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
-
-
-def _speed(speed: Mapping[str, Any]) -> alt.LayerChart:
-    rows = [
-        {"label": "without a draft", "value": speed["tokens_per_s_without_draft"]},
-        {"label": "with the draft", "value": speed["tokens_per_s"]},
-    ]
-    return _bars(rows, ours="with the draft", title="output tokens per second", number=",.0f")
 
 
 def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:

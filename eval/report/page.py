@@ -18,18 +18,17 @@ import functools
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 
 from redraft.eval.engine.lossless import Lossless
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.forecast.greedy import Forecast
-from redraft.eval.intervals import median_interval, paired_interval
+from redraft.eval.intervals import paired_interval
 from redraft.heads.files.artifact import write_whole
 
 REQUIRED = {
@@ -56,7 +55,6 @@ REQUIRED = {
         "forecast_error",
         "lossless",
         "ties",
-        "speed",
         "num_prompts",
     ),
     "train": ("tokens_per_s", "peak_rss_mib"),
@@ -96,59 +94,10 @@ def offline_section(
     return section
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Tokens/s with and without a draft, measured in turns.
-
-    Entry i of both is of the same round.
-    """
-
-    with_draft: list[float]
-    without_draft: list[float]
-
-    def speedup(self) -> tuple[float, tuple[float, float]]:
-        """The median ratio over rounds, and its 95% interval."""
-        return median_interval(np.divide(self.with_draft, self.without_draft))
-
-    def verdict(self) -> str:
-        """Whether to serve the draft.
-
-        Only one proven faster than the fastest server without a draft.
-        """
-        ratio, (low, high) = self.speedup()
-        advice = (
-            "serve this draft"
-            if low > 1
-            else "serve without a draft: this one is not proven faster"
-        )
-        return (
-            f"{advice}; {ratio:.2f}x as fast [{low:.2f}, {high:.2f}] as the fastest server "
-            "without one"
-        )
-
-    def to_json(self, tau: float, num_speculative_tokens: int) -> dict[str, Any]:
-        """Medians, the speed-up with its 95% interval over rounds, and the cost of a draft token in
-        target steps. A speed-up s at tau means that a step with k draft tokens takes tau / s
-        times as long as one without.
-        """
-        speedup, interval = self.speedup()
-        return {
-            "rounds": len(self.with_draft),
-            "tokens_per_s": float(np.median(self.with_draft)),
-            "tokens_per_s_without_draft": float(np.median(self.without_draft)),
-            "speedup": speedup,
-            "speedup_interval": interval,
-            "draft_token_cost": (tau / speedup - 1) / num_speculative_tokens,
-        }
-
-
 def engine_section(
-    with_draft: Measurement, lossless: Lossless, tau_forecast: float, speed: Speed | None = None
+    with_draft: Measurement, lossless: Lossless, tau_forecast: float
 ) -> dict[str, Any]:
-    """The measurements of a real engine, and the error of the forecast, |tau_forecast - tau| / tau.
-
-    A speed-up is only of rounds in turns.
-    """
+    """The measurements of a real engine, and the error of the forecast, |tau_forecast - tau| / tau."""
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"
     return {
@@ -172,7 +121,6 @@ def engine_section(
         "accepted_by_prompt": [
             output.counts.num_accepted if output.counts else 0 for output in with_draft.outputs
         ],
-        "speed": speed.to_json(counts.tau, len(counts.accepted_per_position)) if speed else None,
     }
 
 

@@ -28,7 +28,6 @@ from redraft.eval.engine.measure import CHANGED, Measurement
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment
-from redraft.eval.serving.load import LoadResult
 from redraft.heads.files.artifact import safetensors_header
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.kept import compute_once
@@ -41,8 +40,7 @@ SERVED = re.compile(
     r"data_parallel_size=1,.* quantization=None,"
 )  # In vLLM's log.
 MODE_ROUNDS = 3
-
-Timed = Measurement | LoadResult  # A run of a server.
+NOT_DEFAULT = re.compile(r"non-default args: \{(.*)\}")  # In vLLM's log.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,7 @@ class Baseline:
     speeds: int  # over all rounds, apart by the factor `CHANGED`; 1 is sound
     repeated: int  # Loads that were measured again because a server changed speed.
     modes: Mapping[Mode, float]  # tokens/s of the rounds that chose; empty if the user did
+    not_default: str | None  # Arguments of the server that are not vLLM's defaults, by its log.
 
 
 def choose_mode(
@@ -108,7 +107,7 @@ def describe_modes(mode: Mode, speeds: Mapping[Mode, float]) -> str:
 
 
 def describe_baseline(
-    loads: Mapping[int, Sequence[Timed]],
+    loads: Mapping[int, Sequence[Measurement]],
     mode: Mode,
     modes: Mapping[Mode, float],
     *,
@@ -123,6 +122,7 @@ def describe_baseline(
     smallest = loads[min(loads)]
     step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
     num_bytes = read_weight_bytes(target, log)
+    named = NOT_DEFAULT.findall(log.read_text(errors="replace")) if log.is_file() else []
     return Baseline(
         mode=mode,
         tokens_s=statistics.median(run.tokens_per_s for run in smallest),
@@ -132,6 +132,7 @@ def describe_baseline(
         speeds=max(map(count_speeds, loads.values())),
         repeated=sum(run.repeats for runs in loads.values() for run in runs),
         modes=dict(modes),
+        not_default=named[-1] if named else None,
     )
 
 
@@ -160,7 +161,7 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
     return width * sum(map(math.prod, shapes.values())) / (1 if ENGINE_IS_CPU else int(num_devices))
 
 
-def count_speeds(runs: Sequence[Timed]) -> int:
+def count_speeds(runs: Sequence[Measurement]) -> int:
     """The number of different speeds of one server at one load.
 
     Groups of step times a factor `CHANGED` apart.

@@ -21,13 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from redraft.eval.counts import tau
 from redraft.eval.engine.lookups import depends_on_load
 from redraft.heads.catalog import find_speculative
-
-STEP_COSTS_VERSION = 1  # Version of the format of `StepCosts.to_json`.
 
 
 def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
@@ -114,30 +110,6 @@ class StepCosts:
         steps = {b: _line(by_k, num_speculative_tokens) for b, by_k in self.target_s.items()}
         return _line(steps, batch_size) + num_speculative_tokens * _line(self.draft_s, batch_size)
 
-    def to_json(self) -> dict[str, Any]:
-        target_s = sorted(self.target_s.items())
-        return {
-            "version": STEP_COSTS_VERSION,
-            "target_s": {
-                str(b): {str(k): s for k, s in sorted(by_k.items())} for b, by_k in target_s
-            },
-            "draft_s": {str(b): s for b, s in sorted(self.draft_s.items())},
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> StepCosts:
-        """The inverse of `to_json`.
-
-        Raises:
-            ValueError: for another version, or if malformed.
-        """
-        if value.get("version") != STEP_COSTS_VERSION:
-            raise ValueError(
-                f"step costs of version {value.get('version')}, this redraft reads "
-                f"{STEP_COSTS_VERSION}"
-            )
-        return msgspec.convert(value, StepCosts, str_keys=True)
-
 
 def _requests(count: int) -> str:
     return f"{count} request{'' if count == 1 else 's'}"
@@ -223,23 +195,6 @@ class Advice:
     table: tuple[Prediction, ...]  # for every measured batch size and number of draft tokens
     schedule: tuple[Range, ...]  # best number of draft tokens by batch size, as measured
 
-    def best(self, batch_size: int) -> int:
-        """The best number of draft tokens.
-
-        Batch sizes above the measured ones get the number of the largest.
-        """
-        inside = (r.num_speculative_tokens for r in self.schedule if batch_size <= r.last)
-        return next(inside, self.schedule[-1].num_speculative_tokens)
-
-    @property
-    def off_from(self) -> int | None:
-        """The smallest batch size from which speculation should be off.
-
-        None if it pays at the largest measured.
-        """
-        last = self.schedule[-1]
-        return last.first if last.num_speculative_tokens == 0 else None
-
     @property
     def sentence(self) -> str:
         """The schedule in words: "best k = 4 up to 8 requests, k = 2 up to 48, off above 48"."""
@@ -285,15 +240,6 @@ class Advice:
         # All k have the same batch sizes, so the highest sum is the highest mean. -k prefers the
         # smaller one.
         return max((k for k in speedups if k), key=lambda k: (speedups[k], -k))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "sentence": self.sentence,
-            "off_from": self.off_from,
-            "acceptance_per_position": list(self.acceptance_per_position),
-            "schedule": [[r.first, r.last, r.num_speculative_tokens] for r in self.schedule],
-            "table": [vars(row) for row in self.table],
-        }
 
 
 def advise(

@@ -3,7 +3,8 @@
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
 Other tenants' memory traffic changes a step more than a draft does, so speeds are ratios within a
-round.
+round. No measurement reads what another has left in a prefix cache (`measure`), so every server
+meets the prompts of a round cold.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import numpy as np
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, measure
 from redraft.eval.engine.process import exiting_on_sigterm
+from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.engine.served import count_steps
 from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.intervals import median_interval
@@ -39,6 +41,9 @@ class Plan:
     rounds: int
     prompts: Mapping[int, int]  # Number of prompts in a round, by requests in flight.
     max_tokens: int
+    sampling: Sampling | None = GREEDY  # None: as the target's generation_config.json says
+    first: int = 0  # Number of the first round, which chooses its prompts.
+    most_repeats: int = MOST_REPEATS  # of a load in which a server changes speed
 
 
 @contextlib.contextmanager
@@ -93,10 +98,11 @@ def start_servers(
 
 def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
     """vLLM's arguments, with the share of the GPU's memory that leaves room for all servers unless
-    they name one. By default each server would take nearly the whole GPU.
+    they name one. By default each server takes nearly the whole GPU.
     """
     # vLLM takes both spellings, and the value after an equals sign or as the next argument.
-    if any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args):
+    named = any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args)
+    if named or num_servers == 1:
         return tuple(engine_args)
     # Rounded down: 0.9 for four servers is 0.225 for each.
     return (f"{MEMORY_SHARE}={math.floor(1000 * USED_MEMORY / num_servers) / 1000}", *engine_args)
@@ -118,12 +124,52 @@ def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Result
     return {(name, concurrency): runs for name, concurrency, runs in kept}
 
 
+def measure_servers(
+    target: str,
+    drafts: Mapping[str, Mapping[str, Any] | None],
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    logs: Path,
+    *,
+    alone: Plan | None = None,
+    is_together: bool = True,
+    **options: Any,
+) -> Results:
+    """Start a server for each draft's --speculative-config, and measure all of them in rounds.
+
+    `alone` are further loads of the target alone. `options` are those of `vllm_server`. Unless
+    `is_together`, one server is alive at a time, and each round starts all of them again: for a
+    target that fills the machine. Raises as `start_servers` and `measure`.
+    """
+    if is_together:
+        with start_servers(target, drafts, logs, **options) as servers:
+            further = run_rounds({PLAIN: servers[PLAIN]}, prompts, alone) if alone else {}
+            return {**run_rounds(servers, prompts, plan), **further}
+    results: dict[tuple[str, int], list[Measurement]] = {}
+    for number in range(plan.rounds):
+        this_round = replace(plan, first=number, rounds=1)
+        for name in _take_turns(list(drafts), number):
+            with start_servers(target, {name: drafts[name]}, logs, **options) as servers:
+                found = dict(run_rounds(servers, prompts, this_round))
+                if alone and name == PLAIN and number == 0:
+                    found |= run_rounds(servers, prompts, alone)
+            for cell, runs in found.items():
+                results.setdefault(cell, []).extend(runs)
+    return results
+
+
+def _take_turns(names: Sequence[str], number: int) -> list[str]:
+    """The order of the servers in a round: each round starts with the next one."""
+    turn = number % len(names)
+    return [*names[turn:], *names[:turn]]
+
+
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
     """Measure every server in every round.
 
     A round starts at the prompt after the last one of the round before. A load in which a server
     changes speed by more than a third is measured again on all servers (`changed_speed`), at most
-    `MOST_REPEATS` times.
+    `plan.most_repeats` times.
 
     Raises:
         ValueError: the servers run in different modes, so a ratio of speeds would measure the
@@ -135,21 +181,19 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
     results: dict[tuple[str, int], list[Measurement]] = {
         (n, c): [] for n in servers for c in plan.prompts
     }
-    names = list(servers)
     with Progress(total=plan.rounds * len(results), desc="rounds", unit="load") as bar:
-        for number in range(plan.rounds):
-            turn = number % len(names)
-            order = (*names[turn:], *names[:turn])
+        for number in range(plan.first, plan.first + plan.rounds):
+            order = _take_turns(list(servers), number)
             for concurrency, count in plan.prompts.items():
                 # In rounds of 8: prompts 0 to 7, then 8 to 15, and from 0 again after the last.
                 some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
-                runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
+                runs = {name: _measure(servers[name], some, plan, concurrency) for name in order}
                 repeats = 0
-                while repeats < MOST_REPEATS and any(
+                while repeats < plan.most_repeats and any(
                     changed_speed(run.half_step_s) for run in runs.values()
                 ):
                     runs = {
-                        name: _take_turn(servers[name], some, plan, concurrency) for name in order
+                        name: _measure(servers[name], some, plan, concurrency) for name in order
                     }
                     repeats += 1
                 for name, run in runs.items():
@@ -158,12 +202,18 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
     return results
 
 
-def _take_turn(
+def _measure(
     server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concurrency: int
 ) -> Measurement:
     # The servers share the cores, and the worker of the one before still spins.
     time.sleep(IDLE_S)
-    return measure(server, prompts, max_tokens=plan.max_tokens, concurrency=concurrency)
+    return measure(
+        server,
+        prompts,
+        max_tokens=plan.max_tokens,
+        sampling=plan.sampling,
+        concurrency=concurrency,
+    )
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:
@@ -185,6 +235,16 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
         full_tokens=0,
         dtype=runs[0].dtype,
         counts=sum(counted, AcceptanceCounts.zero()) if counted else None,
+    )
+
+
+def select_prompts(run: Measurement, like: Measurement) -> Measurement:
+    """The part of a merged measurement with the prompts of another."""
+    outputs = {
+        tuple(p.token_ids): output for p, output in zip(run.prompts, run.outputs, strict=True)
+    }
+    return replace(
+        run, prompts=like.prompts, outputs=[outputs[tuple(p.token_ids)] for p in like.prompts]
     )
 
 
@@ -213,7 +273,9 @@ class Compared:
     ratio: float
     interval: tuple[float, float] | None  # 95%, over rounds; None with fewer than 6
     ratios: list[float]
+    ideal: float  # The ratio if every draft token were accepted in steps as long as these.
     tokens_per_s: float
+    ttft_ms: float | None  # Mean time to the first token.
     tau: float
     acceptance_per_position: list[float]
     step_ms: float  # with a share of the prefills
@@ -227,12 +289,15 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
     counts = count(results, name, concurrency)
     rate = float(np.median([run.tokens_per_s for run in ours]))
     outputs = [len(output.token_ids) for run in ours for output in run.outputs]
+    waits_s = [run.ttft_s for run in ours if run.ttft_s is not None]
     return Compared(
         ratio=ratio,
         # With fewer it is infinite, and JSON has no infinity.
         interval=interval if len(ratios) >= 6 else None,
         ratios=ratios,
+        ideal=ratio * (1 + len(counts.accepted_per_position)) / counts.tau,
         tokens_per_s=rate,
+        ttft_ms=1000 * float(np.mean(waits_s)) if waits_s else None,
         tau=counts.tau,
         acceptance_per_position=counts.acceptance_per_position,
         step_ms=1000 * concurrency * counts.tau / rate,

@@ -95,20 +95,8 @@ COMMANDS = {
     "bench": Command(
         Group.DECIDE,
         "redraft.recipes.decide.bench",
-        "Measure how much faster drafts make a real vLLM server",
+        "Which draft, how many tokens: measure against plain vLLM",
         "redraft bench --target TARGET --draft DRAFT",
-    ),
-    "advise": Command(
-        Group.DECIDE,
-        "redraft.recipes.decide.advise",
-        "Recommend a draft and a number of draft tokens",
-        "redraft advise --serving serving.json",
-    ),
-    "compare": Command(
-        Group.DECIDE,
-        "redraft.recipes.decide.compare",
-        "Make or take drafts for a target: which one pays?",
-        "redraft compare --target TARGET --data answers.jsonl",
     ),
     "plan": Command(
         Group.DECIDE,

@@ -1,318 +1,405 @@
-"""Measure the speed-up of drafts in a real vLLM server: the tables to decide with how to serve."""
+"""Which draft, how many tokens, at which load?
 
-import contextlib
+Take or make drafts for a target, measure each beside the plain server, and confirm the best.
+"""
+
+import functools
+import json
 import shlex
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.draft_source import DraftSource, shorten_name
-from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.server import (
-    Mode,
-    VllmServer,
-    forget_requests,
-    require_servable,
-    vllm_server,
+from redraft.distill.data.conversations import Conversation, load_conversations
+from redraft.distill.data.day import choose_day
+from redraft.distill.data.samples import held_out_prompts
+from redraft.distill.run.proof import make_logits
+from redraft.eval.engine.draft_source import NGRAM
+from redraft.eval.engine.lookups import lookup_env, needs_plugin
+from redraft.eval.engine.lossless import compare_lossless
+from redraft.eval.engine.sampling import (
+    Sampling,
+    choose_sampling,
+    list_penalties,
+    require_served,
 )
+from redraft.eval.engine.server import Mode, VllmServer, vllm_keys
 from redraft.eval.engine.target_dtype import open_target
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
+from redraft.eval.prompts import Prompt
 from redraft.eval.serving.baseline import (
     MODE_ROUNDS,
     choose_mode,
     describe_baseline,
     describe_modes,
 )
-from redraft.eval.serving.load import Load, LoadResult, run_load
-from redraft.eval.serving.report import GRID, build_serving_report, compose_answer, write_serving
-from redraft.eval.serving.sweep import (
-    ALONE,
-    Cell,
-    Results,
-    Sweep,
-    Variant,
-    build_tables,
-    group_by_variant,
-    order_pass,
-    plan,
+from redraft.eval.serving.bench_report import (
+    VERSION,
+    BenchReport,
+    LosslessReport,
+    Settings,
+    by_load,
+    choose_served,
+    compose_answer,
+    describe_draft,
+    describe_lossless,
+    verdict,
+    write_bench,
 )
+from redraft.eval.serving.prediction import Candidate, Choice, choose, predict
+from redraft.eval.serving.rounds import (
+    PLAIN,
+    Plan,
+    Results,
+    keep_rounds,
+    measure_servers,
+    merge,
+    plain_runs,
+    run_rounds,
+    select_prompts,
+)
+from redraft.heads.doctor.checks import first_cure
+from redraft.heads.families.retrieval import FOLDER
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.replaced import PREVIOUS, drop_previous, start_over
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
+from redraft.online.engine.config import PLUGIN_NAME
 from redraft.recipes.decide.bench_config import Config
+from redraft.recipes.decide.candidates import (
+    Making,
+    finished_drafts,
+    give_acceptance,
+    make_lookups,
+    make_trained,
+)
+from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
-ENGINE_HAS_IDEAL = not ENGINE_IS_CPU  # the CPU's kernels ignore synthetic acceptance
+FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
+ROUNDS = "rounds"  # Folder in --output of the finished rounds.
+PARTS = Path("outputs/parts")  # The downloaded model and prompts, kept for later runs.
+FIRST_PROMPTS = 4  # Every fourth prompt is for the first rounds. The others confirm.
+NUM_CONFIRMED = 3  # Drafts in the last rounds, beside n-grams.
+MOST_ROWS = 32  # Further requests that price verification: as many rows as 8 with 3 draft tokens.
 
 
-def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
-    started = time.monotonic()
-    target = open_target(cfg.target, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
-    # 1. the cells of every table, and the configuration of each draft
-    configs = {
-        draft: DraftSource.parse(draft).speculative(cfg.draft_sample_method) for draft in cfg.draft
-    }
-    questions = plan(sweep(cfg, target, engine_has_ideal=engine_has_ideal))
-    cells = group_by_variant(cell for some in questions.values() for cell in some)
-    for variant in cells:
-        require_servable(
-            speculative_config(variant, configs)
-        )  # now, not when its turn comes hours later
-
-    # 2. the plain server to beat: compiled or eager, whichever is faster here
+def main(cfg: Config) -> None:
+    started = time.perf_counter()
+    require_answers(cfg)
+    name = cfg.target or str(make_target(PARTS))
+    # Before the trainings: what cannot be served must not be found out an hour later.
+    fetch_model(name)
+    target = open_target(name, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
+    sampling = choose_sampling(target.folder, **asked_sampling(cfg))
+    require_served(sampling)
+    # Requests that name their sampling have no penalties (`measure`).
+    penalties = {} if names_sampling(cfg) else list_penalties(target.folder)
+    finished = list(finished_drafts(cfg))
+    if cfg.acceptance is not None:
+        if penalties:
+            raise ValueError(
+                f"{cfg.acceptance} has not the penalties of {target.name}: leave out --acceptance, "
+                "or benchmark requests without penalties with --temperature"
+            )
+        finished = give_acceptance(finished, cfg.acceptance, sampling)
+    questions = load_questions(cfg)
+    first, rest = render_prompts(cfg, target, questions)
+    making = prepare(cfg, target, questions)
     if cfg.overwrite:
-        start_over(cfg.output, "cells", cfg)
-    mode, modes = choose_baseline(cfg, target, cells[ALONE][0].load)
+        start_over(cfg.output, ROUNDS, cfg)
+
+    # 1. the plain server to beat: compiled or eager, whichever is faster here
+    rounds = Rounds(cfg, target, sampling if names_sampling(cfg) else None)
+    mode, modes = rounds.choose_mode(first)
     print(describe_modes(mode, modes), flush=True)
 
-    # 3. measure the missing cells, one server at a time
-    results = Results(cfg.output, served(cfg, target, mode))
-    refused = measure_missing(cfg, target, cells, configs, results, mode)
+    # 2. every draft with one number of tokens; what needs no training comes first, and each verdict
+    #    as it is known
+    choices: list[Choice] = []
+    for candidates in make_groups(cfg, [*make_lookups(making), *finished], making):
+        results = rounds.measure_first(candidates, first)
+        for candidate in candidates:
+            choices.append(predict(candidate, results, cfg.loads))
+            print(verdict(choices[-1]), flush=True)
 
-    # 4. write the reports
-    medians = {cell: results.median(cell, cfg.repeats) for some in cells.values() for cell in some}
-    measured = {cell: median for cell, median in medians.items() if median is not None}
-    ratios = {cell: found for cell in measured if (found := results.ratios(cell, cfg.repeats))}
-    alone = {
-        cell.load.concurrency: results.runs(cell, cfg.repeats)
-        for cell in questions[GRID]
-        if cell.variant == ALONE
-    }
-    baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=target.folder)
-    report = build_serving_report(
-        build_tables(questions, measured, ratios),
-        configs,
-        target=cfg.target,
+    # 3. the best with their best numbers of tokens, on other prompts
+    best = choose(choices, NUM_CONFIRMED)
+    confirmed = rounds.confirm(
+        [*best, *(c for c in choices if c.candidate.name == NGRAM and c not in best)], rest
+    )
+
+    # 4. the report
+    served = choose_served(best)
+    log = cfg.output / "logs" / f"vllm-{PLAIN}.log"
+    last = {name: by_load(results, name, cfg.loads) for name, results in confirmed.items()}
+    report = BenchReport(
+        version=VERSION,
+        target=cfg.target or read_origin(target.folder),
         command=shlex.join(sys.argv),
-        settings=settings(cfg, target),
-        baseline=asdict(baseline),
-        refused=refused,
-        ideal_source="engine" if engine_has_ideal else "cost model",
+        baseline=describe_baseline(
+            plain_runs(rounds.groups), mode, modes, log=log, target=target.folder
+        ),
+        plain=by_load(next(iter(confirmed.values())), PLAIN, cfg.loads),
+        drafts=[
+            describe_draft(choice, last.get(choice.candidate.name), serve_flags(choice))
+            for choice in choices
+        ],
+        served=served,
+        lossless=prove_lossless(target.name, confirmed[served], served, cfg)
+        if served and sampling.temperature == 0 and not penalties
+        else None,
+        settings=Settings(
+            loads=cfg.loads,
+            rounds=cfg.rounds,
+            max_tokens=cfg.max_tokens,
+            sampling=sampling,
+            penalties=penalties,
+            draft_sample_method=cfg.draft_sample_method,
+            minutes=cfg.minutes if cfg.train else None,
+            dtype=next(iter(confirmed.values()))[PLAIN, cfg.loads[0]][0].dtype,
+        ),
         environment=environment(),
-        duration_s=round(time.monotonic() - started, 1),
+        duration_s=round(time.perf_counter() - started, 1),
     )
-    page = write_serving(cfg.output, report)
+    page = write_bench(cfg.output, report)
     drop_previous(cfg.output / PREVIOUS)
-    unmeasured = (f"not measured: {entry['what']}: {entry['reason']}" for entry in refused)
-    print(*compose_answer(report), *unmeasured, f"report: {page}", sep="\n")
+    print(*compose_answer(report), f"report: {page}", sep="\n")
 
 
-def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:
-    """The benchmark's questions.
-
-    Raises:
-        ValueError: the prompts do not fit the servers.
+def require_answers(cfg: Config) -> None:
+    """Raise ValueError, with the command that writes them, if drafts are to be trained and there
+    are no answers.
     """
-    if cfg.repeats < 1:
-        raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
-    longest = cfg.input_tokens + cfg.max_tokens
-    if longest > cfg.max_model_len:
+    # Not in the config: a message from there is broken into lines, and nobody could copy the
+    # command.
+    if cfg.train and known_answers(cfg) is None:
         raise ValueError(
-            f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}"
+            f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate "
+            f"--target {cfg.target} "
+            "--prompts stdlib-functions --output answers.jsonl`, then give --data answers.jsonl"
         )
-    return Sweep(
-        drafts=cfg.draft,
-        num_speculative_tokens=cfg.num_speculative_tokens,
-        concurrency=cfg.concurrency,
-        input_tokens=cfg.input_tokens,
-        data=cfg.prompts,
-        output_tokens=cfg.max_tokens,
-        prompts_per_client=cfg.prompts_per_client,
-        sampling=sampling(cfg, target),
-        engine_has_ideal=engine_has_ideal,
-    )
 
 
-def sampling(cfg: Config, target: TargetFolder) -> Sampling:
-    """How every request is sampled.
+def asked_sampling(cfg: Config) -> dict[str, Any]:
+    return {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+
+def names_sampling(cfg: Config) -> bool:
+    return any(value is not None for value in asked_sampling(cfg).values())
+
+
+def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
+    """How the drafts are made, with the file of the first rounds' conversations, on which the
+    trainings forecast.
+    """
+    prompts = cfg.output / "prompts.jsonl"
+    text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROMPTS])
+    if not prompts.is_file() or prompts.read_text() != text:  # else finished drafts would look old
+        write_whole(prompts, text)
+    return Making(cfg=cfg, target=target, answers=known_answers(cfg), prompts=prompts)
+
+
+def make_groups(
+    cfg: Config, ready: Sequence[Candidate], making: Making
+) -> Iterator[list[Candidate]]:
+    """The drafts that share rounds.
+
+    Those that are ready first, then the trained ones, trained just before.
+    """
+    # One server of each group is the target alone.
+    size = group_size(cfg)
+    for start in range(0, len(ready), size):
+        yield list(ready[start : start + size])
+    with Progress(total=len(cfg.train), desc="train drafts", unit="draft") as bar:
+        for start in range(0, len(cfg.train), size):
+            group: list[Candidate] = []
+            for candidate in make_trained(making, cfg.train[start : start + size]):
+                group.append(candidate)
+                bar.update()
+            yield group
+
+
+def load_questions(cfg: Config) -> list[Conversation]:
+    """The conversations whose last questions are the prompts.
 
     Raises:
-        ValueError: if vLLM refuses it beside a draft.
+        ValueError: too few.
     """
-    chosen = choose_sampling(
-        target.folder,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        min_p=cfg.min_p,
+    conversations: list[Conversation] = (
+        [
+            {"messages": [{"role": "user", "content": question(problem)}], "domain": "code"}
+            for problem in read_problems(PARTS)
+        ]
+        if cfg.prompts is None
+        else load_conversations(cfg.prompts)
     )
-    require_served(chosen)
-    return chosen
-
-
-def served(cfg: Config, target: TargetFolder, mode: Mode) -> dict[str, Any]:
-    """The settings of all servers. If one changes, earlier measurements are not reused."""
-    server = {
-        "mode": mode,
-        "dtype": target.dtype,
-        "vllm_args": cfg.vllm_args,
-        "max_num_seqs": max_num_seqs(cfg),
-    }
-    drafting = {"draft_sample_method": cfg.draft_sample_method}
-    return {"target": fingerprint_path(target.name), **server, **drafting, **engine_environment()}
-
-
-def choose_baseline(
-    cfg: Config, target: TargetFolder, load: Load
-) -> tuple[Mode, dict[Mode, float]]:
-    """(mode of all servers, tokens/s by mode at this load)."""
-    prompts = cfg.output / "prompts"
-    return choose_mode(
-        target.name, lambda running: run_load(running, load, prompts).tokens_per_s, MODE_ROUNDS, cfg.output / "logs",
-        cfg.output / "cells", [fingerprint_path(target.name), asdict(load)], **server_options(cfg, target),
-    )  # fmt: skip
-
-
-def max_num_seqs(cfg: Config) -> int:
-    return max(16, *cfg.concurrency)
-
-
-def settings(cfg: Config, target: TargetFolder) -> dict[str, Any]:
-    base = asdict(sweep(cfg, target).load())
-    return {
-        "draft": cfg.draft[0],
-        "num_speculative_tokens": cfg.num_speculative_tokens[0],
-        **{
-            key: base[key]
-            for key in ("concurrency", "input_tokens", "output_tokens", "data", "sampling")
-        },
-        "penalties": list_penalties(target.folder),
-        "draft_sample_method": cfg.draft_sample_method,
-        "repeats": cfg.repeats,
-    }
-
-
-def measure_missing(
-    cfg: Config,
-    target: TargetFolder,
-    cells: Mapping[Variant, Sequence[Cell]],
-    configs: Mapping[str, Mapping[str, Any]],
-    results: Results,
-    mode: Mode,
-) -> list[dict[str, str]]:
-    """Measure every cell not finished by an earlier run, and return the refused variants with the
-    reason. The target alone is measured again in a pass with missing cells, because they are
-    compared with it.
-
-    Raises:
-        ValueError: if the engine refuses a draft; with the cure if one is known.
-    """
-    refused: dict[str, str] = {}
-    in_pass = sum(map(len, cells.values()))
-    with Progress(total=cfg.repeats * in_pass, desc="cells", unit="cell") as bar:
-        # Repeats outside: the passes of a variant lie far apart, so a slow hour hits every one.
-        for repeat in range(cfg.repeats):
-            # A refused variant is not started again in the next pass: a failed start takes minutes.
-            todo = order_pass(list_missing(cells, results, repeat, refused))
-            bar.update(in_pass - sum(map(len, todo.values())))
-            runs: dict[Cell, LoadResult] = {}
-            drafts = {name(variant) for variant in todo if variant != ALONE}
-            for variant, some in todo.items():
-                if variant == ALONE and drafts and drafts <= refused.keys():
-                    continue
-                bar.set_postfix_str(name(variant))
-                try:
-                    with server(cfg, target, variant, configs, mode) as running:
-                        for cell in some:
-                            runs[cell] = run_load(running, cell.load, cfg.output / "prompts")
-                            keep_compared(results, repeat, runs, cell)
-                            bar.update()
-                except ChildProcessError as error:
-                    refused[name(variant)] = excuse_refusal(target, variant, error)
-    return [{"what": refused_name, "reason": reason} for refused_name, reason in refused.items()]
-
-
-def list_missing(
-    cells: Mapping[Variant, Sequence[Cell]], results: Results, repeat: int, refused: Container[str]
-) -> dict[Variant, list[Cell]]:
-    missing = {
-        variant: [cell for cell in some if not results.has(cell, repeat)]
-        for variant, some in cells.items()
-    }
-    return {
-        variant: some for variant, some in missing.items() if some and name(variant) not in refused
-    }
-
-
-def keep_compared(
-    results: Results, repeat: int, runs: Mapping[Cell, LoadResult], newest: Cell
-) -> None:
-    """Write the newest run once the target's at this load is there.
-
-    With the target's, also the runs that waited.
-    """
-    for cell, run in runs.items():
-        if newest in (cell, cell.alone()) and cell.alone() in runs:
-            results.add(cell, repeat, run, runs[cell.alone()])
-
-
-def server_options(cfg: Config, target: TargetFolder) -> dict[str, Any]:
-    return {
-        "max_model_len": cfg.max_model_len,
-        "max_num_seqs": max_num_seqs(cfg),
-        "dtype": target.dtype,
-        "extra_args": cfg.vllm_args,
-    }
-
-
-def server(
-    cfg: Config,
-    target: TargetFolder,
-    variant: Variant,
-    configs: Mapping[str, Mapping[str, Any]],
-    mode: Mode,
-) -> contextlib.AbstractContextManager[VllmServer]:
-    config = speculative_config(variant, configs)
-    options = server_options(cfg, target)
-    return vllm_server(
-        target.name, log=log(cfg, variant), speculative_config=config, mode=mode, **options
-    )
-
-
-def log(cfg: Config, variant: Variant) -> Path:
-    return cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-")
-
-
-def excuse_refusal(target: TargetFolder, variant: Variant, error: ChildProcessError) -> str:
-    """The reason to refuse the ideal, which the benchmark can do without.
-
-    Raises:
-        ChildProcessError: for the target, ValueError, with the cure, for a draft.
-    """
-    if variant.draft is None:
-        raise error
-    if not variant.is_ideal:
-        cure = DraftSource.parse(variant.draft).find_cure(
-            target.name, variant.num_speculative_tokens
+    if len(conversations) < FIRST_PROMPTS:
+        raise ValueError(
+            f"{cfg.prompts} has {len(conversations)} conversations: give at least {FIRST_PROMPTS}"
         )
-        raise ValueError(f"{error}{cure}") from error
-    return str(error)
+    return conversations
 
 
-def speculative_config(
-    variant: Variant, configs: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    if variant.draft is None:
-        return None
-    config = {
-        **forget_requests(configs[variant.draft]),
-        "num_speculative_tokens": variant.num_speculative_tokens,
-    }
-    if variant.is_ideal:
-        config |= {
-            # The mean length counts the bonus: k + 1, vLLM's largest, accepts every token.
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": variant.num_speculative_tokens + 1,
+def render_prompts(
+    cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts of the first rounds, prompts of the last ones).
+
+    Raises:
+        ValueError: none is left.
+    """
+    render = functools.partial(
+        held_out_prompts,
+        tokenizer=target.tokenizer,
+        max_length=cfg.max_prompt_tokens,
+        day=choose_day(None),
+    )
+    first = render(questions[::FIRST_PROMPTS], num_prompts=cfg.first_rounds * cfg.most_prompts)
+    rest = [c for number, c in enumerate(questions) if number % FIRST_PROMPTS]
+    # Not those of the first rounds: choosing on the prompts that confirm would favour luck.
+    return first, render(rest, num_prompts=cfg.rounds * cfg.most_prompts, beside=first)
+
+
+class Rounds:
+    """The rounds of a benchmark: groups of servers in one mode, the target alone among them."""
+
+    def __init__(self, cfg: Config, target: TargetFolder, sampling: Sampling | None) -> None:
+        """`sampling` of the requests; None: they name none."""
+        self.cfg, self.target, self.sampling = cfg, target, sampling
+        self.options: dict[str, Any] = {
+            "vllm_defaults": True,
+            "dtype": target.dtype,
+            "extra_args": cfg.vllm_args,
         }
-    return config
+        self.groups: list[Results] = []  # The rounds of every group, once.
+
+    def choose_mode(self, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
+        """Choose the mode of all servers. Returns it, and tokens/s by mode."""
+        load = self.cfg.loads[0]
+        plan = self._plan(1, [load])
+
+        def speed(server: VllmServer) -> float:
+            return run_rounds({PLAIN: server}, prompts, plan)[PLAIN, load][0].tokens_per_s
+
+        mode, speeds = choose_mode(
+            self.target.name, speed, MODE_ROUNDS, self.cfg.output / "logs", self.cfg.output / ROUNDS,
+            [self.target.fingerprint, prompts, plan], **self.options,
+        )  # fmt: skip
+        self.options = {**self.options, "mode": mode}
+        return mode, speeds
+
+    def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
+        """Rounds of a group of drafts with the most draft tokens, beside the target alone, which
+        also gets as many requests as others verify rows.
+        """
+        drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
+        # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
+        rows = {4 * load for load in self.cfg.loads if 4 * load <= MOST_ROWS} - {*self.cfg.loads}
+        alone = self._plan(2, sorted(rows), max_tokens=32) if rows else None
+        plan = self._plan(self.cfg.first_rounds, self.cfg.loads)
+        return self._measure(drafts, prompts, plan, "logs", alone)
+
+    def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
+        """By draft, rounds of the best drafts with the advised numbers of tokens, beside the target
+        alone.
+        """
+        size, plan = group_size(self.cfg), self._plan(self.cfg.rounds, self.cfg.loads)
+        results: dict[str, Results] = {}
+        with Progress(total=len(best), desc="confirm drafts", unit="draft") as bar:
+            for start in range(0, len(best), size):
+                group = best[start : start + size]
+                drafts = {choice.candidate.name: choice.speculative_config for choice in group}
+                # With the target's rounds of this group: a speed is a ratio within a round.
+                results |= dict.fromkeys(
+                    drafts, self._measure(drafts, prompts, plan, "logs-confirm")
+                )
+                bar.update(len(group))
+        return results
+
+    def _plan(self, rounds: int, loads: Sequence[int], max_tokens: int | None = None) -> Plan:
+        return Plan(
+            rounds=rounds,
+            # Two for each request in flight: the second begins where the first ends.
+            prompts={load: 2 * load for load in loads},
+            max_tokens=max_tokens or self.cfg.max_tokens,
+            sampling=self.sampling,
+        )
+
+    def _measure(
+        self,
+        drafts: Mapping[str, Mapping[str, Any]],
+        prompts: Sequence[Prompt],
+        plan: Plan,
+        logs: str,
+        alone: Plan | None = None,
+    ) -> Results:
+        """The rounds of a group.
+
+        They are kept for a run with the same files and settings. `alone` are further loads of the
+        target alone.
+
+        Raises:
+            ChildProcessError: a server did not start; with the cure if a draft's folder shows one.
+        """
+        configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
+        files = [
+            fingerprint_path(config[key])
+            for config in drafts.values()
+            for key in FILES
+            if key in config
+        ]
+        key = [self.target.fingerprint, configs, files, prompts, plan, alone, self.options]
+        key += [self.cfg.together == 1, engine_environment()]
+        measure = functools.partial(
+            measure_servers, self.target.name, configs, prompts, plan, self.cfg.output / logs,
+            alone=alone, is_together=self.cfg.together != 1, **self.options,
+        )  # fmt: skip
+        try:
+            self.groups.append(keep_rounds(self.cfg.output / ROUNDS, key, measure))
+        except ChildProcessError as error:
+            cures = (
+                first_cure(self.target.folder, config["model"], config["num_speculative_tokens"])
+                for config in drafts.values()
+                if "model" in config
+            )
+            raise ChildProcessError(f"{error}{next(filter(None, cures), '')}") from error
+        return self.groups[-1]
 
 
-def name(variant: Variant) -> str:
-    """The name of a variant on the progress bar and in the log's file name."""
-    if variant.draft is None:
-        return "without draft"
-    ideal = " all accepted" if variant.is_ideal else ""
-    return f"{shorten_name(variant.draft)}{ideal} k={variant.num_speculative_tokens}"
+def prove_lossless(target: str, results: Results, served: str, cfg: Config) -> LosslessReport:
+    """The outputs with the draft to serve beside those of the target alone, at the smallest load.
+
+    In 16 bits, rounding parts the target from itself when more requests are answered at once.
+    """
+    smallest, largest = cfg.loads[0], cfg.loads[-1]
+    ours, plain = (merge(results[name, smallest]) for name in (served, PLAIN))
+    logits = make_logits(target)
+    # The widest gap of the target against itself, in batches of two sizes, is the rounding of this
+    # dtype here. A round has the prompts of its smaller load in its larger one.
+    alone = compare_lossless(select_prompts(merge(results[PLAIN, largest]), plain), plain, logits)
+    found = compare_lossless(ours, plain, logits, known_rounding=alone.widest_gap)
+    return describe_lossless(found, alone)
+
+
+def serve_flags(choice: Choice) -> str:
+    """The variables to set, and the flag of `vllm serve` for this draft with the best tokens."""
+    config = choice.speculative_config
+    variables = {
+        **lookup_env(config),
+        **({"VLLM_PLUGINS": PLUGIN_NAME} if needs_plugin(config) else {}),
+    }
+    shown = "".join(f"{name}={value} " for name, value in variables.items())
+    return f"{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(config)))}"
+
+
+def known_answers(cfg: Config) -> str | None:
+    return cfg.data or (str(ANSWERS) if cfg.target is None else None)
+
+
+def group_size(cfg: Config) -> int:
+    """Drafts that share rounds: one server of a group is the target alone."""
+    return max(2, cfg.together or (5 if ENGINE_IS_CPU else 2)) - 1

@@ -23,6 +23,8 @@ from redraft.recipes.decide.measure_config import MeasureConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(MeasureConfig):
+    target: str = "meta-llama/Llama-3.1-8B-Instruct"
+    """Folder or hub name of the served model."""
     prompts: str = "HuggingFaceH4/ultrachat_200k"
     """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose,
     for the small target).

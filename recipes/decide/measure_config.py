@@ -11,8 +11,6 @@ from redraft.eval.engine.target_dtype import TargetDtype
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    """Folder or hub name of the served model."""
     target_dtype: TargetDtype | None = None
     """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
     stored so and the CPU has instructions for bfloat16, else float32.

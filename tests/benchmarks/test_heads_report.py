@@ -41,14 +41,6 @@ def make_entry(tau: float, **changes: Any) -> dict[str, Any]:
         "num_prompts": 64,
         "train_tokens_per_s": 3000.0,
         "duration_s": 120.0,
-        "speed": {
-            "rounds": 8,
-            "tokens_per_s": 300.0,
-            "tokens_per_s_without_draft": 400.0,
-            "speedup": 0.75,
-            "speedup_interval": [0.7, 0.8],
-            "draft_token_cost": 0.33,
-        },
         "drafts_by_prompt": [20, 30, 25, 40],
         "accepted_by_prompt": [
             round(20 * (tau - 1)),
@@ -156,15 +148,6 @@ def test_divergences_that_the_interval_cannot_tell_apart_are_called_equal(tmp_pa
     html = write(tmp_path, make_heads_report(ablation=found)).read_text()
     assert "lk hybrid (equal)" in html, "the chart says so"
     assert re.search(r'<th scope="row">lk hybrid</th>.*?equal \[', html, re.DOTALL), "and the table"
-
-
-def test_a_head_is_told_with_its_worth_even_if_it_is_a_loss(tmp_path: Path) -> None:
-    html = write(tmp_path, make_heads_report()).read_text()
-    assert '<td class="bad">0.75× [0.70, 0.80]</td><td>300, 400</td><td>0.33</td>' in html
-    report = make_heads_report()
-    for head in report["families"].values():
-        head["speed"] = {**head["speed"], "speedup_interval": [0.9, 1.1]}
-    assert "equal [0.90, 1.10]" in write(tmp_path, report).read_text()
 
 
 def test_a_page_without_an_ablation_leaves_out_its_chart(tmp_path: Path) -> None:

@@ -330,7 +330,6 @@ def test_arguments_for_vllm_are_given_one_by_one():
     args = ["--tensor-parallel-size=4", "--enforce-eager"]
     for command, *flags in (
         ("bench", "--concurrency", "1", "2"),
-        ("compare",),
         ("eval", "--draft", "d"),
         ("regenerate", "--prompts", "stdlib", "--output", "x"),
         ("serve", "t"),
@@ -341,8 +340,8 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("count", "compare_report", "made_drafts", "up_folder", "up_parts", "vllm_flags")
-"""Files of `redraft plan`, `compare`, `up` and `serve` beside the command."""
+PARTS = ("count", "candidates", "up_folder", "up_parts", "vllm_flags")
+"""Files of `redraft plan`, `bench`, `up` and `serve` beside the command."""
 COMMAND_FILES = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.py"))

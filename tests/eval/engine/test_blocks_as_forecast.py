@@ -41,7 +41,7 @@ def train(head: str, heads: dict[str, Path]) -> Path:
         output = heads["folder"] / head
         command = [sys.executable, "-m", "benchmarks.studies.presets", family]
         command += WINDOWS.get(windows, [])
-        command += ["--prove.no-engine", "--prove.speed-rounds", "0", "--output", str(output)]
+        command += ["--prove.no-engine", "--output", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1500)
         assert done.returncode == 0, done.stderr[-3000:]
         heads[head] = output / "draft"

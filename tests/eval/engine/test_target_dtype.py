@@ -115,18 +115,18 @@ def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
 ) -> None:
     started: list[Any] = []
 
-    def start(model: Path, *, dtype: str | None, **_: Any) -> None:
+    def start(model: str, *_: Any, dtype: str | None, **options: Any) -> None:
         started.append((model, dtype))
         raise StartedError
 
-    monkeypatch.setattr(prove, "vllm_server", start)
+    monkeypatch.setattr(prove, "measure_servers", start)
     target = write_config(tmp_path / "target", QUANTISED)
     copy = write_config(tmp_path / "copy", {})  # on a CPU it would be float32
     opened, prompts = TargetFolder.open(target), [Prompt(token_ids=[1])]
     given = (prove.Prove(), opened, {"method": "mtp"}, prompts, tmp_path)
     with pytest.raises(StartedError):
         prove.prove_in_engine(*given, served=copy)
-    assert started == [(copy, None)]
+    assert started == [(str(copy), None)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")

@@ -18,7 +18,6 @@ from redraft.eval.forecast.greedy import Forecast, PromptForecast
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
-    Speed,
     domain_section,
     engine_section,
     offline_section,
@@ -75,10 +74,6 @@ ERROR = Difference(
 )
 
 
-WITH = [38.0, 42.0, 39.0, 41.0, 40.0, 40.0, 37.0, 43.0]
-"""Tokens/s with the draft, in 8 rounds."""
-
-
 def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
     after = make_forecast(3)
     with_draft = make_measurement(2, 1.0)
@@ -93,7 +88,6 @@ def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
             with_draft,
             Lossless(num_prompts=2, differences=list(differences)),
             after.overall.tau,
-            Speed(with_draft=WITH, without_draft=[25.0] * 8),
         ),
         "by_domain": domain_section(after, with_draft),
         "train": {"tokens_per_s": 1234.5, "peak_rss_mib": 678.0},
@@ -126,13 +120,6 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     assert report["engine"]["forecast_error"] == pytest.approx(0.5 / 3)
     assert report["engine"]["lossless"] is True
     assert [tie["position"] for tie in report["engine"]["ties"]] == [7]
-    speed = report["engine"]["speed"]
-    assert (speed["tokens_per_s"], speed["tokens_per_s_without_draft"]) == (40.0, 25.0)
-    assert speed["speedup"] == pytest.approx(1.6)
-    assert speed["speedup_interval"] == pytest.approx([37 / 25, 43 / 25]), (
-        "the extremes of 8 rounds: 2 / 256 outside"
-    )
-    assert speed["draft_token_cost"] == pytest.approx((3.0 / 1.6 - 1) / 4)
     assert report["by_domain"]["code"]["tau_forecast"] == 4.0
     assert report["by_domain"]["prose"]["tau"] == 3.0
     assert (report["train"]["tokens_per_s"], report["train"]["peak_rss_mib"]) == (1234.5, 678.0)
@@ -178,32 +165,7 @@ def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path):
 def test_the_page_begins_with_the_answer(tmp_path: Path):
     html = write_report(tmp_path, make_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
-    assert (
-        heading
-        == "With this draft, each target step emits 3.00 tokens, and output is 1.60× as fast."
-    )
-
-
-@pytest.mark.parametrize(
-    ("rates", "answer"),
-    [
-        (None, "tokens."),
-        ([20.0] * 8, "tokens, but output is only 0.80× as fast."),
-        ([*range(21, 29)], "as without."),
-    ],
-)
-def test_a_speed_that_the_rounds_do_not_tell_is_not_told(
-    tmp_path: Path, rates: list[float] | None, answer: str
-):
-    speed = Speed(with_draft=rates, without_draft=[25.0] * 8) if rates else None
-    lossless = Lossless(num_prompts=2, differences=[])
-    section = engine_section(
-        make_measurement(2, 1.0), lossless, make_forecast(3).overall.tau, speed
-    )
-    html = write_report(tmp_path, make_report(engine=section)).read_text()
-    heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
-    assert heading.endswith(answer)
-    assert ("Output speed" in html) == (rates is not None)
+    assert heading == "With this draft, each target step emits 3.00 tokens."
 
 
 def test_a_page_of_wrong_outputs_warns(tmp_path: Path):
@@ -222,7 +184,6 @@ def test_a_report_without_engine_and_baseline_has_a_complete_page(tmp_path: Path
     html = write_report(tmp_path, report).read_text()
     assert "should emit <em>3.50 tokens</em>" in html
     assert 'id="gain"' in html
-    assert 'id="speed"' not in html
     assert 'id="loss"' not in html
 
 
@@ -238,7 +199,7 @@ def test_every_chart_renders_without_an_error_or_a_request(tmp_path: Path, dark:
     page = write_report(tmp_path, make_report(TIE, ERROR))
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     dom, console, asked = open_in_chromium(page, tmp_path, *flags)
-    for chart in ("positions", "domains", "gain", "speed", "loss", "alpha"):
+    for chart in ("positions", "domains", "gain", "loss", "alpha"):
         drawn = re.search(rf'id="{chart}".*?</svg>', dom, re.DOTALL)
         assert drawn, f"{chart} is not drawn"
         assert len(re.findall("<path", drawn[0])) >= 2, f"{chart} is empty"

@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from redraft.distill.run import proof
 from redraft.eval.engine.measure import (
     MOST_REPEATS,
     Measurement,
@@ -45,7 +44,6 @@ from redraft.eval.serving.baseline import (
 )
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 from redraft.heads.files.folder import WEIGHTS
-from redraft.heads.files.target_folder import TargetFolder
 
 PROMPTS = [Prompt(token_ids=[1, 2])]
 
@@ -256,6 +254,7 @@ def write_log(folder: Path, **changes: Any) -> Path:
         f"{SERVED.format(**{**served, 'dtype': 'float16', 'tensor': 4})}"
         "OpenMP thread binding info: \n\tlocal_rank=0, core ids=[0]\n"
         f"\tlocal_rank=1, core ids=[4, 5]\n\treserved_cpus=[1]\n{SERVED.format(**served)}"
+        "(APIServer pid=9) INFO [utils.py:1] non-default args: {'port': 1, 'max_model_len': -1}\n"
     )
     return folder / "log"
 
@@ -276,9 +275,11 @@ def test_the_baseline_is_its_share_of_the_time_to_read_the_weights(
     assert (found.step_ms, found.tokens_s) == pytest.approx((20.0, 50.0))
     assert (found.speeds, found.repeated, found.mode) == (1, 2, "compiled")
     assert found.threads == 3, "of the last start, over all ranks"
+    assert found.not_default == "'port': 1, 'max_model_len': -1"
     log.unlink()
     unknown = describe_baseline(plain_runs(groups), "compiled", modes, log=log, target=target)
-    assert (unknown.limit_share, unknown.step_ms) == (None, pytest.approx(20.0))
+    assert (unknown.limit_share, unknown.not_default) == (None, None)
+    assert unknown.step_ms == pytest.approx(20.0)
     json.dumps([vars(found), vars(unknown)])
 
 
@@ -351,34 +352,6 @@ def test_the_faster_mode_is_chosen_once(
     )
     assert most_at_once == (2 if on_cpu else 1), "a GPU has the memory of one server"
     assert choose("--enforce-eager") == ("eager", {}), "the user's choice"
-
-
-def test_the_proof_of_a_training_serves_in_the_faster_mode(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[tuple[str, Mode]] = []
-
-    @contextlib.contextmanager
-    def start(target: str, *, log: Path, mode: Mode, **options: Any) -> Iterator[VllmServer]:
-        started.append((log.stem, mode))
-        if options.get("speculative_config"):
-            raise ChildProcessError("as far as the test goes")
-        yield make_server("http://a", mode)
-
-    for module in (baseline, proof):
-        monkeypatch.setattr(module, "vllm_server", start)
-    rates = {"compiled": 0.02, "eager": 0.01}
-    monkeypatch.setattr(proof, "measure", lambda server, *_, **__: make_run(rates[server.mode]))
-    with pytest.raises(ChildProcessError):
-        proof.prove_in_engine(
-            proof.Prove(speed_rounds=6),
-            TargetFolder.open(tiny_target),
-            {"method": "eagle3"},
-            PROMPTS,
-            tmp_path,
-        )
-    assert sorted(started[:2]) == [("vllm-compiled", "compiled"), ("vllm-eager", "eager")]
-    assert started[2:] == [("vllm-with-draft", "eager")]
 
 
 def test_the_bandwidth_of_this_machine_is_measured() -> None:

@@ -1,4 +1,4 @@
-"""The charts of `redraft compare`."""
+"""The charts of `redraft bench` as Vega-Lite specifications, in the colours of the page."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,14 @@ import altair as alt
 
 from redraft.eval.report.acceptance_charts import COLORS, SHAPES
 from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, panel, tips, to_spec
-from redraft.eval.report.charts import build_charts as build_training_charts
 
 TALL = 1.6 * PANEL_HEIGHT
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    # The best trained draft's, if anything was trained.
-    training = build_training_charts(report) if "curves" in report else {}
-    charts = {name: spec for name, spec in training.items() if name in ("loss", "positions")}
-    for load in ("1", "8"):
+    """Specifications by element id on the page."""
+    charts = {}
+    for load in report["plain"]:
         charts[f"pays-{load}"] = to_spec(_pays(report, load))
         charts[f"tokens-{load}"] = to_spec(_tokens(report, load))
     return charts

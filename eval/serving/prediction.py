@@ -1,11 +1,11 @@
-"""From rounds of a draft with one number of tokens to its speed with any.
+"""The speed of a draft with any number of tokens, from rounds with one number.
 
-Which draft, and how many tokens?
+Which draft, how many tokens, at which load?
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
@@ -22,7 +22,15 @@ class Candidate:
     config: Mapping[str, Any]  # vLLM's --speculative-config without the number of tokens.
     num_speculative_tokens: int  # Draft tokens of a step in the first rounds: the most to consider.
     parameters: int | None = None  # In the draft's files; None if it has none.
-    training: Mapping[str, Any] | None = None  # The section `train` of the recipe's report.
+    tau_forecast: float | None = None  # By its training, on the prompts of the first rounds.
+    given: Sequence[float] | None = None  # Acceptance by position, in place of the counted one.
+
+    def __post_init__(self) -> None:
+        if self.given is not None and not self.has_one_acceptance:
+            raise ValueError(
+                f"the acceptance of {self.title} changes with the load or the number of tokens: "
+                "leave out --acceptance"
+            )
 
     @property
     def speculative_config(self) -> dict[str, Any]:
@@ -39,20 +47,26 @@ class Candidate:
         """It decides at every step how many tokens to propose, as lookups do."""
         return self.is_lookup or is_mixed(self.config)
 
+    @property
+    def has_one_acceptance(self) -> bool:
+        """A position is accepted as often at any load and with any number of tokens after it."""
+        return not self.chooses_length and has_one_acceptance(self.config)
+
 
 @dataclass(frozen=True)
 class Choice:
     candidate: Candidate
-    measured: Mapping[str, Compared]  # by requests in flight
+    measured: Mapping[int, Compared]  # by requests in flight
     costs: StepCosts
-    by_tokens: Mapping[str, Sequence[Prediction]]
+    by_tokens: Mapping[int, Sequence[Prediction]]
     """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if others
     cannot be known.
     """
+    advice: str  # the best number of tokens at each batch size, in words
     speculative_config: Mapping[str, Any]  # to serve, with the best numbers of tokens
 
     @property
-    def best(self) -> dict[str, Prediction]:
+    def best(self) -> dict[int, Prediction]:
         """The fastest number of tokens, by requests in flight.
 
         The measured one of a draft that decides itself.
@@ -64,26 +78,8 @@ class Choice:
         }
 
     @property
-    def speedups(self) -> dict[str, float]:
+    def speedups(self) -> dict[int, float]:
         return {load: row.speedup for load, row in self.best.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **{
-                key: getattr(self.candidate, key)
-                for key in ("name", "title", "parameters", "training")
-            },
-            **{key: getattr(self.candidate, key) for key in ("is_lookup", "chooses_length")},
-            "num_speculative_tokens": self.candidate.num_speculative_tokens,
-            "measured": {load: asdict(row) for load, row in self.measured.items()},
-            "token_ms": {str(b): 1000 * seconds for b, seconds in self.costs.draft_s.items()},
-            "by_tokens": {
-                load: [vars(row) for row in rows] for load, rows in self.by_tokens.items()
-            },
-            "best": {load: row.num_speculative_tokens for load, row in self.best.items()},
-            "predicted": self.speedups,
-            "speculative_config": dict(self.speculative_config),
-        }
 
 
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
@@ -112,26 +108,28 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         draft_s={load: whole.draft_s[load] for load in loads},
     )
     # 3. The best number of tokens.
-    measured = {str(load): compare(results, name, load) for load in loads}
+    measured = {load: compare(results, name, load) for load in loads}
     counts = {load: count(results, name, load) for load in loads}
     if not candidate.chooses_length:
         # A model's acceptance does not depend on the load: all together give the narrower estimate.
         counts = dict.fromkeys(loads, sum(counts.values(), AcceptanceCounts.zero()))
-    choices = [k] if candidate.chooses_length or not has_one_acceptance(candidate.config) else None
+    choices = None if candidate.has_one_acceptance else [k]
     by_load = {
-        load: advise(its.acceptance_per_position, costs, choices=choices)
+        load: advise(candidate.given or its.acceptance_per_position, costs, choices=choices)
         for load, its in counts.items()
     }
     config: Mapping[str, Any] = candidate.speculative_config
+    words = f"up to {k} tokens, as found"
     if not candidate.chooses_length:
-        config = by_load[loads[0]].speculative_config(candidate.config) or config
+        advice = by_load[loads[0]]
+        config, words = advice.speculative_config(candidate.config) or config, advice.sentence
     # 4. The speed of whole answers, with the prefills added again.
-    tokens = {load: measured[str(load)].tokens_per_request for load in loads}
     by_tokens = {}
     for load, advice in by_load.items():
         rows = [row for row in advice.table if row.batch_size == load]
-        by_tokens[str(load)] = _add_prefills(rows, tokens[load], prefill_s[PLAIN], prefill_s[name])
-    return Choice(candidate, measured, costs, by_tokens, config)
+        tokens = measured[load].tokens_per_request
+        by_tokens[load] = _add_prefills(rows, tokens, prefill_s[PLAIN], prefill_s[name])
+    return Choice(candidate, measured, costs, by_tokens, words, config)
 
 
 def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -> float:
@@ -170,6 +168,6 @@ def _add_prefills(
 
 
 def choose(choices: Sequence[Choice], number: int) -> list[Choice]:
-    """The choices with the highest expected speed-up at one request, of those that pay at any load."""
+    """The choices that pay at any load, with the highest expected speed-up at the smallest."""
     pays = [choice for choice in choices if max(choice.speedups.values()) > 1]
-    return sorted(pays, key=lambda choice: -choice.speedups["1"])[:number]
+    return sorted(pays, key=lambda choice: -choice.speedups[min(choice.speedups)])[:number]

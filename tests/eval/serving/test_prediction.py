@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Measurement, Output, find_full_load
 from redraft.eval.prompts import Prompt
-from redraft.eval.serving.drafts import Candidate, choose, predict
+from redraft.eval.serving.prediction import Candidate, choose, predict
 from redraft.eval.serving.rounds import PLAIN
 
 LOADS = (1, 8)
@@ -75,18 +76,18 @@ def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the
     # verifying 4 rows takes 10 ms as one does, so 3 draft tokens take 6 ms; of 36 ms at eight, 30
     # verify 32 rows
     assert choice.costs.draft_s == pytest.approx({1: 0.002, 8: 0.002})
-    one = {row.num_speculative_tokens: row for row in choice.by_tokens["1"]}
+    one = {row.num_speculative_tokens: row for row in choice.by_tokens[1]}
     assert [row.tau for row in one.values()] == pytest.approx([1.0, 1.6, 1.9, 1.96])
     assert one[3].speedup == pytest.approx(1.96 * 10 / 16)
-    assert one[3].speedup == pytest.approx(choice.measured["1"].ratio, rel=0.01), (
+    assert one[3].speedup == pytest.approx(choice.measured[1].ratio, rel=0.01), (
         "but for the prefill's token"
     )
     assert one[1].speedup == pytest.approx(1.6 * 10 / 12)
-    assert choice.best["1"].num_speculative_tokens == 2
-    assert choice.speedups["1"] == pytest.approx(1.9 * 10 / 14)
+    assert choice.best[1].num_speculative_tokens == 2
+    assert choice.speedups[1] == pytest.approx(1.9 * 10 / 14)
     # at eight requests, 3 tokens yield 1.96 times the tokens in 3 times the time; none is best
-    assert choice.best["8"].num_speculative_tokens == 0
-    assert choice.speedups["8"] == 1.0
+    assert choice.best[8].num_speculative_tokens == 0
+    assert choice.speedups[8] == 1.0
 
 
 def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
@@ -98,11 +99,11 @@ def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
     assert choice.costs.draft_s == pytest.approx(without.costs.draft_s)
     assert choice.speculative_config == without.speculative_config
     # an answer of 197 tokens: 0.3 s and 100.5 steps of 16 ms; alone 0.2 s and 197 steps of 10 ms
-    three = choice.by_tokens["1"][3]
+    three = choice.by_tokens[1][3]
     assert three.speedup == pytest.approx((0.2 + 1.97) / (0.3 + 197 / 1.96 * 0.016))
     assert three.tokens_per_s == pytest.approx(197 / (0.3 + 197 / 1.96 * 0.016))
     # eight answers at once wait for eight prefills
-    assert choice.by_tokens["8"][3].tokens_per_s == pytest.approx(
+    assert choice.by_tokens[8][3].tokens_per_s == pytest.approx(
         8 * 197 / (8 * 0.3 + 197 / 1.96 * 0.036)
     )
 
@@ -168,15 +169,15 @@ def test_answers_that_end_early_leave_no_slot_empty_in_a_speed() -> None:
             rounds[server, load] = [serve(load, k, loads[load], rng) for _ in range(30)]
     choice = predict(HEAD, rounds, LOADS)
     # A sustained load pays a prefill for every answer, here of 29 tokens.
-    mean = choice.measured["8"].tokens_per_request
+    mean = choice.measured[8].tokens_per_request
     token_s = {
         k: PREFILL_S / mean + (verify_s(8 * (k + 1)) + k * DRAFT_S) / (8 * tau)
         for k, tau in ((0, 1), (3, 2.533))
     }
-    assert choice.measured["8"].ratio == pytest.approx(token_s[0] / token_s[3], rel=0.05)
+    assert choice.measured[8].ratio == pytest.approx(token_s[0] / token_s[3], rel=0.05)
     assert choice.costs.target_s[8][0] == pytest.approx(verify_s(8), rel=1e-3)
     assert choice.costs.draft_s[8] == pytest.approx(DRAFT_S, rel=0.25)
-    for row in choice.by_tokens["8"][1:]:
+    for row in choice.by_tokens[8][1:]:
         k, tau = (
             row.num_speculative_tokens,
             1 + sum(ACCEPTED**j for j in range(1, row.num_speculative_tokens + 1)),
@@ -198,8 +199,8 @@ def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Can
     choice = predict(
         candidate, make_rounds(candidate.name, {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS
     )
-    assert {row.num_speculative_tokens for row in choice.by_tokens["1"]} == {0, 4}
-    for load in ("1", "8"):
+    assert {row.num_speculative_tokens for row in choice.by_tokens[1]} == {0, 4}
+    for load in LOADS:
         assert choice.speedups[load] == pytest.approx(choice.measured[load].ratio, rel=0.01)
     assert choice.speculative_config == candidate.speculative_config
 
@@ -211,17 +212,31 @@ def test_the_acceptance_of_a_block_says_nothing_of_shorter_blocks() -> None:
         rounds,
         LOADS,
     )
-    assert {row.num_speculative_tokens for row in block.by_tokens["1"]} == {0, 3}
-    assert block.speedups["1"] == pytest.approx(1.96 * 10 / 16), "as measured"
-    assert (block.best["8"].num_speculative_tokens, block.speedups["8"]) == (0, 1.0)
+    assert {row.num_speculative_tokens for row in block.by_tokens[1]} == {0, 3}
+    assert block.speedups[1] == pytest.approx(1.96 * 10 / 16), "as measured"
+    assert (block.best[8].num_speculative_tokens, block.speedups[8]) == (0, 1.0)
     assert block.speculative_config["num_speculative_tokens"] == 3
+
+
+def test_acceptance_that_is_given_replaces_the_counted_one() -> None:
+    """A draft accepted half as often takes as long, and pays less."""
+    rounds = make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6))
+    given = predict(replace(HEAD, given=(0.3, 0.1)), rounds, LOADS)
+    one = {row.num_speculative_tokens: row for row in given.by_tokens[1]}
+    assert one.keys() == {0, 1, 2}
+    assert one[1].speedup == pytest.approx(1.3 * 10 / 12)
+    assert given.best[1].num_speculative_tokens == 1
+    assert given.advice.startswith("best k = 1 up to 2 requests, off above")
+    for draft in (NGRAM, MIX, replace(HEAD, config={"method": "dflash", "model": "x"})):
+        with pytest.raises(ValueError, match=f"{draft.title} changes .*--acceptance"):
+            replace(draft, given=(0.3,))
 
 
 def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_request() -> None:
     head = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
     ngram = predict(NGRAM, make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
     slow = predict(LAYERS, make_rounds("layers-2", {1: 40.0, 8: 90.0}, (60, 30, 6)), LOADS)
-    assert slow.speedups == {"1": 1.0, "8": 1.0}
+    assert slow.speedups == {1: 1.0, 8: 1.0}
     assert [choice.candidate.name for choice in choose([slow, head, ngram], 3)] == ["ngram", "head"]
     assert [choice.candidate.name for choice in choose([slow, head, ngram], 1)] == ["ngram"]
     assert choose([slow], 3) == []

@@ -1,4 +1,4 @@
-"""The drafts of a comparison.
+"""The drafts to choose from.
 
 Lookups that need no training, finished drafts, and drafts that are trained here.
 """
@@ -13,14 +13,16 @@ from pathlib import Path
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.process import exiting_on_sigterm
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import forget_requests, require_servable
-from redraft.eval.serving.drafts import Candidate
+from redraft.eval.serving.acceptance_source import list_drafts, read_acceptance
+from redraft.eval.serving.prediction import Candidate
 from redraft.eval.serving.rounds import PLAIN
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import count_parameters
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.decide.compare_config import (
+from redraft.recipes.decide.bench_config import (
     HEAD,
     LAYERS,
     LOOKUP_TOKENS,
@@ -59,7 +61,6 @@ the start.
 """
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
-MAX_PROMPT_TOKENS = 360
 CHECKPOINTS = "checkpoints"  # Folder of a training's checkpoints in its run.
 
 HEAD_REQUESTS = 4
@@ -108,24 +109,24 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
         lookup = str(making.cfg.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
         served = replace(draft, source=str(run / "draft"), lookup=lookup)
         most = LOOKUP_TOKENS[draft.lookup] if draft.lookup else making.cfg.num_speculative_tokens
-        config = served.speculative(lookups=Lookups(head_requests=HEAD_REQUESTS))
-        report = json.loads((run / "report.json").read_text())["train"]
-        yield Candidate(name, title(name), config, most, count_parameters(run / "draft"), report)
+        config = served.speculative(
+            making.cfg.draft_sample_method, Lookups(head_requests=HEAD_REQUESTS)
+        )
+        offline = json.loads((run / "report.json").read_text())["offline"]
+        size = count_parameters(run / "draft")
+        yield Candidate(name, title(name), config, most, size, offline["tau_forecast"])
 
 
-def finished_drafts(
-    sources: Sequence[str], made: Sequence[str], num_speculative_tokens: int
-) -> Iterator[Candidate]:
-    """The drafts of --draft.
+def finished_drafts(cfg: Config) -> Iterator[Candidate]:
+    """The drafts of --draft, but for n-grams, which every comparison has.
 
     Raises:
         ValueError, FileNotFoundError: one would not be served.
     """
-    for name, draft in name_drafts(sources, made).items():
+    for name, draft in name_drafts(cfg.draft, cfg.train).items():
         size = count_parameters(draft.folder) if draft.folder else None
-        candidate = Candidate(
-            name, name, forget_requests(draft.speculative()), num_speculative_tokens, size
-        )
+        config = forget_requests(draft.speculative(cfg.draft_sample_method))
+        candidate = Candidate(name, name, config, cfg.num_speculative_tokens, size)
         require_servable(candidate.speculative_config)
         yield candidate
 
@@ -137,16 +138,53 @@ def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, Dra
         ValueError: a source is given twice, or named as a draft made here.
     """
     made = [PLAIN, NGRAM, RETRIEVAL, *trained]
-    drafts = [DraftSource.parse(source) for source in sources]
     for source in sources:
         if sources.count(source) > 1:
             raise ValueError(f"--draft {source} is given twice")
-        if source in made:
+        if source in made and source != NGRAM:
             raise ValueError(
-                f"--draft {source}: the comparison has one of this name; a folder is ./{source}"
+                f"--draft {source}: the benchmark has one of this name; a folder is ./{source}"
             )
+    drafts = [DraftSource.parse(source) for source in sources if source != NGRAM]
     names = [*made, *(draft.name for draft in drafts)]
     return {draft.name if names.count(draft.name) == 1 else str(draft): draft for draft in drafts}
+
+
+def give_acceptance(
+    candidates: Sequence[Candidate], report: Path, served: Sampling
+) -> list[Candidate]:
+    """The candidates with the acceptance of a report's draft of the same name; of its only draft if
+    only one candidate can take it.
+
+    Raises:
+        ValueError: no candidate is in the report, or it is of other requests or drafts.
+    """
+    names = list_drafts(report)
+    taking = [candidate.name for candidate in candidates if candidate.has_one_acceptance]
+    of_report = {name: name for name in taking if name in names}
+    if not of_report and len(names) == len(taking) == 1:
+        of_report = {taking[0]: names[0]}
+    if not of_report:
+        raise ValueError(
+            f"{report} is about {', '.join(names)}, and --draft names no such draft with one "
+            f"acceptance for all loads: give it a name, --draft {names[0]}=FOLDER"
+        )
+    return [
+        replace(candidate, given=_read_given(candidate, report, of_report[candidate.name], served))
+        if candidate.name in of_report
+        else candidate
+        for candidate in candidates
+    ]
+
+
+def _read_given(candidate: Candidate, report: Path, name: str, served: Sampling) -> Sequence[float]:
+    found = read_acceptance(report, name, served)
+    method = "probabilistic" if found.is_sampled else "greedy"
+    if candidate.config.get("draft_sample_method", "greedy") != method:
+        raise ValueError(
+            f"{report} has {method} drafts of {name}: give --draft-sample-method {method}"
+        )
+    return found.per_position
 
 
 def training_command(making: Making, name: str) -> list[str]:
@@ -175,10 +213,11 @@ def training_command(making: Making, name: str) -> list[str]:
         *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
         *("--data.source", making.answers, "--data.held-out", "0.02"),
         # The forecast is of the prompts that the first rounds measure.
-        *("--data.prompts", str(making.prompts), "--data.num-prompts", str(cfg.num_prompts)),
+        *("--data.prompts", str(making.prompts)),
+        *("--data.num-prompts", str(cfg.first_rounds * cfg.most_prompts)),
         *(
             "--data.max-prompt-tokens",
-            str(MAX_PROMPT_TOKENS),
+            str(cfg.max_prompt_tokens),
             "--prove.max-tokens",
             str(cfg.max_tokens),
         ),

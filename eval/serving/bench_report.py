@@ -1,0 +1,253 @@
+"""The report of `redraft bench`.
+
+Report.json for programs, as `bench.schema.json` describes it, and report.html for people. The schema
+is made from the records below.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from redraft.eval.engine.lossless import Difference, Lossless
+from redraft.eval.engine.sampling import Sampling
+from redraft.eval.report.page import TEMPLATES, charts_of, write_page
+from redraft.eval.serving.baseline import Baseline
+from redraft.eval.serving.cost import Prediction
+from redraft.eval.serving.prediction import Choice
+from redraft.eval.serving.rounds import Compared, Results, compare
+from redraft.heads.files.artifact import write_whole
+
+VERSION = 2  # Version of the format. The first was of another command.
+FREE = 0.95  # Rounds differ by several percent: down to this ratio a draft costs nothing.
+
+ByLoad = Mapping[int, Compared]  # By requests in flight.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftReport:
+    """A draft in the first rounds, and the advice from them."""
+
+    name: str
+    title: str
+    parameters: int | None  # In its files; None if it has none.
+    tau_forecast: float | None  # By its training, on the prompts of the first rounds.
+    is_lookup: bool
+    chooses_length: bool  # It decides at every step how many tokens to propose.
+    num_speculative_tokens: int  # Most draft tokens of a step in the first rounds.
+    measured: ByLoad
+    is_acceptance_given: bool  # By --acceptance; else it is the measured one.
+    token_ms: Mapping[int, float]  # Time of a draft token, by requests in flight.
+    by_tokens: Mapping[int, Sequence[Prediction]]  # For 0, 1, 2, ... tokens, by requests in flight.
+    best: Mapping[int, int]  # The fastest number of tokens, by requests in flight.
+    predicted: Mapping[int, float]  # The speed-up with it.
+    advice: str  # The best number of tokens at each batch size, in words.
+    serve: str  # What to append to `vllm serve TARGET`, after the variables to set.
+    confirmed: ByLoad | None  # In the last rounds, as advised; None if it did not take part.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessReport:
+    """The outputs with the draft to serve beside those of the target alone, at one request."""
+
+    num_prompts: int
+    lossless: bool
+    differences: Sequence[Difference]
+    num_parted_alone: int  # Outputs of the target alone that other batch sizes change.
+    widest_gap_alone: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    loads: Sequence[int]  # Requests in flight, in ascending order.
+    rounds: int  # Of the last ones.
+    max_tokens: int
+    sampling: Sampling
+    penalties: Mapping[str, float]
+    draft_sample_method: str
+    minutes: float | None  # Of each training; None if nothing was trained.
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    version: int
+    target: str
+    command: str
+    baseline: Baseline
+    plain: ByLoad  # The target alone in the last rounds.
+    drafts: Sequence[DraftReport]
+    served: str | None  # Name of the draft to serve; None for none.
+    lossless: LosslessReport | None  # None if requests are sampled, or no draft should be served.
+    settings: Settings
+    environment: Mapping[str, str]
+    duration_s: float
+
+
+def make_schema() -> dict[str, Any]:
+    """The JSON schema of report.json."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "The report.json of `redraft bench`",
+        **msgspec.json.schema(BenchReport),
+    }
+
+
+def by_load(results: Results, name: str, loads: Sequence[int]) -> dict[int, Compared]:
+    return {load: compare(results, name, load) for load in loads}
+
+
+def describe_draft(choice: Choice, confirmed: ByLoad | None, serve: str) -> DraftReport:
+    candidate = choice.candidate
+    return DraftReport(
+        name=candidate.name,
+        title=candidate.title,
+        parameters=candidate.parameters,
+        tau_forecast=candidate.tau_forecast,
+        is_lookup=candidate.is_lookup,
+        chooses_length=candidate.chooses_length,
+        num_speculative_tokens=candidate.num_speculative_tokens,
+        measured=choice.measured,
+        is_acceptance_given=candidate.given is not None,
+        token_ms={load: 1000 * seconds for load, seconds in choice.costs.draft_s.items()},
+        by_tokens=choice.by_tokens,
+        best={load: row.num_speculative_tokens for load, row in choice.best.items()},
+        predicted=choice.speedups,
+        advice=choice.advice,
+        serve=serve,
+        confirmed=confirmed,
+    )
+
+
+def describe_lossless(served: Lossless, alone: Lossless) -> LosslessReport:
+    return LosslessReport(
+        num_prompts=served.num_prompts,
+        lossless=served.lossless,
+        differences=served.differences,
+        num_parted_alone=len(alone.differences),
+        widest_gap_alone=alone.widest_gap,
+    )
+
+
+def choose_served(best: Sequence[Choice]) -> str | None:
+    """The name of the draft with the highest expected speed at the smallest load, of those that
+    cost nothing at the others. None if no draft has one above 1.
+    """
+    for choice in best:
+        smallest, *others = (choice.speedups[load] for load in sorted(choice.speedups))
+        if smallest > 1 and all(speed > FREE for speed in others):
+            return choice.candidate.name
+    return None
+
+
+def find_served(report: BenchReport) -> DraftReport | None:
+    """The draft to serve, if it is proven faster: the interval at the smallest load is above 1."""
+    for draft in report.drafts:
+        if draft.name == report.served and draft.confirmed:
+            interval = draft.confirmed[report.settings.loads[0]].interval
+            return draft if interval and interval[0] > 1 else None
+    return None
+
+
+def write_bench(folder: Path, report: BenchReport) -> Path:
+    """Write report.json and report.html into `folder`, and return the path of the page."""
+    proven, smallest = find_served(report), str(report.settings.loads[0])
+    content = msgspec.to_builtins(report, str_keys=True)
+    confirmed = [draft for draft in content["drafts"] if draft["confirmed"]]
+    return write_page(
+        folder,
+        content,
+        TEMPLATES / "bench.html.j2",
+        charts_of("redraft.eval.serving.bench_charts"),
+        extras={
+            "proven": proven.name if proven else None,
+            "confirmed": sorted(confirmed, key=lambda d: -d["confirmed"][smallest]["ratio"]),
+            "requests": count_requests,
+            "describe": describe_ratio,
+            "loads": [str(load) for load in report.settings.loads],
+            "sampling_words": describe_sampling(report.settings),
+        },
+    )
+
+
+def count_requests(load: int | str) -> str:
+    return f"{load} request{'' if int(load) == 1 else 's'}"
+
+
+def describe_ratio(ratio: float, interval: Sequence[float] | None) -> str:
+    """A speed-up in words, "equal" if the interval has 1 in it."""
+    if not interval:
+        return f"{ratio:.2f}x as fast in too few rounds for an interval"
+    low, high = interval
+    if low <= 1 <= high:
+        return f"equal in speed [{low:.2f}, {high:.2f}]"
+    return f"{ratio:.2f}x as fast [{low:.2f}, {high:.2f}]"
+
+
+def describe_sampling(settings: Settings) -> str:
+    penalties = "".join(f", {name} {value:g}" for name, value in settings.penalties.items())
+    return f"{settings.sampling.words}{penalties}, with {settings.draft_sample_method} drafts"
+
+
+def verdict(choice: Choice) -> str:
+    """The measured speed of a draft in the first rounds, and the best number of tokens."""
+    speeds = ", ".join(
+        f"{row.ratio:.2f}x at {count_requests(load)}" for load, row in choice.measured.items()
+    )
+    text = f"{choice.candidate.title}: as fast as no draft {speeds}"
+    if choice.candidate.chooses_length:
+        return text
+    smallest = min(choice.measured)
+    best = choice.best[smallest]
+    return (
+        f"{text}; {best.speedup:.2f}x expected with {best.num_speculative_tokens} draft tokens at "
+        f"{count_requests(smallest)}"
+    )
+
+
+def compose_answer(report: BenchReport) -> Iterator[str]:
+    """The confirmed drafts, each with its speed and advice, the one to serve, and the baseline."""
+    for draft in report.drafts:
+        if draft.confirmed:
+            speeds = "; ".join(
+                f"{describe_ratio(row.ratio, row.interval)} at {count_requests(load)}, predicted "
+                f"{draft.predicted[load]:.2f}x"
+                for load, row in draft.confirmed.items()
+            )
+            yield f"{draft.title}: {speeds}"
+            yield f"  {draft.advice}"
+    if proven := find_served(report):
+        yield f"serve {proven.title}: vllm serve {report.target}, with"
+        yield f"  {proven.serve}"
+    elif report.served is None:
+        yield "no draft makes this target faster here: serve it without"
+    else:
+        title = next(draft.title for draft in report.drafts if draft.name == report.served)
+        yield f"{title}: not proven faster, the interval contains 1: serve without a draft"
+    if found := report.lossless:
+        equal = found.num_prompts - len(found.differences)
+        yield f"{equal} of {found.num_prompts} outputs equal the target's own, token for token" + (
+            "" if found.lossless else ": the others differ by more than rounding"
+        )
+    baseline = report.baseline
+    share, threads = baseline.limit_share, baseline.threads
+    yield (
+        f"without a draft: {baseline.mode}, {baseline.tokens_s:.1f} tokens/s, "
+        f"{baseline.step_ms:.1f} ms a step"
+        + (f", {100 * share:.0f}% of the memory bandwidth's limit" if share else "")
+        + (f", {threads} threads" if threads else "")
+    )
+    yield f"requests were sampled at {describe_sampling(report.settings)}"
+    if baseline.speeds > 1:
+        yield (
+            f"warning: the server without a draft ran at {baseline.speeds} speeds, so no "
+            "ratio here is sound"
+        )
+
+
+if __name__ == "__main__":  # writes the schema again
+    text = json.dumps(make_schema(), indent=2)
+    write_whole(Path(__file__).with_name("bench.schema.json"), f"{text}\n")
