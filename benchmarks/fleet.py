@@ -38,7 +38,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.demo.fleet import Server, measure_rates, start_server
 from benchmarks.demo.online_report import describe_cost, estimate_overhead
-from benchmarks.hook_work import count_work, format_work, make_step, open_capture
 from benchmarks.results import write_results
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.eval.engine.counters import parse_counts, read_samples
@@ -54,6 +53,7 @@ from redraft.online.engine.config import SwapCache
 from redraft.online.engine.feed import Feed
 from redraft.online.tokens import write_token
 from redraft.recipes.cli.run import run_recipe
+from redraft.recipes.plan.hook_work import count_work, format_work, make_step, open_capture
 
 RUNNER_TESTS = Path("tests/online/engine/test_runners.py")
 

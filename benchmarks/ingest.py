@@ -31,7 +31,6 @@ from typing import Any
 
 from benchmarks.broker import find_broker
 from benchmarks.results import write_results
-from benchmarks.traffic import Traffic, make_record
 from redraft.eval.engine.process import free_port
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
@@ -40,6 +39,7 @@ from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.record import Frame, encode_frame
 from redraft.online.records.spool import SpoolWriter
 from redraft.recipes.cli.run import run_recipe
+from redraft.recipes.plan.traffic import Traffic, make_record
 
 REQUIRED_OF_RAW = 0.6
 LIMITS = StreamLimits(max_bytes=4 << 30)

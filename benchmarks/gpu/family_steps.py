@@ -19,7 +19,7 @@ from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
 from benchmarks.training import gpu
 from redraft.distill.plan.counted_step import Plan
-from redraft.distill.plan.roofs import Device
+from redraft.distill.plan.operations import Device
 from redraft.recipes.plan.count import make_plan
 
 LOSS_CASES = ("fused loss, vocabulary 128k, bfloat16", "fused loss, vocabulary 32k, bfloat16")

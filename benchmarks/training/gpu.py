@@ -16,6 +16,7 @@ import json
 import shlex
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -34,13 +35,13 @@ from redraft.distill.plan.counted_step import (
     make_step_optimizers,
     run_parts,
 )
-from redraft.distill.plan.roofs import DEVICES, Device
+from redraft.distill.plan.operations import DEVICES, Device, Operation
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.step import compile_layers
 from redraft.eval.machine import environment
 from redraft.heads.catalog import FamilyName
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.plan.count import fit, make_plan, on_device
+from redraft.recipes.plan.count import fit, make_plan
 from redraft.recipes.plan.plan import Config as Counting
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
@@ -71,7 +72,7 @@ class GpuResult:
     flops_per_s: float
     """Counted FLOPs of the step over the time; nothing that is computed a second time counts."""
     mfu: float | None
-    """`flops_per_s` as a share of the data sheet's; None for a device that is not in `roofs`."""
+    """`flops_per_s` as a share of the data sheet's; None for a device that is not in `operations`."""
     peak_gb: float | None
     estimated_tokens_per_s: float | None
     estimated_peak_gb: float | None
@@ -94,7 +95,7 @@ def main(cfg: Config, *, rounds: int, output: Path) -> None:
     """
     if not torch.cuda.is_available():
         raise ValueError(
-            "there is no GPU to measure on; `redraft plan` estimates the same steps without one"
+            "there is no GPU to measure on; `redraft plan` counts the same steps without one"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
@@ -191,7 +192,6 @@ def measure_plan(
     counted = count_step(plan)
     flops = count_model_flops(plan, counted)
     timed = time_step(plan, device, rounds=rounds, compiles=cfg.compile)
-    estimate = on_device(cfg, plan, counted, None, flops, sheet) if sheet else None
     return GpuResult(
         family=plan.family,
         target=cfg.target_name,
@@ -201,9 +201,32 @@ def measure_plan(
         flops_per_s=flops / timed.seconds,
         mfu=flops / timed.seconds / sheet.flops_per_s if sheet else None,
         peak_gb=None if timed.peak_bytes is None else timed.peak_bytes / 1e9,
-        estimated_tokens_per_s=estimate.tokens_per_s if estimate else None,
-        estimated_peak_gb=estimate.memory_bytes / 1e9 if estimate else None,
+        estimated_tokens_per_s=plan.tokens / estimate_s(counted.operations, sheet)
+        if sheet
+        else None,
+        estimated_peak_gb=counted.memory.total() / 1e9 if sheet else None,
     )
+
+
+SHARES = {"product": 0.65, "attention": 0.4}
+"""The part of a device's FLOP/s that large matrix products and fused attention kernels reach."""
+
+BANDWIDTH_SHARE = 0.85  # the part of the memory's bandwidth that kernels reach
+LAUNCH_S = 5e-6  # least time of an operation: eager PyTorch launches about 200,000 a second
+
+
+def estimate_s(operations: Counter[Operation], device: Device) -> float:
+    """The time of counted operations: each the longest of computing, moving and launching. No
+    measurement, and no card has confirmed it.
+    """
+
+    def seconds(work: Operation) -> float:
+        computing = work.flops / (device.flops_per_s * SHARES.get(work.kind, 1.0))
+        moving = work.num_bytes / (device.bytes_per_s * BANDWIDTH_SHARE)
+        # A view moves no byte and launches no kernel.
+        return max(computing, moving, LAUNCH_S if work.num_bytes else 0.0)
+
+    return sum(seconds(work) * times for work, times in operations.items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.choices import SignalKind
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, TARGET_WEIGHTS
-from redraft.distill.plan.roofs import Operation
+from redraft.distill.plan.operations import Operation
 from redraft.distill.plan.weightless import META, Count, Weightless
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.muon import Muon
@@ -75,7 +75,6 @@ class Plan:
 class Counted:
     operations: Counter[Operation]
     memory: Counter[str]  # Bytes by holder.
-    gradient_bytes: int = 0
     signal_bytes: int = 0  # Bytes that reach the device from the target's servers or a cache.
 
 
@@ -120,7 +119,6 @@ def count_step(
             operations=count.operations,
             # Unary plus drops the holders of nothing.
             memory=+count.memory.peak,
-            gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
             signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
         )
 

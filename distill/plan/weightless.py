@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
-from redraft.distill.plan.roofs import Operation
+from redraft.distill.plan.operations import Operation
 
 MAX_VALUES = 1 << 22  # elements: a longer batch's mask [B, T, T] is larger, and not read
 META = torch.device("meta")

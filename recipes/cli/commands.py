@@ -100,9 +100,27 @@ COMMANDS = {
     ),
     "plan": Command(
         Group.DECIDE,
-        "redraft.recipes.plan.plan",
-        "Count the cost of a training, without a GPU",
+        "",
+        "Count the cost of a training, a fleet or capture",
         "redraft plan --target llama-3.1-8b --devices 8",
+        parts={
+            "train": Part(
+                "redraft.recipes.plan.plan",
+                "Count the memory and work of a training, without a GPU",
+                "redraft plan --target llama-3.1-8b --devices 8",
+            ),
+            "fleet": Part(
+                "redraft.recipes.plan.fleet",
+                "Count network, disk and compute of a fleet that learns",
+                "redraft plan fleet --tokens-per-s 250000 --fraction 0.01",
+            ),
+            "capture": Part(
+                "redraft.recipes.plan.capture",
+                "Count the work of capture in a server's step",
+                "redraft plan capture --requests 32 256",
+            ),
+        },
+        default="train",
     ),
     "up": Command(
         Group.SERVE,

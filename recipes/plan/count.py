@@ -1,8 +1,7 @@
-"""The work, memory and price of a training step on GPUs, in tables.
+"""The work and memory of a training step on GPUs, in tables.
 
-sizes of target and draft ─► counted_step.py ─► work and memory, counted ─► roofs.py ─► time, by a
-GPU's data sheet
---devices, --signal, --sharding ─► plan_run ─► tokens/s of all devices, hours
+sizes of target and draft ─► counted_step.py ─► work and memory, counted
+--devices, --signal, --sharding ─► use_devices ─► who serves and who trains, memory of each, steps
 """
 
 import functools
@@ -18,24 +17,17 @@ from redraft.distill.plan.counted_step import (
     LOSS,
     Counted,
     Plan,
-    count_model_flops,
     count_step,
     count_target,
 )
 from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing
-from redraft.distill.plan.roofs import (
-    ATTENTION_SHARE,
-    BANDWIDTH_SHARE,
+from redraft.distill.plan.operations import (
     DEVICES,
-    HOST_BYTES_PER_S,
     KINDS,
-    PRODUCT_SHARE,
     Device,
     Operation,
     Work,
     add_up,
-    all_gather_s,
-    all_reduce_s,
     parts_of,
 )
 from redraft.distill.plan.sizes import find_sizes, stored_bits
@@ -84,7 +76,7 @@ def make_plan(cfg: Config) -> Plan:
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
         divergence=recipe.divergence,
-        optimizer=cfg.optim,
+        optimizer=cfg.optim or recipe.optim.name,
         max_grad_norm=recipe.optim.max_grad_norm,
         signal=cfg.signal,
         top_k=recipe.signal.k,
@@ -131,23 +123,11 @@ def _find_draft(cfg: Config, target: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    tokens_per_s: float
-    targets: int  # Devices that serve the target; in a cached run they serve first, and train then.
-    trainers: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    step_s: float
-    tokens_per_s: float  # Speed of one device that trains.
-    mfu: float
-    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the
-    step, and nothing that is computed a second time.
-    """
     memory_bytes: float  # Peak of one device that trains, after sharding.
     fits: bool
-    run: Run | None  # the whole training; None if a step does not fit, or devices are few
+    targets: int  # Devices that serve the target; with a cache they serve first, and train then.
+    trainers: int  # 0 if the devices are too few to serve the target and to train.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,41 +148,27 @@ def count(cfg: Config) -> Result:
         served.memory[TARGET_WEIGHTS] = (
             served.memory[TARGET_WEIGHTS] * bits // (8 * plan.dtype.itemsize)
         )
-    flops = count_model_flops(plan, step)
-    return Result(
-        plan=plan,
-        step=step,
-        served=served,
-        on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES},
-    )
+    on = {d.name: on_device(cfg, plan, step, served, d) for d in DEVICES}
+    return Result(plan=plan, step=step, served=served, on=on)
 
 
 def on_device(
-    cfg: Config, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
+    cfg: Config, plan: Plan, step: Counted, served: Counted | None, device: Device
 ) -> OnDevice:
-    total = add_up(step.operations, step.operations)
-    # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes
-    # after the work.
-    step_s = max(total.seconds[device.name], step.signal_bytes / HOST_BYTES_PER_S)
-    step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
     memory = step.memory
     if cfg.shard:
         sizes = size_weights(plan.whole or plan.target, plan.dtype)
-        step_s += all_gather_s(sum(sizes.layers), cfg.devices, device)
         elsewhere = sizes.whole - sizes.share(cfg.devices)
         memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})
-    run = plan_run(cfg, plan, served, plan.tokens / step_s, device)
+    targets, trainers = use_devices(cfg, served, device)
     # Sharded over the trainers: the devices of the target hold no draft.
-    sharing = Sharing.of(cfg.sharding, run.trainers if run else cfg.devices)
+    sharing = Sharing.of(cfg.sharding, trainers or cfg.devices)
     memory_bytes = sum(sharing.share_out(memory).values())
-    fits = memory_bytes <= device.memory_bytes
     return OnDevice(
-        step_s=step_s,
-        tokens_per_s=plan.tokens / step_s,
-        mfu=model_flops / step_s / device.flops_per_s,
         memory_bytes=memory_bytes,
-        fits=fits,
-        run=run if fits else None,
+        fits=memory_bytes <= device.memory_bytes,
+        targets=targets,
+        trainers=trainers,
     )
 
 
@@ -223,36 +189,22 @@ def fit(cfg: Config, device: Device) -> Config:
     return smaller if cfg.batch_size == 1 else fit(smaller, device)
 
 
-def plan_run(
-    cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device
-) -> Run | None:
-    """The fastest use of the devices, of which each trains `rate` tokens/s.
+def use_devices(cfg: Config, served: Counted | None, device: Device) -> tuple[int, int]:
+    """(devices that serve the target, devices that train).
 
-    None if they are too few. A target is served by 1, 2, 4, ... devices, or by several such groups.
+    A target elsewhere is served by the fewest of 1, 2, 4, ... devices that hold it; a cache is
+    written by all of them, and then all train.
     """
     if served is None:
-        return Run(tokens_per_s=cfg.devices * rate, targets=0, trainers=cfg.devices)
+        return 0, cfg.devices
     # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.
     group = 2 ** max(
         0,
         math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))),
     )
-    # Of one device. A group is taken to be as fast as all of the devices in it together.
-    target_rate = plan.tokens / add_up(served.operations, served.operations).seconds[device.name]
-    targets = range(group, cfg.devices + 1, group)
-    if plan.signal == "cache" and targets:
-        # First all write the cache, then all train: the times per token add up.
-        both = 1 / (1 / (targets[-1] * target_rate) + 1 / (cfg.devices * rate))
-        return Run(tokens_per_s=both, targets=targets[-1], trainers=cfg.devices)
-    # At the same time: the slower side sets the pace. Of equal paces, the one with fewer servers is
-    # taken.
-    splits = [
-        (min(n * target_rate, (cfg.devices - n) * rate), n) for n in targets if n < cfg.devices
-    ]
-    if not splits:
-        return None
-    best, served_by = max(splits, key=lambda split: (split[0], -split[1]))
-    return Run(tokens_per_s=best, targets=served_by, trainers=cfg.devices - served_by)
+    if cfg.signal == "cache":
+        return (whole, cfg.devices) if (whole := cfg.devices // group * group) else (group, 0)
+    return group, max(0, cfg.devices - group)
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -296,22 +248,26 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
         "memory_bytes": result.step.memory.total(),
         "memory": dict(result.step.memory),
         "sharded_memory_bytes": {name: round(on.memory_bytes) for name, on in result.on.items()},
-        "tokens_per_s": {name: on.tokens_per_s for name, on in result.on.items()},
-        "mfu": {name: on.mfu for name, on in result.on.items()},
         "fits": {name: on.fits for name, on in result.on.items()},
     }
     told["divergence"] = {
         form: {
             "bytes": work.num_bytes / result.plan.tokens,
             "calls": work.calls,
-            "seconds": work.seconds,
         }
         for form, work in forms.items()
     }
-    runs = {name: on.run for name, on in result.on.items() if on.run}
     if cfg.tokens is not None:
-        told["hours"] = {name: cfg.tokens / run.tokens_per_s / 3600 for name, run in runs.items()}
+        told["steps"] = {
+            name: count_steps(cfg, result, on) for name, on in result.on.items() if on.trainers
+        }
     return told
+
+
+def count_steps(cfg: Config, result: Result, on: OnDevice) -> int:
+    """Optimizer steps for --tokens, each of one batch on every device that trains."""
+    assert cfg.tokens is not None, "asked for with --tokens"
+    return math.ceil(cfg.tokens / (result.plan.tokens * on.trainers))
 
 
 def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str]:
@@ -322,21 +278,13 @@ def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str
         "conversations a row, "
         f"{cfg.mixed_precision if plan.autocast else 'float32'}"
     )
-    yield "counted, not measured; times are estimates, at " + ", ".join(
-        f"{share:.0%} of {best}"
-        for best, share in (
-            ("a data sheet's FLOP/s in matrix products", PRODUCT_SHARE),
-            ("them in attention", ATTENTION_SHARE),
-            ("the memory's bandwidth", BANDWIDTH_SHARE),
-        )
-    )
+    yield "counted, not measured"
     yield ""
     yield from work_table(cfg, result)
     yield ""
     for form, work in forms.items():
         moved = f"{work.num_bytes / plan.tokens / 1e6:,.2f} MB/token, {work.calls:,} calls"
-        times = ", ".join(f"{d.name} {1000 * work.seconds[d.name]:,.0f} ms" for d in DEVICES)
-        yield f"divergence, {FORMS[form]}: {moved}; {times}"
+        yield f"divergence, {FORMS[form]}: {moved}"
     yield ""
     yield from memory_table(result)
     yield ""
@@ -347,15 +295,12 @@ def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str
 def work_table(cfg: Config, result: Result) -> Iterator[str]:
     """A row for each part of the step, and for each kind of operation."""
     operations, tokens = result.step.operations, result.plan.tokens
-    yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}" + "".join(
-        f"{d.name + ', ms':>10}" for d in DEVICES
-    )
+    yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}"
 
     def row(name: str, chosen: list[Operation]) -> str:
         work = add_up(operations, chosen)
-        times = "".join(f"{1000 * work.seconds[d.name]:>10,.0f}" for d in DEVICES)
         moved = f"{work.num_bytes / tokens / 1e6:>10,.2f}{work.calls:>9,}"
-        return f"{name:<20}{work.flops / tokens / 1e9:>12,.2f}{moved}{times}"
+        return f"{name:<20}{work.flops / tokens / 1e9:>12,.2f}{moved}"
 
     for part in parts_of(operations):
         yield row(part, [work for work in operations if work.part == part])
@@ -363,12 +308,8 @@ def work_table(cfg: Config, result: Result) -> Iterator[str]:
     for kind, title in KINDS.items():
         yield row(f"  {title}", [work for work in operations if work.kind == kind])
     if result.step.signal_bytes:
-        copied = 1000 * result.step.signal_bytes / HOST_BYTES_PER_S
         per_token = result.step.signal_bytes / tokens / 1e6
-        yield (
-            f"{'signal, meanwhile':<22}{'':>10}{per_token:>10,.3f}{'':>9}"
-            + f"{copied:>10,.0f}" * len(DEVICES)
-        )
+        yield f"{'signal from the host':<32}{per_token:>10,.3f}"
 
 
 def memory_table(result: Result) -> Iterator[str]:
@@ -387,39 +328,26 @@ def device_table(cfg: Config, result: Result) -> Iterator[str]:
             f"{'fits' if on.fits else 'does not fit'}: {on.memory_bytes / 1e9:,.1f} of "
             f"{d.memory_bytes / 1e9:.0f} GB"
         )
-        line = f"{d.name}: {on.tokens_per_s:>9,.0f} tokens/s a device, MFU {on.mfu:.0%}, {room}"
-        if on.run and (cfg.devices > 1 or cfg.tokens):
-            line += f"; {_describe_run(cfg, on.run)}"
-        elif on.fits and on.run is None:
+        use = {
+            "model": f"{on.trainers} train",
+            "endpoint": f"{on.targets} serve the target and {on.trainers} train",
+            "cache": f"{on.targets} write the cache, then {on.trainers} train",
+        }[cfg.signal]
+        if not on.trainers:
             few = "one device is" if cfg.devices == 1 else f"{cfg.devices} devices are"
-            line += f"; {few} too few to serve the target and to train"
-        yield line
-
-
-def _describe_run(cfg: Config, run: Run) -> str:
-    use = {
-        "model": f"{run.trainers} train",
-        "endpoint": f"{run.targets} serve the target and {run.trainers} train",
-        "cache": f"{run.targets} write the cache, then {run.trainers} train",
-    }[cfg.signal]
-    hours = (
-        f", {cfg.tokens / run.tokens_per_s / 3600:,.1f} hours for {cfg.tokens:,.0f} tokens"
-        if cfg.tokens
-        else ""
-    )
-    return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
+            use = f"{few} too few to serve the target and to train"
+        elif cfg.tokens is not None:
+            use += f", {count_steps(cfg, result, on):,} steps for {cfg.tokens:,.0f} tokens"
+        yield f"{d.name}: {room}; {use}"
 
 
 def advice(cfg: Config, result: Result) -> Iterator[str]:
     """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
-        rates = ", ".join(
-            f"{result.plan.tokens / work.seconds[d.name]:,.0f} on {d.name}" for d in DEVICES
-        )
         yield (
             f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
-            f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token, tokens/s a device: {rates}"
+            f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token"
         )
     if cfg.signal == "cache":
         per_token = result.step.signal_bytes / result.plan.tokens

@@ -1,14 +1,13 @@
 """Count what a training run will cost on H100, H200 and B200, before anything runs and without a
 GPU.
 
-$ redraft plan --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
-$ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # hours on 8 GPUs
+$ redraft plan --target llama-3.1-8b --family eagle3        # does it fit?
+$ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # steps on 8 GPUs
+$ redraft plan fleet --help; redraft plan capture --help    # learning from traffic
 
-Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates:
-each operation takes the longest of computing, moving bytes and being launched, at stated shares of
-a device's best. Data, evaluations and checkpoints take none. Nothing is downloaded for the models
-that are known by name. Flags of `redraft train` lose the group here: --batch-size is
---loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
+Every operation and byte is counted, on tensors of real sizes without memory. Nothing is timed.
+Nothing is downloaded for the models that are known by name. Flags of `redraft train` lose the group
+here: --batch-size is --loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
 """
 
 import json
@@ -38,14 +37,13 @@ class Config:
     """
     checkpoint: str = "llama-3.2-3b"
     """Sizes of a standalone draft (--draft.checkpoint), named as --target."""
-    optim: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the draft."""
+    optim: Literal["adamw", "muon"] | None = None
+    """Optimizer of the draft; by default that of the family's command."""
     target_dtype: TargetDtype = "bfloat16"
     """Type of the target's weights and states."""
     signal: SignalKind = "model"
     """Place of the target: `model` in the training process, `endpoint` on other GPUs, or `cache` on
-    disk before training. The time in which vLLM and the network send the target's signal is not
-    counted.
+    disk before training.
     """
     batch_size: int | None = None
     """Rows of a step on each device; by default those of the family's command."""
@@ -72,9 +70,9 @@ class Config:
     too.
     """
     shard: bool = False
-    """Share the layers of a target in this process out too. Each step then gathers all of them."""
+    """Share the layers of a target in this process out too."""
     tokens: float | None = None
-    """Tokens to train on in all, e.g. 1e9, to print the hours that they take."""
+    """Tokens to train on in all, e.g. 1e9, to print the steps that they take."""
     json: Path | None = None
     """File that receives the numbers of the tables as JSON."""
 

@@ -17,7 +17,7 @@ import tyro
 from benchmarks.gpu import check
 from benchmarks.gpu.check import PHASES, Config, Ended, group_phases, main, run_phase
 from benchmarks.training import gpu
-from redraft.distill.plan.roofs import DEVICES
+from redraft.distill.plan.operations import DEVICES
 from redraft.heads.catalog import FamilyName
 from redraft.recipes.plan.count import count, make_plan, ways_to_fit
 from redraft.recipes.plan.plan import Config as Counting

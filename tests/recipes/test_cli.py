@@ -340,7 +340,11 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("count", "candidates", "up_folder", "up_parts", "vllm_flags")
+PARTS = (
+    *("count", "fleet_costs", "hook_work", "traffic", "candidates"),
+    *("up_folder", "up_parts", "vllm_flags"),
+)
+"""Files of `redraft plan`, `bench`, `up` and `serve` beside the command."""
 """Files of `redraft plan`, `bench`, `up` and `serve` beside the command."""
 COMMAND_FILES = [
     path

@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM
 from waiting import wait_until
 
 from benchmarks.fleet import count_queued
-from benchmarks.hook_work import DRAFTED, SCANNED, count_work
 from redraft.eval.counts import AcceptanceCounts
 from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
@@ -61,6 +60,7 @@ from redraft.online.records.record import (
     read_frames,
 )
 from redraft.online.records.spool import SpoolWriter, spool_files
+from redraft.recipes.plan.hook_work import DRAFTED, SCANNED, count_work
 
 V, K = 50, 4
 

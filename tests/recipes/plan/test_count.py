@@ -46,14 +46,10 @@ from redraft.distill.plan.held import (
     DraftSize,
     Sharing,
 )
-from redraft.distill.plan.roofs import (
+from redraft.distill.plan.operations import (
     DEVICES,
-    HOST_BYTES_PER_S,
-    LAUNCH_S,
-    PRODUCT_SHARE,
     Operation,
     add_up,
-    all_reduce_s,
 )
 from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.weightless import (
@@ -74,9 +70,8 @@ from redraft.recipes.plan.count import (
     count,
     fit,
     make_plan,
-    on_device,
-    plan_run,
     report,
+    use_devices,
     ways_to_fit,
 )
 from redraft.recipes.plan.plan import Config as Counting
@@ -224,9 +219,7 @@ def test_a_count_in_float32_is_the_same_too() -> None:
         count_step(plan, weightless=False),
     )
     assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
-    assert (
-        real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8
-    )  # beside the ids
+    assert real.memory[GRADIENTS] == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
 
 
 @pytest.mark.slow
@@ -436,53 +429,42 @@ def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
 
 
 # -------------------------------------------------------------------------------------------------------
-# time and money
+# devices
 
 H100 = DEVICES[0]
 
 
-def test_an_operation_takes_the_longest_of_computing_moving_and_being_launched() -> None:
-    work = functools.partial(Operation, "a part")
-    assert work("product", 10**12, 1).seconds(H100) == pytest.approx(1e12 / 989.4e12 / 0.65)
-    assert work("attention", 10**12, 1).seconds(H100) == pytest.approx(1e12 / 989.4e12 / 0.4)
-    assert work("other", 0, 10**9).seconds(H100) == pytest.approx(1e9 / 3.35e12 / 0.85)
-    assert work("other", 0, 8).seconds(H100) == LAUNCH_S
-    assert work("other", 0, 0).seconds(H100) == 0  # a view
-    assert all_reduce_s(4.5e11, 8, H100) == pytest.approx(1.75)
+def test_a_benchmarks_estimate_takes_the_longest_of_computing_moving_and_being_launched() -> None:
+    def seconds(kind: Any, flops: int, num_bytes: int) -> float:
+        work = Operation("a part", kind, flops, num_bytes)
+        return gpu.estimate_s(Counter({work: 2}), H100) / 2
+
+    assert seconds("product", 10**12, 1) == pytest.approx(1e12 / 989.4e12 / 0.65)
+    assert seconds("attention", 10**12, 1) == pytest.approx(1e12 / 989.4e12 / 0.4)
+    assert seconds("other", 0, 10**9) == pytest.approx(1e9 / 3.35e12 / 0.85)
+    assert seconds("other", 0, 8) == pytest.approx(5e-6)
+    assert seconds("other", 0, 0) == 0  # a view
 
 
-def counted_target(seconds: float, weights: int) -> Counted:
-    """A target that takes `seconds` on an H100, limited by its products."""
-    flops = round(seconds * H100.flops_per_s * PRODUCT_SHARE)
-    work = Operation("target", "product", flops, 1)
-    return Counted(operations=Counter({work: 1}), memory=Counter({TARGET_WEIGHTS: weights}))
+def counted_target(weights: int) -> Counted:
+    return Counted(operations=Counter(), memory=Counter({TARGET_WEIGHTS: weights}))
 
 
-def test_devices_are_split_so_that_the_slower_side_is_fastest() -> None:
-    cfg, plan = Counting(signal="endpoint", devices=8), replace(PLAN, signal="endpoint")
-    # 141 GB need 4 of 64 GB; 48 tokens in 0.012 s are 4,000 tokens/s a device
-    run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 5000.0, H100)
-    assert run is not None
-    assert (run.targets, run.trainers) == (4, 4)
-    assert run.tokens_per_s == pytest.approx(16000)
-    assert (
-        plan_run(replace(cfg, devices=4), plan, counted_target(0.012, 141 * 10**9), 5000.0, H100)
-        is None
-    )
-    small = plan_run(cfg, plan, counted_target(0.012, 16 * 10**9), 20000.0, H100)
-    assert small is not None
-    assert (small.targets, small.trainers) == (
-        6,
-        2,
-    )  # 24,000 and 40,000 tokens/s; with 7, 28,000 and 20,000
+def test_a_target_elsewhere_is_served_by_the_fewest_devices_that_hold_it() -> None:
+    cfg = Counting(signal="endpoint", devices=8)
+    # 141 GB need 4 of 64 GB
+    large, small = counted_target(141 * 10**9), counted_target(16 * 10**9)
+    assert use_devices(cfg, large, H100) == (4, 4)
+    assert use_devices(replace(cfg, devices=4), large, H100) == (4, 0)
+    assert use_devices(cfg, small, H100) == (1, 7)
+    assert use_devices(cfg, None, H100) == (0, 8)
 
 
-def test_a_cache_is_written_first_and_trained_from_then() -> None:
-    cfg, plan = Counting(signal="cache", devices=8), replace(PLAN, signal="cache")
-    run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 4000.0, H100)
-    assert run is not None
-    assert (run.targets, run.trainers) == (8, 8)
-    assert run.tokens_per_s == pytest.approx(16000)  # each half of the time at 32,000
+def test_a_cache_is_written_first_by_all_devices_and_trained_from_then() -> None:
+    cfg, target = Counting(signal="cache", devices=8), counted_target(141 * 10**9)
+    assert use_devices(cfg, target, H100) == (8, 8)
+    assert use_devices(replace(cfg, devices=7), target, H100) == (4, 7)
+    assert use_devices(replace(cfg, devices=3), target, H100) == (4, 0)
 
 
 def test_sharding_divides_what_it_shares_out() -> None:
@@ -496,13 +478,13 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
     cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
     result = count(replace(cfg, sharding="fsdp2"))
     for on in result.on.values():
-        assert on.run is not None
+        assert on.trainers == 3
         assert on.memory_bytes == sum(
-            Sharing.of("fsdp2", on.run.trainers).share_out(result.step.memory).values()
+            Sharing.of("fsdp2", on.trainers).share_out(result.step.memory).values()
         )
 
 
-def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
+def test_a_target_in_shards_leaves_two_whole_layers_and_a_share(tiny_target: str) -> None:
     cfg = Counting(target=tiny_target, **SMALL, devices=4)
     whole, shared = count(cfg), count(replace(cfg, shard=True))
     config = AutoConfig.from_pretrained(tiny_target)
@@ -518,9 +500,6 @@ def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None
         # A quarter of the layers stays, and two whole layers are there in a pass.
         assert before.memory_bytes - after.memory_bytes == pytest.approx(
             0.75 * layers - 2 * layer, abs=2
-        )
-        assert after.step_s - before.step_s == pytest.approx(
-            0.75 * layers / device.link_bytes_per_s
         )
 
 
@@ -542,8 +521,7 @@ def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(
     )
     result = count(replace(cfg, gradient_checkpointing=True, **target))
     on = result.on["H100"]
-    assert on.run is not None
-    parts = Sharing.of("zero2", on.run.trainers).share_out(result.step.memory)
+    parts = Sharing.of("zero2", on.trainers).share_out(result.step.memory)
     draft = [parts[DRAFT_WEIGHTS], parts[STATE] + parts[GRADIENTS], parts[ACTIVATIONS]]
     counted = [*draft, on.memory_bytes - sum(draft), on.memory_bytes]
     assert told == [f"{num_bytes / 1e9:.1f}" for num_bytes in counted]
@@ -562,15 +540,14 @@ def read_rows(first_cell: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", read_rows("draft for target"), ids=lambda row: row[0])
 def test_the_steps_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> None:
-    _, flags, gflop, megabytes, memory, rates = row
+    _, flags, gflop, megabytes, memory, fits = row
     cfg = parse(Counting, None, {}, shlex.split(flags), prog="redraft plan")
     result = count(cfg)
     total = add_up(result.step.operations, result.step.operations)
     assert gflop == f"{total.flops / result.plan.tokens / 1e9:.1f}"
     assert megabytes == f"{total.num_bytes / result.plan.tokens / 1e6:.0f}"
     assert memory == f"{result.step.memory.total() / 1e9:.1f} GB"
-    on = [result.on[device.name] for device in DEVICES]
-    assert rates == ", ".join(f"{x.tokens_per_s:,.0f}" if x.fits else "does not fit" for x in on)
+    assert fits == ", ".join(name for name, on in result.on.items() if on.fits)
 
 
 @pytest.mark.slow
@@ -609,15 +586,9 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
         == sum(work.num_bytes * times for work, times in step.operations.items()) / 256
     )
     assert told["memory_bytes"] == step.memory.total() == sum(told["memory"].values())
-    for name, rate in told["tokens_per_s"].items():
-        device = next(d for d in DEVICES if d.name == name)
-        assert told["mfu"][name] == pytest.approx(told["flops"] * rate / device.flops_per_s)
-        assert told["hours"][name] == pytest.approx(1e6 / (2 * rate) / 3600)
-        assert told["fits"][name]
-    seconds = sum(work.seconds(H100) * times for work, times in step.operations.items())
-    assert told["tokens_per_s"]["H100"] == pytest.approx(
-        256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100))
-    )
+    assert all(told["fits"].values())
+    # A million tokens in steps of 256 on each of two devices.
+    assert set(told["steps"].values()) == {1954}
 
 
 @pytest.mark.slow
@@ -626,13 +597,12 @@ def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
     result = count(cfg)
     assert result.step.memory[TARGET_WEIGHTS] == pytest.approx(141.1e9, rel=1e-3)
     assert not result.on["H100"].fits
-    assert result.on["H100"].run is None
     text = "\n".join(as_text(cfg, result, {}))
     assert f"does not fit: {result.step.memory.total() / 1e9:,.1f} of 80 GB" in text
     assert "to fit H100: --signal endpoint or cache" in text
 
 
-def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(
+def test_served_hidden_states_come_from_the_host_and_the_target_is_counted_apart(
     tiny_target: str,
 ) -> None:
     cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
@@ -642,16 +612,6 @@ def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted
     )  # the last state and three layers, in bfloat16
     assert "target" not in {work.part for work in result.step.operations}
     assert result.served is not None
-    total = sum(work.seconds(H100) * times for work, times in result.step.operations.items())
-    reduced = all_reduce_s(result.step.gradient_bytes, 4, H100)
-    assert result.step.signal_bytes / HOST_BYTES_PER_S < total, (
-        "the copy is done before the step is"
-    )
-    assert result.on["H100"].step_s == pytest.approx(total + reduced)
-    slow = on_device(
-        cfg, result.plan, replace(result.step, signal_bytes=20_000_000_000), None, 1, H100
-    )
-    assert slow.step_s == pytest.approx(20e9 / HOST_BYTES_PER_S + reduced)
     text = "\n".join(as_text(cfg, result, {}))
     assert "the target elsewhere" in text
     assert "serve the target and" in text

@@ -3,10 +3,8 @@ fleet.
 
 Bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU is a
 trace without memory; the Triton kernels, which a trace cannot see into, read and write each of
-their tensors once. Times are roofs, not measurements.
+their tensors once.
 """
-
-from __future__ import annotations
 
 import itertools
 import tempfile
@@ -20,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from redraft.distill.plan.roofs import DEVICES, Operation, add_up
+from redraft.distill.plan.operations import Operation, add_up
 from redraft.distill.plan.weightless import Count, size_bytes
 from redraft.online.engine import one_pass
 from redraft.online.engine.capture import Capture
@@ -35,10 +33,6 @@ STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspar
 layers.
 """
 
-TARGET_WEIGHTS = 8e9
-"""Weights of an 8B target, in bfloat16. A step reads them once, and multiplies each with every row.
-"""
-
 SCANNED, COPIED, DRAFTED = "top-k and log-sum-exp", "hidden states", "draft probabilities"
 
 
@@ -50,15 +44,7 @@ def count_work(
     num_drafts: int = 3,
     hidden_size: int = 4096,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case.
-
-    Bytes queued, bytes moved on a GPU, kernels, their time by device, in milliseconds, and the
-    share of a step of the target, attention not counted.
-
-    Launches count as if the GPU waited for each: with CUDA graphs or steps scheduled ahead it does
-    not.
-    """
-    num_rows = num_drafts + 1
+    """A row for each case: bytes queued, bytes moved on a GPU, and kernels."""
     for name, num_requests, vocab_size in itertools.product(families, requests, vocabularies):
         step, operations = _trace(STATES[name], num_requests, num_drafts, vocab_size, hidden_size)
         work = add_up(operations, operations)
@@ -66,13 +52,6 @@ def count_work(
             part: sum(o.num_bytes * n for o, n in operations.items() if o.part == part)
             for part in PARTS
         }
-        target = Operation(
-            "target",
-            "product",
-            *(int(n * TARGET_WEIGHTS) for n in (2 * num_requests * num_rows, 2)),
-        )
-        floors_ms = {d.name: 1e3 * target.seconds(d) for d in DEVICES}
-        times_ms = {d.name: 1e3 * work.seconds[d.name] for d in DEVICES}
         yield {
             "families": name,
             "requests": num_requests,
@@ -81,8 +60,6 @@ def count_work(
             "bytes_moved": work.num_bytes,
             "bytes_by_part": parts,
             "kernels": work.calls,
-            "ms": times_ms,
-            "share_of_step": {name: times_ms[name] / floors_ms[name] for name in times_ms},
         }
 
 
@@ -92,15 +69,11 @@ PARTS = (SCANNED, COPIED, DRAFTED)
 def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The rows as a table for a terminal."""
     yield (
-        f"{'hook, by roofs':<15}{'requests':>9}{'vocabulary':>11}{'queued, MB':>11}{'moved, MB':>10}{'kernels':>8}"
-        + "".join(f"{d.name + ', ms':>10}{'of a step':>10}" for d in DEVICES)
+        f"{'hook':<15}{'requests':>9}{'vocabulary':>11}{'queued, MB':>11}{'moved, MB':>10}{'kernels':>8}"
     )
     for row in rows:
-        times = "".join(
-            f"{row['ms'][d.name]:>10.3f}{row['share_of_step'][d.name]:>10.1%}" for d in DEVICES
-        )
         sizes = f"{row['bytes_queued'] / 1e6:>11.2f}{row['bytes_moved'] / 1e6:>10.1f}{row['kernels']:>8}"
-        yield f"{row['families']:<15}{row['requests']:>9}{row['vocab_size']:>11,}{sizes}{times}"
+        yield f"{row['families']:<15}{row['requests']:>9}{row['vocab_size']:>11,}{sizes}"
 
 
 def _trace(

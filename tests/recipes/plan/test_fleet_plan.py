@@ -1,31 +1,34 @@
-"""The capacity page.
+"""`redraft plan fleet` and `capture`.
 
-Its tables as they are counted now, and the counts against counting by hand.
+The counts against counting by hand, and the capacity page, whose tables they make.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.capacity import (
-    Fleet,
+from benchmarks.capacity import fill_tables
+from redraft.distill.plan.counted_step import count_flops
+from redraft.online.learning.replay import select_texts
+from redraft.online.records.record import encode_record
+from redraft.recipes.cli.run import dispatch
+from redraft.recipes.plan.fleet import Config as Fleet
+from redraft.recipes.plan.fleet_costs import (
     all_costs,
     count_learner,
-    fill_tables,
     fleet_table,
     passes,
     plan_learner,
     two,
     with_states,
 )
-from benchmarks.traffic import Traffic, make_record
-from redraft.distill.plan.counted_step import count_flops
-from redraft.online.learning.replay import select_texts
-from redraft.online.records.record import encode_record
+from redraft.recipes.plan.traffic import Traffic, make_record
 
-PAGE = Path(__file__).parents[2] / "docs" / "capacity.md"
+PAGE = Path(__file__).parents[3] / "docs" / "capacity.md"
 SMALL = Traffic(prompt_tokens=20, output_tokens=10)
 
 
@@ -34,6 +37,35 @@ def test_the_page_holds_what_is_counted_now() -> None:
     assert fill_tables(PAGE.read_text()) == PAGE.read_text(), (
         "python -m benchmarks.capacity docs/capacity.md"
     )
+
+
+def test_the_command_prints_the_tables_and_writes_the_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--families", "standalone", "--traffic.prompt-tokens", "20"]
+    flags += ["--traffic.output-tokens", "10", "--json", str(tmp_path / "costs.json")]
+    assert dispatch(["plan", "fleet", "--tokens-per-s", "2e6", "--fraction", "0.5", *flags]) == 0
+    cfg = Fleet(tokens_per_s=2e6, fraction=0.5, families=("standalone",), traffic=SMALL)
+    (cost,) = json.loads((tmp_path / "costs.json").read_text())
+    assert cost == asdict(all_costs(cfg)[0])
+    assert "\n".join(fleet_table(cfg, all_costs(cfg))) in capsys.readouterr().out
+    assert dispatch(["plan", "fleet", "--families", "medusa"]) == 2
+    assert "--families medusa: it does not learn" in capsys.readouterr().err
+
+
+def test_capture_is_counted_at_the_sizes_of_the_target(tmp_path: Path) -> None:
+    path = str(tmp_path / "capture.json")
+    assert (
+        dispatch(["plan", "capture", "--target", "qwen3-8b", "--requests", "2", "--json", path])
+        == 0
+    )
+    standalone, *heads = json.loads(Path(path).read_text())
+    assert (standalone["requests"], standalone["vocab_size"]) == (2, 151_936)
+    # 4 rows of each of 2 requests, whose logits in bfloat16 are read
+    assert standalone["bytes_moved"] > 2 * 8 * 151_936
+    # 3 states of 4,096 numbers in bfloat16 for each of 8 rows
+    eagle3 = next(row for row in heads if "eagle3" in row["families"])
+    assert eagle3["bytes_queued"] - standalone["bytes_queued"] == 2 * 3 * 8 * 4096
 
 
 def test_the_weights_that_a_token_meets_are_those_of_the_modules() -> None:

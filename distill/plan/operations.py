@@ -1,0 +1,66 @@
+"""Counted operations, and the GPUs by their data sheets."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["product", "attention", "other"]  # other: moves bytes and computes little
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel's work."""
+
+    part: str  # The part of the code that ran it, by `Count.begin`.
+    kind: Kind
+    flops: int
+    num_bytes: int  # Read and written, if nothing is found in a cache.
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, by the data sheet. Sparsity is not used."""
+
+    name: str
+    flops_per_s: float  # Matrix products in bfloat16.
+    bytes_per_s: float
+    memory_bytes: float  # advertised: the chips have 2^30 each, the rest is for CUDA and NCCL
+
+
+DEVICES = (
+    # NVIDIA H100 SXM5 data sheet
+    Device("H100", 989.4e12, 3.35e12, 80e9),
+    # NVIDIA H200 SXM data sheet
+    Device("H200", 989.4e12, 4.8e12, 141e9),
+    # NVIDIA DGX B200 data sheet, an eighth of the system
+    Device("B200", 2250e12, 8e12, 180e9),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    flops: int = 0
+    num_bytes: int = 0
+    calls: int = 0
+
+
+def add_up(operations: Counter[Operation], chosen: Iterable[Operation]) -> Work:
+    kept = [(work, operations[work]) for work in chosen]
+    return Work(
+        flops=sum(work.flops * times for work, times in kept),
+        num_bytes=sum(work.num_bytes * times for work, times in kept),
+        # A view moves no byte and launches no kernel.
+        calls=sum(times for work, times in kept if work.num_bytes),
+    )
+
+
+def parts_of(operations: Counter[Operation]) -> list[str]:
+    return list(dict.fromkeys(work.part for work in operations))
+
+
+KINDS: dict[Kind, str] = {
+    "product": "matrix products",
+    "attention": "attention",
+    "other": "everything else",
+}

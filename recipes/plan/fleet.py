@@ -1,0 +1,54 @@
+"""Count the network, disk and compute of learning from a fleet's traffic, before anything runs.
+
+$ redraft plan fleet --tokens-per-s 250000 --fraction 0.01
+$ redraft plan fleet --families eagle3 --traffic.prompt-tokens 4000
+
+Records are encoded by the plugin's code and stored in a real buffer; the FLOPs are those of a
+training step on them. Nothing is timed. docs/capacity.md explains the columns.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redraft.heads.catalog import FamilyName, find_family
+from redraft.heads.files.artifact import write_whole
+from redraft.recipes.plan.traffic import Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    tokens_per_s: float = 1000
+    """Output tokens per second that the whole fleet serves."""
+    fraction: float = 1.0
+    """Share of the requests to capture, from 0 to 1: the servers' --capture.fraction."""
+    target: str = "llama-3.1-8b"
+    """Sizes of the target, named as for `redraft plan`."""
+    draft: str = "llama-3.2-1b"
+    """Sizes of a standalone draft."""
+    families: tuple[FamilyName, ...] = ("standalone", "eagle1", "eagle3")
+    """Drafts to compare. Of the known targets, mimo-7b has a place for MTP."""
+    traffic: Traffic = field(default_factory=Traffic)
+    json: Path | None = None
+    """File that receives the costs per token as JSON."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens_per_s > 0:
+            raise ValueError(f"--tokens-per-s is {self.tokens_per_s:g}: it must be above 0")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(
+                f"--fraction is {self.fraction:g}: a share of the requests lies above 0 and is at "
+                "most 1"
+            )
+        for name in self.families:
+            if not find_family(name).learns_online:
+                raise ValueError(f"--families {name}: it does not learn from live traffic")
+
+
+def main(cfg: Config) -> None:
+    from redraft.recipes.plan.fleet_costs import report  # here, because it imports torch
+
+    lines, numbers = report(cfg)
+    print(*lines, sep="\n")
+    if cfg.json is not None:
+        write_whole(cfg.json, json.dumps(numbers, indent=2) + "\n")

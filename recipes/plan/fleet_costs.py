@@ -1,0 +1,236 @@
+"""Network, disk and compute that a fleet needs to learn from its own traffic, per served token.
+
+Captured bytes are the sizes of records made by the plugin's code; stored bytes are the size of a
+real buffer. FLOPs are counted on a training step over those records, in the batch that the learner
+makes. docs/capacity.md shows these tables for some fleets (`benchmarks.capacity`).
+"""
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.plan.counted_step import (
+    DRAFT,
+    Counted,
+    Plan,
+    count_flops,
+    count_step,
+    make_models,
+)
+from redraft.distill.plan.operations import DEVICES
+from redraft.distill.plan.sizes import find_sizes
+from redraft.heads.catalog import FamilyName, find_family
+from redraft.heads.family import Reads
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import choose_reads
+from redraft.online.learning.config import BufferConfig, Training
+from redraft.online.learning.replay import make_batches, select_texts
+from redraft.online.records.record import Record, encode_record, read_frames
+from redraft.recipes.plan.count import make_plan
+from redraft.recipes.plan.fleet import Config
+from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.traffic import Traffic, make_record
+
+NUM_RECORDS = 24
+"""Records to average sizes over."""
+
+STATEFUL_RECORDS = 4
+"""The same for records with hidden states, which are tens of megabytes each."""
+
+H100 = DEVICES[0]
+
+UTILISATION = 0.4
+"""Share of the peak reached in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of one token that is served and captured."""
+
+    name: str
+    weights: float
+    """Weights that a token meets in all draft steps, without embeddings and head."""
+    captured_bytes: float
+    stored_bytes: float
+    learner_flops: float
+
+
+def report(cfg: Config) -> tuple[list[str], list[dict[str, Any]]]:
+    """(lines for a terminal, costs per token)."""
+    found = all_costs(cfg)
+    lines = [
+        f"{cfg.tokens_per_s:,.0f} tokens/s of {cfg.target}, {cfg.fraction:.2%} of the requests "
+        "captured",
+        "",
+        *fleet_table(cfg, found),
+        "",
+        "one token that is served and captured:",
+        "",
+        *token_table(found),
+    ]
+    return lines, [asdict(cost) for cost in found]
+
+
+def all_costs(cfg: Config) -> list[Costs]:
+    """The costs of every family."""
+    traffic = replace(cfg.traffic, vocab_size=find_sizes(cfg.target).vocab_size)
+    return [count_costs(family, cfg.target, cfg.draft, traffic) for family in cfg.families]
+
+
+# -----------------------------------------------------------------------------------------------
+# counting
+
+
+@cache
+def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -> Costs:
+    """The costs of a family, by records of the traffic and a step of the learner on them."""
+    plan = plan_learner(family, target, draft)
+    reads, num_states = find_reads(plan)
+    records = _records((num_states, plan.target.hidden_size) if num_states else None, traffic)
+    counted, tokens = count_learner(plan, records, reads)
+    met = sum(
+        work.flops * n for work, n in counted.operations.items() if (work.part, work.kind) == MEETS
+    )
+    captured = (
+        statistics.mean(len(encode_record(record)) for record in records) / traffic.output_tokens
+    )
+    return Costs(
+        name=find_family(family).title if find_family(family).is_head else f"standalone, {draft}",
+        weights=met / 2 / tokens,
+        captured_bytes=captured,
+        stored_bytes=captured * stored_per_captured(traffic),
+        learner_flops=count_flops(counted) * passes() / len(records) / traffic.output_tokens,
+    )
+
+
+MEETS = DRAFT, "product"
+"""Part and kind of the operations in which a token meets weights of the draft: 2 FLOPs each."""
+
+
+def passes() -> float:
+    """How often a record is trained: 4 new texts and 28 replayed ones in a step make 8."""
+    training = Training()
+    return (training.fresh_per_step + training.replay_per_step) / training.fresh_per_step
+
+
+def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
+    """The sizes of a learner's step."""
+    plan = make_plan(Counting(family=family, target=target, checkpoint=draft, signal="endpoint"))
+    return replace(plan, divergence=Divergence(name=Training().divergence))  # type: ignore[arg-type]
+
+
+def find_reads(plan: Plan) -> tuple[Reads, int]:
+    """(place of recorded states in the signal, states of a token that a record has)."""
+    draft = make_models(plan, torch.device("meta"))[1]
+    reads = choose_reads(find_family(plan.family), draft)
+    return reads, len(draft.aux_layer_ids) or int(reads == "last")
+
+
+def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
+    """(a step on the records, its tokens), in the batch that the learner makes: padding counts."""
+    texts = select_texts(records)
+    (batch,) = make_batches(
+        texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads
+    )
+    return count_step(plan, batch=batch, signal=batch.signal), batch.input_ids_BT.numel()
+
+
+def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
+    if hidden is None:
+        return [make_record(number, traffic) for number in range(NUM_RECORDS)]
+    return [
+        with_states(make_record(number, traffic), hidden, number)
+        for number in range(STATEFUL_RECORDS)
+    ]
+
+
+def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
+    """The record with hidden states for every token read by the target, drawn from a normal
+    distribution.
+    """
+    # The target never reads the last output token, so no state belongs to it.
+    tokens = len(record.context_ids) + len(record.output_ids) - 1
+    states_HLD = torch.randn(
+        tokens, *hidden, generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
+    return msgspec.structs.replace(
+        record,
+        hidden_begin=0,
+        hidden_shape=hidden,
+        hidden=states_HLD.view(torch.int16).numpy().tobytes(),
+    )
+
+
+@cache
+def stored_per_captured(traffic: Traffic) -> float:
+    """Bytes in the buffer's files per byte of records."""
+    frames = b"".join(
+        encode_record(make_record(number, traffic)) for number in range(8 * NUM_RECORDS)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with Buffer(BufferConfig(folder=Path(folder)), "0" * 64) as buffer:
+            buffer.append(read_frames(frames), 0.0)
+        return sum(path.stat().st_size for path in Path(folder).glob("records-*.db")) / len(frames)
+
+
+# -----------------------------------------------------------------------------------------------
+# tables
+
+
+def fleet_table(cfg: Config, found: list[Costs]) -> Iterator[str]:
+    """A row per family, for a fleet with this output speed and this share of captured requests."""
+    yield "| draft | captured | stored in a day | kept by 8 GiB | learner | H100s at 40% |"
+    yield "|---|---|---|---|---|---|"
+    captured_per_s = cfg.tokens_per_s * cfg.fraction
+    for cost in found:
+        stored_per_s = cost.stored_bytes * captured_per_s
+        flops_per_s = cost.learner_flops * captured_per_s
+        yield (
+            f"| {cost.name} | {format_bytes(cost.captured_bytes * captured_per_s)}/s "
+            f"| {format_bytes(stored_per_s * 86400)} "
+            f"| {_duration(BufferConfig().max_bytes / stored_per_s)} | {two(flops_per_s / 1e12)} "
+            "TFLOP/s "
+            f"| {two(flops_per_s / H100.flops_per_s / UTILISATION)} |"
+        )
+
+
+def token_table(found: list[Costs]) -> Iterator[str]:
+    """A row per family, for one token that is served and captured."""
+    yield "| draft | weights a token meets | captured | stored | learner |"
+    yield "|---|---|---|---|---|"
+    for cost in found:
+        yield (
+            f"| {cost.name} | {two(cost.weights / 1e6)}M | {format_bytes(cost.captured_bytes)} "
+            f"| {format_bytes(cost.stored_bytes)} | {two(cost.learner_flops / 1e9)} GFLOP |"
+        )
+
+
+def two(number: float) -> str:
+    """Two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
+    # First to two digits, then to text: 9.96 becomes 10, not 10.0.
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.10f}".rstrip("0").rstrip(".")
+
+
+def format_bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        # From 995 on, two digits would round to 1,000: the next unit.
+        if number < 995:
+            return f"{two(number)} {unit}"
+        number /= 1000
+    return f"{two(number)} TB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{two(seconds / size)} {unit}"
+    return f"{two(seconds)} seconds"
