@@ -56,6 +56,7 @@ class Engine:
 
     def __init__(self, *steps_s: list[float]) -> None:
         self.steps_s, self.finished = list(steps_s), 0
+        self.salts: dict[bool, list[str]] = {True: [], False: []}  # Of the warm-up, and of others.
 
     def application(self) -> Starlette:
         return Starlette(
@@ -67,7 +68,9 @@ class Engine:
 
     async def complete(self, request: Request) -> Response:
         question = await request.json()
-        if question["max_tokens"] == 16:  # the warm-up
+        is_warm_up = question["max_tokens"] == 16
+        self.salts[is_warm_up].append(question["cache_salt"])
+        if is_warm_up:
             return StreamingResponse(self.answer([0.0] * 2), media_type="text/event-stream")
         steps_s = self.steps_s.pop(0) if len(self.steps_s) > 1 else self.steps_s[0]
         return StreamingResponse(self.answer(steps_s), media_type="text/event-stream")
@@ -145,6 +148,18 @@ def test_a_round_in_which_a_server_changes_its_speed_is_measured_again(
     )
     assert [runs[0].repeats for runs in results.values()] == [1, 1]
     assert not any(changed_speed(runs[0].half_step_s) for runs in results.values())
+
+
+def test_no_measurement_reads_what_another_or_the_warm_up_has_left_in_a_prefix_cache() -> None:
+    engine = Engine([0.0] * 4)
+    with running(engine) as url:
+        plan = Plan(rounds=2, prompts={1: 3}, max_tokens=4)
+        run_rounds({PLAIN: make_server(url)}, PROMPTS * 3, plan)
+    warm_ups, others = engine.salts[True], engine.salts[False]
+    assert (len(warm_ups), len(others)) == (2, 6)
+    # The three prompts of a round share what their beginnings have in common.
+    assert len({*others[:3]}) == len({*others[3:]}) == 1
+    assert len({*warm_ups, *others}) == 4
 
 
 def test_a_server_that_never_keeps_its_speed_is_reported_with_two() -> None:
