@@ -21,7 +21,8 @@ IN_PARALLEL = Training(
     starts=("last_layers", "random"),
     layouts=("vllm", "speculators"),
     draft_vocab_size=32000,
-    lr=6e-4,
+    optimizer="muon",
+    lr=2e-3,
     loop={"steps": 20000, "sequence_length": 2048},
 )
 
@@ -105,11 +106,13 @@ FAMILIES: tuple[Family, ...] = (
         checks="redraft.heads.doctor.eagle3:CHECKS",
         options="redraft.heads.options:Eagle3",
         training=Training(
-            starts=("last_layer", "least_squares", "random"),
+            starts=("least_squares", "last_layer", "random"),
+            options={"fc_norm": True},
             layouts=("vllm", "speculators"),
             draft_vocab_size=32000,
             divergence="forward_kl",
-            lr=1e-4,
+            optimizer="muon",
+            lr=5e-4,
             loop={"steps": 20000, "sequence_length": 2048},
         ),
     ),

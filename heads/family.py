@@ -73,6 +73,7 @@ class Training:
     """Options of the family that differ from the defaults of its class."""
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     divergence: str = "lk_hybrid"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float
     max_grad_norm: float = 0.5
     loop: Mapping[str, Any] = field(default_factory=dict)

@@ -43,7 +43,7 @@ HEADS: dict[str, Any] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle1": {"num_steps": 3},
-    "eagle3": {"aux_layer_ids": (2, 4, 7), "num_steps": 3},
+    "eagle3": {"aux_layer_ids": (2, 4, 7), "num_steps": 3, "fc_norm": False},
     "peagle": {"aux_layer_ids": (2, 4, 7), "num_layers": 2, "num_steps": 3},
     "dflash": {
         "aux_layer_ids": (2, 4, 7),
@@ -90,8 +90,8 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
         changes["draft_vocab_size"] = 2048
     if family == "dspark":
         changes["prove"] = replace(changes["prove"], engine=False)
-    if family == "mtp":
-        changes["init"] = "last_layer"
+    if family in ("mtp", "eagle3"):
+        changes["init"] = "last_layer"  # as other families: a better start would hide the rest
     return replace(usual, **changes)
 
 

@@ -343,7 +343,7 @@ def make_config(family: Family) -> HeadConfig[Any] | StandaloneConfig:
         raise ValueError(f"{family.title} is not trained")
     divergence, optim = (
         Divergence(name=row.divergence),
-        Optim(lr=row.lr, max_grad_norm=row.max_grad_norm),
+        Optim(name=row.optimizer, lr=row.lr, max_grad_norm=row.max_grad_norm),
     )
     loop = replace(Loop(), **row.loop)
     output = Path(f"outputs/{family.name.replace('_', '-')}")

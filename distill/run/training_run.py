@@ -520,10 +520,14 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
         raise ValueError("--init least_squares is for a head of one layer: take --init last_layer")
     if cfg.init == "least_squares" and not options.fc_norm:
         raise ValueError(
-            "--init least_squares needs --head.fc-norm: without it the head trains badly from there"
+            "--init least_squares needs --head.fc-norm, without which the head trains badly from "
+            "there: give it, or another --init"
         )
     if cfg.init == "least_squares" and options.norm_before_residual:
-        raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
+        raise ValueError(
+            "--init least_squares is not for heads with --head.norm-before-residual: give "
+            "--init last_layer"
+        )
     if family.is_in_target:
         # The layer would be stored beside scales of other weights.
         refuse_quantised(

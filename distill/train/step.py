@@ -131,8 +131,8 @@ def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
             f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch "
-            "with DDP "
-            "(accelerate launch --multi_gpu), or choose adamw"
+            "with DDP (accelerate launch --multi_gpu), or give --optim.name adamw and its --optim.lr, "
+            "e.g. 1e-4 for an 8B target"
         )
 
 

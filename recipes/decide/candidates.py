@@ -32,33 +32,15 @@ from redraft.recipes.decide.bench_config import (
 )
 
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
-    "eagle3": lambda tokens: [
-        *(
-            "--head.num-steps",
-            str(tokens),
-            "--head.fc-norm",
-            "--init",
-            "least_squares",
-            "--init-tokens",
-            "32768",
-        )
-    ],
-    "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
+    "eagle3": lambda tokens: ["--head.num-steps", str(tokens)],
+    "medusa": lambda tokens: ["--head.num-heads", str(tokens), "--optim.lr", "1e-3"],
     # The default, 512 blocks of 16, is for GPUs: on a CPU a step would take half a minute.
     "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
 }
-"""Flags of the recipes that depend on the number of draft tokens."""
+"""Flags of the recipes that depend on the number of draft tokens, or on a training of minutes."""
 
-ADAMW = ("--optim.lr", "1e-3")
-MUON = ("--optim.name", "muon", "--optim.momentum", "0.8", "--optim.lr")
-"""Flags of the optimizers. In a short run all families learn more with Muon, but Medusa. A training
-of minutes has no time for the long memory of a higher momentum.
-"""
-
-MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
-"""Muon's learning rate, and that of a head that starts by least squares: a higher one would undo
-the start.
-"""
+FROM_LAYERS = ("--optim.name", "muon", "--optim.lr", "2e-3")
+"""Optimizer of a draft of the target's layers; the default is that of a trained checkpoint."""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 CHECKPOINTS = "checkpoints"  # Folder of a training's checkpoints in its run.
@@ -200,7 +182,7 @@ def training_command(making: Making, name: str) -> list[str]:
     if found := LAYERS.fullmatch(name):
         family, own = (
             "standalone",
-            ["--draft.layers", *map(str, spread(int(found[1]), making.target))],
+            ["--draft.layers", *map(str, spread(int(found[1]), making.target)), *FROM_LAYERS],
         )
     elif found := HEAD.fullmatch(name):
         family, own = found[1], ["--draft-vocab-size", str(1024 * int(found[2]))]
@@ -221,12 +203,8 @@ def training_command(making: Making, name: str) -> list[str]:
             "--prove.max-tokens",
             str(cfg.max_tokens),
         ),
-        *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
-        *(
-            ADAMW
-            if name == "medusa"
-            else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)
-        ),
+        # A training of minutes has no time for the long memory of a higher momentum.
+        *("--optim.momentum", "0.8"),
         *(
             "--loop.minutes",
             str(cfg.minutes),
