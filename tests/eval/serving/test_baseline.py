@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from redraft.distill.run import proof
 from redraft.eval.engine.measure import (
     MOST_REPEATS,
     Measurement,
@@ -44,6 +45,7 @@ from redraft.eval.serving.baseline import (
 )
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 from redraft.heads.files.folder import WEIGHTS
+from redraft.heads.files.target_folder import TargetFolder
 
 PROMPTS = [Prompt(token_ids=[1, 2])]
 
@@ -367,6 +369,35 @@ def test_the_faster_mode_is_chosen_once(
     )
     assert most_at_once == (2 if on_cpu else 1), "a GPU has the memory of one server"
     assert choose("--enforce-eager") == ("eager", {}), "the user's choice"
+
+
+def test_a_proof_asks_each_server_once_and_the_plain_one_for_all_runs_of_a_reference(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, started = Engine([0.0] * 4), list[str]()
+
+    @contextlib.contextmanager
+    def start(target: str, *, log: Path, **options: Any) -> Iterator[VllmServer]:
+        started.append(log.stem)
+        log.parent.mkdir(exist_ok=True)
+        log.touch()
+        yield make_server(url)
+
+    monkeypatch.setattr(rounds, "vllm_server", start)
+    prompts = [Prompt(token_ids=[number]) for number in range(6)]
+    with running(engine) as url:
+        for run in ("one", "two"):
+            found = proof.prove_in_engine(
+                proof.Prove(max_tokens=4, reference=tmp_path / "reference"),
+                TargetFolder.open(tiny_target),
+                {"method": "eagle3"},
+                prompts,
+                tmp_path / run,
+            )
+            assert found.lossless.num_prompts == 6
+            assert found.lossless.lossless
+    assert started == ["vllm-with-draft", "vllm-without-draft", "vllm-with-draft"]
+    assert len(engine.salts[False]) == 3 * 6, "no load is repeated"
 
 
 def test_the_bandwidth_of_this_machine_is_measured() -> None:
