@@ -1,4 +1,4 @@
-"""What a draft's folder says without its target: kind, layout, what it needs, who serves it."""
+"""A description of a draft's folder alone: its kind, layout, requirements and servers."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,7 +60,7 @@ def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
 
 
 def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[str]:
-    """What the target must be."""
+    """The required target: sizes, vocabulary and layers."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     if name := verifier.get("name_or_path") or read_provenance(folder).target:
         yield str(name)
