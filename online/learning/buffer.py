@@ -87,7 +87,7 @@ class BufferStatus:
     oldest_s: float | None  # Arrival of the oldest record, seconds since the epoch.
     counts: dict[str, int]
     """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless,
-    other_domain, forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
+    forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
     reason of a `CorruptRecordError`: corrupt, oversized, ... Plus the number of damaged_files.
     """
 
@@ -179,7 +179,7 @@ class Buffer(AbstractContextManager["Buffer"]):
 
         The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden
         states the draft reads), textless (a later segment whose text before it was lost),
-        other_domain, forgotten (of a deleted tenant), unknown_penalty (held out, but a penalty of
+        forgotten (of a deleted tenant), unknown_penalty (held out, but a penalty of
         its request cannot be applied, so it cannot judge), and the reason of each error. On return
         the records are on the disk and the sender may forget them. A bad frame is not stored:
         nobody knows whose text it holds, so it could never be deleted by tenant. An example of it
