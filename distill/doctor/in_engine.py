@@ -40,8 +40,8 @@ from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Draft
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.served_target import visible_length
+from redraft.heads.files.windows import served_views
 from redraft.heads.target import Target
-from redraft.heads.windows import served_views
 
 DEFAULT_MAX_TOKENS = 64
 LONG_TOKENS = 12_000  # A prompt of a windowed head that is compared, beside one of three windows.

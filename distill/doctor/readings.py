@@ -32,9 +32,9 @@ from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.peagle import PEagle
+from redraft.heads.files.windows import SECTION
 from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
 from redraft.heads.progress import Progress
-from redraft.heads.windows import SECTION
 
 MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
 MIN_GAIN_TOKENS = 0.02  # And in tokens per target step: a dead head gains any share by chance.

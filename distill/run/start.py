@@ -28,10 +28,10 @@ from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.families.standalone import make_draft
 from redraft.heads.files.provenance import read_provenance
+from redraft.heads.files.windows import target_window
 from redraft.heads.nn.causal_lm import final_norm
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
-from redraft.heads.windows import target_window
 
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run

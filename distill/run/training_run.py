@@ -67,12 +67,12 @@ from redraft.heads.files.folder import check_model_folder, fetch_model, fingerpr
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.served_target import require_aux
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.files.windows import View, require_speculators, target_window, trained_views
 from redraft.heads.nn.causal_lm import decoder_layers, final_norm
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token
 from redraft.heads.options import LayerSizes, Windows
 from redraft.heads.target import Target, aux_layers
-from redraft.heads.windows import View, require_speculators, target_window, trained_views
 
 Config = HeadConfig[Any] | StandaloneConfig
 

@@ -28,8 +28,8 @@ from redraft.eval.machine import ENGINE_IS_CPU, VLLM_VERSION
 from redraft.heads.catalog import find_speculative
 from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
+from redraft.heads.files.windows import View, is_mixed, served_views
 from redraft.heads.progress import Progress
-from redraft.heads.windows import View, is_mixed, served_views
 
 START_TIMEOUT_S = 1800
 """Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network

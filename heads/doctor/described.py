@@ -11,7 +11,7 @@ from redraft.heads.family import Family
 from redraft.heads.files.folder import CONFIG, find_quantization, read_config, tensor_files
 from redraft.heads.files.foreign import match_foreign
 from redraft.heads.files.provenance import read_provenance
-from redraft.heads.windows import is_mixed, served_views
+from redraft.heads.files.windows import is_mixed, served_views
 
 
 def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.files.folder import trained_with
-from redraft.heads.windows import served_views, target_window, trained_views
+from redraft.heads.files.windows import served_views, target_window, trained_views
 
 NEAR = "a head with a window smaller than in training loses the keys that it learned to use"
 

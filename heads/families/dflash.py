@@ -35,19 +35,19 @@ from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, load_head, r
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config
 from redraft.heads.files.tensors import write_head
-from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import LlamaShape, PreNormLayer, Projections, Rotary, norm, rotate
-from redraft.heads.nn.masks import check_mask_token, choose_rows
-from redraft.heads.nn.precision import product_dtype
-from redraft.heads.nn.vocabulary import check_ids, id_maps
-from redraft.heads.target import Target, aux_layers, layer_weights
-from redraft.heads.windows import (
+from redraft.heads.files.windows import (
     SECTION,
     beside_target,
     require_speculators,
     write_speculators,
     write_views,
 )
+from redraft.heads.nn.blocks import BlockMask, attend_blocks
+from redraft.heads.nn.layers import LlamaShape, PreNormLayer, Projections, Rotary, norm, rotate
+from redraft.heads.nn.masks import check_mask_token, choose_rows
+from redraft.heads.nn.precision import product_dtype
+from redraft.heads.nn.vocabulary import check_ids, id_maps
+from redraft.heads.target import Target, aux_layers, layer_weights
 
 ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK * S rows
 

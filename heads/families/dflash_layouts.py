@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import read_config, tensor_files, trained_with
 from redraft.heads.files.tensors import load_into, read_tensors
+from redraft.heads.files.windows import (
+    SECTION,
+    read_block_windows,
+    require_trained_window,
+    trained_views,
+)
 from redraft.heads.nn.layers import LlamaShape, read_layer_config
 from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.target import Target
-from redraft.heads.windows import SECTION, read_block_windows, require_trained_window, trained_views
 
 TRAINING_OPTIONS = ("num_anchors", "gamma")  # read by no engine; kept by an export, to train on
 

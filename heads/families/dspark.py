@@ -30,10 +30,10 @@ from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dflash_layouts import read_options
 from redraft.heads.files import speculators
+from redraft.heads.files.windows import SECTION
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.target import Target
-from redraft.heads.windows import SECTION
 
 CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export
 INIT_STD = 0.01  # Small, so the head begins as DFlash.

@@ -28,6 +28,13 @@ from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.files.windows import (
+    beside_target,
+    read_windows,
+    require_trained_window,
+    trained_views,
+    write_views,
+)
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import (
     Attention,
@@ -42,13 +49,6 @@ from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.nn.vocabulary import check_ids, id_maps, read_ids
 from redraft.heads.target import Target, aux_layers, layer_weights
-from redraft.heads.windows import (
-    beside_target,
-    read_windows,
-    require_trained_window,
-    trained_views,
-    write_views,
-)
 
 Config = options.Eagle3
 

@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.windows import target_window
+from redraft.heads.files.windows import target_window
 
 # fmt: off
 WITH_AUX = frozenset({

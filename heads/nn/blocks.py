@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redraft.heads.files.windows import FULL, View
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
-from redraft.heads.windows import FULL, View
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 from redraft.heads.catalog import find_method
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.windows import count_states
+from redraft.heads.files.windows import count_states
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.feed import find_owner, name_owner

@@ -14,7 +14,7 @@ from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.server import require_runner, require_servable, vllm_server
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.family import Family
-from redraft.heads.windows import View
+from redraft.heads.files.windows import View
 
 V2_ONLY = [family for family in FAMILIES if family.method and "v1" not in family.decoders]
 V1_ONLY = [

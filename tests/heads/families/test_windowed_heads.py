@@ -21,9 +21,7 @@ from test_dflash import rms
 from torch import Tensor
 
 from redraft.heads.catalog import detect_family, find_family
-from redraft.heads.nn.layers import rotate
-from redraft.heads.target import Target
-from redraft.heads.windows import (
+from redraft.heads.files.windows import (
     EVERYTHING,
     SLIDING,
     View,
@@ -33,6 +31,8 @@ from redraft.heads.windows import (
     served_views,
     trained_views,
 )
+from redraft.heads.nn.layers import rotate
+from redraft.heads.target import Target
 
 WINDOWS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -10,11 +10,11 @@ import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor
 
 from redraft.heads.draft import Batch
+from redraft.heads.files.windows import View, make_views, read_windows, write_views
 from redraft.heads.nn import prefix
 from redraft.heads.nn.attention import StepMemory
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.prefix import Prefixes
-from redraft.heads.windows import View, make_views, read_windows, write_views
 
 SIZE, SLOTS, STEPS = 8, 3, 4
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 6 + [-1] * 2, [0] * 4 + [1] * 13])

@@ -39,8 +39,8 @@ from redraft.heads.files.artifact import verify
 from redraft.heads.files.folder import fingerprint, read_config
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.tensors import read_tensors
+from redraft.heads.files.windows import View, served_views
 from redraft.heads.target import Target
-from redraft.heads.windows import View, served_views
 from redraft.recipes import adapt
 
 FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp")
