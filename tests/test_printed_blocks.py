@@ -45,7 +45,6 @@ LEFT_OUT = {
 MADE = {
     "README.md": ["learner.toml", "drafts/current"],
     "docs/evaluation.md": [],
-    "docs/fleet.md": [],
     "docs/online.md": ["token", "learner.toml"],
     "docs/privacy.md": [],
     "docs/rl.md": ["outputs/grpo", "learner.toml", "registry/current"],
@@ -100,7 +99,19 @@ def test_every_block_is_decided() -> None:
         for name in DOCUMENTS
         for each in re.findall(r"^```(\w+)", (ROOT / name).read_text(), re.M)
     }
-    assert languages == {"bash"}, "another language needs a test"
+    assert languages == {"bash", "nginx"}, "another language needs a test"
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_nginx_reads_the_settings_in_the_documents(tmp_path: Path) -> None:
+    (block,) = re.findall(
+        r"^```nginx\n(.*?)^```", (ROOT / "docs/fleet.md").read_text(), re.M | re.S
+    )
+    settings = tmp_path / "nginx.conf"
+    settings.write_text(f"pid {tmp_path}/pid; events {{}} http {{ {block} }}")
+    command = ["nginx", "-t", "-q", "-e", str(tmp_path / "log"), "-c", str(settings)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
     assert {name for name in DOCUMENTS if list_runnable(name)} == MADE.keys()
     used = {
         each
