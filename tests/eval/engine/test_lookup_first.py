@@ -12,16 +12,17 @@ import pytest
 
 from redraft.eval.engine.lookup_first import HeadLimits, is_mixed, mix, read_mix
 from redraft.eval.engine.lookups import install, lookup_env
-from redraft.eval.engine.server import vllm_keys
+from redraft.eval.engine.server import DROPS_A_BLOCK, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 
 LOOKUP = Ngram(min=2, max=3).speculative_config
 EAGLE3 = {"method": "eagle3", "model": "head"}
+FASTER = {"use_local_argmax_reduction": True, "disable_eagle_block_drop": True}
 
 
 def test_a_mix_reaches_vllm_as_the_head_and_the_plugin_by_the_environment() -> None:
     config = mix(LOOKUP, EAGLE3, HeadLimits(tokens=2, requests=4))
-    told = {"disable_padded_drafter_batch": True, "use_local_argmax_reduction": True}
+    told = {"disable_padded_drafter_batch": True, **FASTER}
     assert vllm_keys(config) == {**EAGLE3, **told}
     assert vllm_keys(LOOKUP) == LOOKUP
     environment = lookup_env(config)
@@ -37,13 +38,24 @@ def test_a_mix_reaches_vllm_as_the_head_and_the_plugin_by_the_environment() -> N
 
 
 def test_only_a_greedy_head_with_its_own_vocabulary_chooses_there() -> None:
-    assert vllm_keys(EAGLE3) == {**EAGLE3, "use_local_argmax_reduction": True}
+    assert vllm_keys(EAGLE3) == {**EAGLE3, **FASTER}
     for config in ({"method": "eagle"}, LOOKUP, {**EAGLE3, "draft_sample_method": "probabilistic"}):
-        assert vllm_keys(config) == config
-    assert (
-        vllm_keys({**EAGLE3, "use_local_argmax_reduction": False})["use_local_argmax_reduction"]
-        is False
-    )
+        assert "use_local_argmax_reduction" not in vllm_keys(config)
+    told = {"use_local_argmax_reduction": False, "disable_eagle_block_drop": False}
+    assert vllm_keys({**EAGLE3, **told}) == {**EAGLE3, **told}
+
+
+def test_beside_a_head_the_last_cached_block_of_a_prompt_is_read_too() -> None:
+    from vllm.config.speculative import SpeculativeConfig
+
+    for method in DROPS_A_BLOCK:
+        config = vllm_keys({"method": method, "model": "head"})
+        made = SpeculativeConfig.__new__(SpeculativeConfig)
+        made.method = method
+        made.disable_eagle_block_drop = config["disable_eagle_block_drop"]
+        assert made.use_eagle()
+        assert not made.use_eagle_block_drop()
+    assert "disable_eagle_block_drop" not in vllm_keys({"method": "draft_model", "model": "small"})
 
 
 @pytest.mark.parametrize(
