@@ -30,6 +30,8 @@ same weights at both ends, so a fleet that moves together is compared as any oth
 
 Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not
 enough until time is up, the candidate passes: a server drafts with it only while that is faster.
+So it does if someone sets another pace for a moment (`POST /redraft/pace`): one reading with the
+server's own pace is enough. A server that is told to draft nothing counts as one that paces itself.
 
 With a control group, before and after are never compared: traffic changes by the minute, and harder
 traffic would be held against the candidate. Neither function raises for a server's failure; both
@@ -343,9 +345,9 @@ class _Polls:
         self.servers = servers
         self.rows: list[dict[str, AcceptanceCounts]] = []  # Counts by domain, a row for every poll.
         self.has_domains = True  # Whether all servers count by domain.
-        self.is_paced = True  # Whether all servers draft only while that is faster.
         self.targets: set[str | None] = set()  # Weights of the target that were seen.
         self._last: dict[FleetServer, dict[str, AcceptanceCounts]] = {}
+        self._paced: set[FleetServer] = set()  # Servers that were seen to choose their own pace.
 
     def add(self, counted: Mapping[FleetServer, WindowCounts], *, is_usable: bool = True) -> None:
         """Take a reading. The time since the one before counts if it `is_usable`."""
@@ -359,7 +361,8 @@ class _Polls:
             now, earlier = counted[server], self._last.get(server, {})
             counts = self._last[server] = {ALL: now.total, **now.by_domain}
             self.targets.add(now.target)
-            self.is_paced &= now.is_paced
+            if now.is_paced:
+                self._paced.add(server)
             # Without any drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             for domain, one in counts.items():
@@ -390,6 +393,11 @@ class _Polls:
         return not self.has_domains or any(
             polls_PK2[:, :1, 0].sum() >= MIN_DOMAIN_DRAFTS for polls_PK2 in self.by_domain.values()
         )
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether all servers draft only while that is faster, apart from moments at a set pace."""
+        return self._paced.issuperset(self._last)
 
     @property
     def is_off(self) -> bool:

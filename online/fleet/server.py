@@ -48,7 +48,6 @@ MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
 MAX_QUOTED = 300  # Most characters of a server's words in an error.
 MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
 MAX_POSITIONS = 256
-PACED = "pace auto"  # Prefix of the pace line if a server drafts only while that is faster.
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
 MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
 CURES = {
@@ -202,7 +201,7 @@ class Status:
 
     @property
     def is_paced(self) -> bool:
-        return self.pace.startswith(PACED)
+        return is_paced(self.pace)
 
     @property
     def target(self) -> str | None:
@@ -654,6 +653,11 @@ class Window:
                 domains = _subtract_domains(now.by_domain, first.by_domain)
                 counted[server] = WindowCounts(difference, domains, now.target, now.is_paced)
         return counted
+
+
+def is_paced(pace: str) -> bool:
+    """Whether a server with this pace line drafts only while that is faster, or never."""
+    return pace.startswith("pace auto") or pace == "pace 0"
 
 
 def is_alarming(acceptance: AcceptanceCounts) -> bool:

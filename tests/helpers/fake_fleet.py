@@ -151,6 +151,9 @@ class FakeServer:
             return 401, b"wrong or missing bearer token"
         if (method, path) == ("GET", "/redraft/status"):
             return 200, json.dumps(self._status()).encode()
+        if (method, path) == ("POST", "/redraft/pace"):
+            self.drafting["pace"] = {"line": f"pace {json.loads(body)['pace']}"}
+            return 200, b"{}"
         if path != "/redraft/swap":  # what a test needs of other routes is in `answers`
             return (200 if path in self.answers else 404), b""
         assert method == "POST"
@@ -213,13 +216,14 @@ class FakeServer:
         """
         tau = max(1.0, self.traffic.tau[self.version] - self.traffic.harder)
         num_tokens = self.tokens.get(self.version, 3)
+        is_off = self.drafting.get("pace") == {"line": "pace 0"}
         parts = (
             (("easy", self.easy_share, 0.4), ("hard", 1 - self.easy_share, -0.4))
             if self.easy_share
             else ()
         )
         for name, share, more in parts or (("easy", 1, 0),):
-            drafts = tried = round(share * self.traffic.drafts_per_reading)
+            drafts = tried = 0 if is_off else round(share * self.traffic.drafts_per_reading)
             accepted = round(drafts * (tau + more - 1))
             for position in range(num_tokens):
                 counts, of_position = self.positions[name][position], (accepted + 2 - position) // 3

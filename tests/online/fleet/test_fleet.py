@@ -7,7 +7,7 @@ import re
 import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import repeat
+from itertools import cycle, repeat
 
 import httpx
 import numpy as np
@@ -54,6 +54,8 @@ QUICK = RolloutPolicy(
 """Long timeouts, because a busy machine takes its time. Tests that wait for a timeout use
 IMPATIENT.
 """
+
+TRUSTED = {"Authorization": f"Bearer {TOKEN}"}
 
 IMPATIENT = replace(QUICK, window_timeout_s=0.3, swap_timeout_s=0.3, rollback_timeout_s=0.3)
 
@@ -108,18 +110,18 @@ async def test_a_lone_server_is_measured_until_a_domain_can_be_compared():
 
 @in_event_loop
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("line", ["pace auto: 0 tokens at 1; 0.1% explored", "pace 0"])
+@pytest.mark.parametrize("line", ["pace auto: 0 tokens at 1; 0.1% explored", "pace 0", "pace 2"])
 async def test_where_a_pace_keeps_drafting_off_a_candidate_passes_without_a_comparison(count, line):
     """16 polls have 192 drafts, too few to compare.
 
-    A pace that nobody measures is compared once there are more.
+    Drafts of a pace that a person chose are compared once there are more.
     """
     traffic, pace = Traffic(drafts_per_reading=12), {"pace": {"line": line}}
     fakes = [FakeServer(traffic, easy_share=0.5, drafting=pace) for _ in range(count)]
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, "worse", OLD, replace(QUICK, min_drafts=100))
-    is_auto = line.startswith("pace auto")
-    assert (outcome.passed, fakes[0].version) == ((True, "worse") if is_auto else (False, OLD)), (
+    is_own = line != "pace 2"
+    assert (outcome.passed, fakes[0].version) == ((True, "worse") if is_own else (False, OLD)), (
         outcome.reason
     )
     assert not outcome.is_inconclusive
@@ -141,6 +143,25 @@ async def test_servers_with_little_traffic_that_pace_themselves_take_the_candida
         outcome.reason
     )
     assert outcome.is_inconclusive is not is_auto
+
+
+@in_event_loop
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_candidate_passes_while_someone_sets_the_pace_again_and_again(count):
+    """As a benchmark does that compares paces: most readings are of another pace than the own."""
+    pace = {"pace": {"line": "pace auto"}}
+    fakes = [FakeServer(Traffic(drafts_per_reading=30), drafting=dict(pace)) for _ in range(count)]
+    policy = replace(QUICK, min_drafts=10**6, window_timeout_s=1)
+    async with running(*fakes) as servers, httpx.AsyncClient(headers=TRUSTED) as http:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
+        for setting in cycle(("3", "0", "2", "auto")):
+            if rollout.done():
+                break
+            for fake in fakes:
+                await http.post(f"{fake.url}/redraft/pace", json={"pace": setting})
+        outcome = await rollout
+    assert outcome.passed, outcome.reason
+    assert fakes[0].version == NEW
 
 
 @in_event_loop
