@@ -154,6 +154,7 @@ class StateEntry(_Entry, frozen=True, kw_only=True, tag="state"):
     candidate: Identifier | None = None
     reason: Reason = ""
     resident_bytes: int | None = None  # after each phase, with freed memory given back
+    promoted: int | None = None  # Versions promoted since the folder began, after each phase.
 
 
 class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):

@@ -43,13 +43,20 @@ class Account:
     def write(self, entry: Entry) -> None:
         self.journal.write(entry)
 
-    def state(self, state: State, reason: str, resident_bytes: int | None = None) -> None:
+    def state(
+        self,
+        state: State,
+        reason: str,
+        resident_bytes: int | None = None,
+        promoted: int | None = None,
+    ) -> None:
         self.journal.write(
             StateEntry(
                 phase=state.phase.value,
                 candidate=state.candidate,
                 reason=reason,
                 resident_bytes=resident_bytes,
+                promoted=promoted,
             )
         )
 

@@ -112,7 +112,9 @@ class Cycle:
         for problem in self.trainer.damage:
             self.account.fault("checkpoint_damaged", problem)
         self.account.state(
-            self.state, f"{GOES_ON} {self.current if began_from == SERVED else began_from}"
+            self.state,
+            f"{GOES_ON} {self.current if began_from == SERVED else began_from}",
+            promoted=self.rollouts.count_promoted(),
         )
         if began_from == SERVED and self.state.phase in (Phase.JUDGING, Phase.PUBLISHING):
             await self._advance(
@@ -420,6 +422,7 @@ class Cycle:
             self.saved.write(state)
 
         await self._until_written(write)
-        self.account.state(state, state.reason, await self.in_thread(release_memory))
+        resident_bytes = await self.in_thread(release_memory)
+        self.account.state(state, state.reason, resident_bytes, self.rollouts.count_promoted())
         if not state.is_rolling_out:  # a late recall must not end the next rollout
             self.inbox.settle(Event.RECALLED)

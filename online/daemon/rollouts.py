@@ -5,6 +5,7 @@ nothing while it is locked."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,12 @@ class Rollouts:
         current = self.registry.current()
         assert current is not None, "the learner begins with a version"
         return current
+
+    def count_promoted(self) -> int | None:
+        """Versions promoted after the first, without those gone back from; None if unreadable."""
+        with suppress(OSError):
+            return max(0, len(self.registry.promoted()) - 1)
+        return None
 
     def reconcile(self, servers: Sequence[FleetServer]) -> None:
         """Begin to bring these servers to the current version, unless a rollout is under way."""
@@ -164,7 +171,8 @@ class Rollouts:
             back = await self.reconciler.bring_all(
                 self.servers, version, self.cfg.rollout.rollback_timeout_s
             )
-        self.account.state(self.saved.state, f"went back to {version} ({back}): {reason}")
+        why = f"went back to {version} ({back}): {reason}"
+        self.account.state(self.saved.state, why, promoted=self.count_promoted())
         return back
 
     async def leave_training(self) -> None:

@@ -36,25 +36,35 @@ class ServedDraft:
     before: list[AcceptanceEntry]  # of the version before, RECENT_S long; empty: unknown
     servers: dict[str | None, str]  # The last known version of every server.
     tokens_per_s: float | None  # Of all servers in the last RECENT_S with traffic.
+    shares: tuple[float, float] | None
+    """Shares of all servers' tokens that lookups drafted, and that the versions drafted. A draft
+    that has not read the text counts as a lookup. None if unknown.
+    """
     last_s: float
 
 
 def compose_headline(
-    draft: ServedDraft | None, state: StateEntry | None, now_s: float, *, is_asleep: bool = False
+    draft: ServedDraft | None,
+    state: StateEntry | None,
+    now_s: float,
+    *,
+    is_asleep: bool = False,
+    promoted: int | None = None,
 ) -> Headline:
     """Compose the page's answer.
 
     Tokens per drafted step, the change since the last version, the learner's phase.
     """
+    learner = _describe_learner(state, is_asleep, promoted)
     if draft is None:
         below = "The curves start once a server has answered requests with a draft."
         return Headline(
             before="Nothing has been measured yet.",
-            below=f"{_describe_learner(state, is_asleep)} {below}",
+            below=f"{learner} {below}",
         )
     before, name = draft.before, shorten_version(draft.version)
     tau, own = _compute_tau(draft.entries), _compute_own_tau(draft.entries)
-    below = f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}"
+    below = f"{learner} {_describe_traffic(draft, now_s)}"
     number = f"{tau:.2f} tokens"
     is_new = not before and is_paced(draft.entries[-1].pace)  # off until it has learned
     if own is not None and own < ALARM_TAU and not is_new:
@@ -96,12 +106,14 @@ def find_served_draft(history: History) -> ServedDraft | None:
         servers[entry.server] = entry.draft_version
     versions = list(servers.values())[::-1]
     version = max(versions, key=versions.count)
+    meanwhile = history.select(AcceptanceEntry, recent[-1].time_s - RECENT_S)
     return ServedDraft(
         version=version,
         entries=[entry for entry in recent if entry.draft_version == version],
         before=_select_entries_before(history, version),
         servers=servers,
-        tokens_per_s=_sum_rates(history.select(AcceptanceEntry, recent[-1].time_s - RECENT_S)),
+        tokens_per_s=_sum_rates(meanwhile),
+        shares=_compute_shares(meanwhile),
         last_s=recent[-1].time_s,
     )
 
@@ -170,6 +182,18 @@ def _sum_rates(entries: Sequence[AcceptanceEntry]) -> float | None:
     return sum(tokens[server] / seconds[server] for server in seconds) if seconds else None
 
 
+def _compute_shares(entries: Sequence[AcceptanceEntry]) -> tuple[float, float] | None:
+    """`ServedDraft.shares`."""
+    lookups = own = tokens = 0.0
+    for entry in entries:
+        if entry.served_accepted is not None and entry.served_tokens is not None:
+            # The two counters are read one after the other.
+            lookups += max(0.0, entry.served_accepted - entry.accepted)
+            own += entry.accepted
+            tokens += entry.served_tokens
+    return (lookups / tokens, own / tokens) if tokens else None
+
+
 def shorten_version(version: str) -> str:
     """v000012 as v12; other names are returned unchanged."""
     digits = version.removeprefix("v")
@@ -186,17 +210,28 @@ def _describe_traffic(draft: ServedDraft, now_s: float) -> str:
     silent_s = now_s - draft.last_s
     ago = f"; no traffic for {format_duration(silent_s)}" if silent_s > SILENT_S else ""
     rate = "" if draft.tokens_per_s is None else f"; {draft.tokens_per_s:,.1f} tokens/s"
+    if draft.shares is not None:
+        lookups, own = draft.shares
+        rate += f", {lookups:.0%} of them drafted by lookups and {own:.0%} by the draft"
     steps = sum(count_shown(entry)[0] for entry in draft.entries)
     return f"{fleet}{rate}; measured over {steps:,.0f} drafted steps{ago}."
 
 
-def _describe_learner(state: StateEntry | None, is_asleep: bool) -> str:
+def _describe_learner(state: StateEntry | None, is_asleep: bool, promoted: int | None) -> str:
     if state is None:
         return "The learner has not started."
+    versions = "" if promoted is None else f" {describe_promoted(promoted)}."
     if is_asleep and state.phase == "idle":
-        return "The learner sleeps: training is not worth it until acceptance falls."
+        return f"The learner sleeps: training is not worth it until acceptance falls.{versions}"
     candidate = f" {shorten_version(state.candidate)}" if state.candidate else ""
-    return f"Learner: {state.phase}{candidate}."
+    return f"Learner: {state.phase}{candidate}.{versions}"
+
+
+def describe_promoted(promoted: int) -> str:
+    """`No version was promoted yet` or `2 versions were promoted`."""
+    if not promoted:
+        return "No version was promoted yet"
+    return "1 version was promoted" if promoted == 1 else f"{promoted} versions were promoted"
 
 
 def format_duration(seconds: float) -> str:

@@ -101,6 +101,7 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
     swaps = history.select(SwapEntry)
     buffer = history.select(BufferEntry, begin_s)
     draft, state = find_served_draft(history), history.last(StateEntry)
+    counted_state = history.last(StateEntry, lambda entry: entry.promoted is not None)
     staleness = history.last(StalenessEntry)
     return Overview(
         now_s=now_s,
@@ -108,7 +109,11 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         width_s=width_s,
         gap_s=max(SILENT_S, 4.0 * domain_width_s),
         headline=compose_headline(
-            draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep
+            draft,
+            state,
+            now_s,
+            is_asleep=staleness is not None and staleness.is_asleep,
+            promoted=counted_state.promoted if counted_state else None,
         ),
         state=state,
         servers=build_curves(

@@ -96,8 +96,11 @@ def test_a_better_draft_reaches_every_server(world, records):
             json.loads((folder / "provenance.json").read_text())["target_version"]
             == "@0123456789ab"
         )
+        await until(lambda: world.entries("state")[-1].promoted, task)
 
     play(world, script)
+    counted = [entry.promoted for entry in world.entries("state")]
+    assert (counted[0], counted[-1]) == (0, 1)
     (verdict, *_) = [entry for entry in world.entries("gate") if entry.verdict == "promote"]
     assert verdict.low > 0.02
     assert verdict.domains["code"].gain > 0

@@ -149,8 +149,25 @@ def test_lookups_count_as_on_the_screen_of_the_server(tmp_path: Path):
                served_tokens=0, served_s=10.0)  # fmt: skip
     view = look(journal, clock.now_s)
     assert sentence(view.headline) == "Draft v1 emits 1.79 tokens per drafted step."
-    assert "; 60.0 tokens/s; measured over 800 drafted steps." in view.headline.below
+    shares = "52% of them drafted by lookups and 0% by the draft"  # 632 - 4 and 4 of 1,200
+    assert f"; 60.0 tokens/s, {shares}; measured over 800 drafted steps." in view.headline.below
     assert [round(curve.tau, 2) for curve in view.servers] == [1.79, 1.79]
+
+
+@pytest.mark.parametrize(
+    ("promoted", "told"),
+    [
+        (0, "No version was promoted yet."),
+        (1, "1 version was promoted."),
+        (3, "3 versions were promoted."),
+    ],
+)
+def test_the_number_of_promoted_versions_is_said(tmp_path: Path, promoted: int, told: str):
+    journal, clock = make_empty(tmp_path)
+    journal.write(StateEntry(phase="training", promoted=promoted))
+    journal.write(StateEntry(phase="training", reason="counts no versions"))
+    accept(journal, "v000001", 100, 2.0)
+    assert look(journal, clock.now_s).headline.below.startswith(f"Learner: training. {told} ")
 
 
 def test_a_draft_that_only_looks_things_up_well_is_still_said_in_red(tmp_path: Path):
