@@ -64,6 +64,8 @@ from redraft.recipes.serve.vllm_flags import (
     require_private,
 )
 
+HEAD = "head"  # --draft for a new head that no lookup goes before.
+
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
@@ -122,7 +124,7 @@ def make_plan(cfg: Config) -> Plan:
     target = open_folder(cfg.target).absolute()
     read_config(target)
     flags = read_flags(cfg.vllm_args)
-    draft = DraftSource.parse(cfg.draft) if cfg.draft else None
+    draft = DraftSource.parse(cfg.draft) if cfg.draft and cfg.draft != HEAD else None
     parts: list[Beside] = ["up", *list_parts(draft, records=True)]
     require_agreement(cfg.vllm_args, flags, str(target), parts)
     require_private(flags, os.environ)
@@ -132,6 +134,11 @@ def make_plan(cfg: Config) -> Plan:
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
             pass
     settings = check_folder(cfg, folder, target, draft)
+    if cfg.draft == HEAD and cfg.capture.fraction == 0 and settings is None:
+        raise ValueError(
+            f"--draft {HEAD} beside --capture.fraction 0: {folder} has no head, and nothing would "
+            "train one: leave out one of the two"
+        )
     page_port = settings.page.port if settings else Page().port
     given = flags.get("port", "8000")
     if not given.isdecimal() or not 0 < (port := int(given)) < 1 << 16:
@@ -174,6 +181,12 @@ def check_folder(
         is_newer = target.parent.name == "snapshots" and target.parent == settings.target.parent
         if settings.target.resolve() != target.resolve() and not is_newer:
             raise ValueError(f"{folder} is for the target {settings.target}: give another --folder")
+        family = find_family(settings.draft.family)
+        if cfg.draft == HEAD and not family.is_head:
+            raise ValueError(
+                f"--draft {HEAD}: {folder} began with {initial}, which is a {family.title}: leave "
+                "out --draft, or give another --folder"
+            )
         if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
             raise ValueError(
                 f"{folder} began with {initial}: leave out --draft, or give another --folder"
@@ -239,7 +252,10 @@ def prepare(plan: Plan) -> bool:
         return True
     fetch_model(plan.cfg.target)
     draft = plan.draft or make_new_head(
-        plan.target, folder / "draft", plan.cfg.num_speculative_tokens
+        plan.target,
+        folder / "draft",
+        plan.cfg.num_speculative_tokens,
+        is_required=plan.cfg.draft == HEAD,
     )
     if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
         print(f"the draft {draft} does not learn: there is no learner", flush=True)
@@ -292,14 +308,22 @@ replay_per_step = 4
 """
 
 
-def make_new_head(target: Path, folder: Path, num_tokens: int) -> DraftSource:
-    """A new EAGLE-3 head from the target's files, or live counts if it cannot be made."""
+def make_new_head(
+    target: Path, folder: Path, num_tokens: int, *, is_required: bool = False
+) -> DraftSource:
+    """A new EAGLE-3 head from the target's files, or live counts if it cannot be made.
+
+    Raises:
+        ValueError: it cannot be made, and `is_required`.
+    """
     if not folder.exists():
         try:
             # In a process of its own, so that this one stays without torch.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
+            if is_required:
+                raise ValueError(f"--draft {HEAD}: no head can be made: {error}") from error
             print(f"no new head, so live counts draft: {error}", flush=True)
             return DraftSource.parse(LIVE)
     return DraftSource(source=str(folder))
@@ -397,7 +421,7 @@ def serve_command(
         family = find_family(load_config(folder / SETTINGS).draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
         # A lookup disables asynchronous scheduling, which CPUs never use.
-        if on_cpu and family.takes_lookup:
+        if on_cpu and family.takes_lookup and plan.cfg.draft != HEAD:
             command += ["--draft", f"{LIVE}+{folder / 'registry' / 'current'}"]
     else:
         newest = folder / "registry" / "current" if plan.has_begun else LIVE

@@ -31,7 +31,8 @@ class Config:
     """First draft: a folder or hub name, or `ngram`, `suffix` or `live`, which train nothing. By
     default a new EAGLE-3 head, which drafts once it is faster, or `live` if the target has too
     few layers for a head. On a CPU, `live` also drafts before an EAGLE or MTP head. On a GPU it
-    does not: vLLM would lose asynchronous scheduling.
+    does not: vLLM would lose asynchronous scheduling. `head`: the default's head without `live`,
+    on a CPU too.
     """
     folder: Path | None = None
     """Folder for everything. By default `redraft-` and the name of the target."""

@@ -490,6 +490,31 @@ def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
         command = up.serve_command(plan, learns=learns, on_cpu=on_cpu)
         given = command[command.index("--draft") + 1] if "--draft" in command else None
         assert given == (expected if on_cpu or not learns else None)
+    if learns:
+        alone = replace(plan, cfg=replace(plan.cfg, draft="head"))
+        assert "--draft" not in up.serve_command(alone, learns=True, on_cpu=True)
+
+
+def test_a_head_alone_is_the_head_that_a_folder_began_with_or_a_new_one(target, tmp_path):
+    folder, vllm_args = tmp_path / "all", ("--port", str(free_port()))
+    given = Config(target=target, folder=folder, draft="head", vllm_args=vllm_args)
+    plan = up.make_plan(given)
+    assert plan.draft is None
+    with pytest.raises(ValueError, match=r"--capture\.fraction 0: .* no head"):
+        up.make_plan(replace(given, capture=ServerSample(fraction=0)))
+    (folder / "registry" / "current").mkdir(parents=True)
+    head = up.DraftSource(source=write_draft(tmp_path / "draft"))
+    settings = up.render_settings(replace(plan, draft=head), head, 0)
+    (folder / "learner.toml").write_text(settings.replace('"standalone"', '"eagle3"'))
+    assert up.make_plan(given).has_begun
+    (folder / "learner.toml").write_text(settings)
+    with pytest.raises(ValueError, match=r"--draft head: .*--folder"):
+        up.make_plan(given)
+
+
+def test_a_head_that_is_required_and_cannot_be_made_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--draft head: no head can be made"):
+        up.make_new_head(tmp_path / "absent", tmp_path / "draft", 3, is_required=True)
 
 
 def split_at(items, mark):
