@@ -330,12 +330,16 @@ class Answer:
 
 
 class Traffic:
-    """`clients` streaming from the servers. A client pauses for `pause_s` after every answer."""
+    """`clients` streaming from the servers. A client pauses for `pause_s` after every answer.
+
+    Each prompt is asked once, and without a further one a client stops. A workload that repeats
+    its questions gives `itertools.cycle`.
+    """
 
     def __init__(
         self,
         urls: Sequence[str],
-        prompts: Mapping[str, Sequence[Prompt]],
+        prompts: Mapping[str, Iterable[Prompt]],
         *,
         clients: int,
         max_tokens: int,
@@ -344,7 +348,7 @@ class Traffic:
     ):
         self.urls, self.clients, self.max_tokens, self.pause_s = urls, clients, max_tokens, pause_s
         self.captured = captured
-        self._prompts = {domain: itertools.cycle(some) for domain, some in prompts.items()}
+        self._prompts = {domain: iter(some) for domain, some in prompts.items()}
         self.domain = next(iter(prompts))
         """Domain of the next requests."""
         self.answers: list[Answer] = []
@@ -357,8 +361,9 @@ class Traffic:
 
         async def client(number: int, http: httpx.AsyncClient) -> None:
             while not is_over.is_set():
-                # One cycle for all clients: no question comes twice until all have come once.
-                prompt = next(self._prompts[self.domain])
+                # One iterator for all clients.
+                if (prompt := next(self._prompts[self.domain], None)) is None:
+                    return
                 try:
                     url = self.urls[number % len(self.urls)]
                     self.answers.append(

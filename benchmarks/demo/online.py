@@ -22,6 +22,7 @@ that (`make_scene`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import statistics
@@ -118,7 +119,11 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         await asyncio.gather(*(server.ready() for server in servers))
         urls = [server.url for server in servers]
         traffic = Traffic(
-            urls, stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens, pause_s=cfg.pause_s
+            urls,
+            {name: itertools.cycle(some) for name, some in stage.traffic.items()},
+            clients=cfg.clients,
+            max_tokens=cfg.max_tokens,
+            pause_s=cfg.pause_s,
         )
         first = [await read_status(stage, server) for server in servers]
         report["runner"] = first[0]["runner"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import itertools
 import json
 import os
 import random
@@ -210,7 +211,7 @@ class Play:
         with server as serving:
             await serving.ready()
             # A bystander, whom no push may disturb. It is not recorded.
-            prompts = {"code": self.ask(self.conversations[1]["code"], 100)}
+            prompts = {"code": itertools.cycle(self.ask(self.conversations[1]["code"], 100))}
             traffic = Traffic(
                 [serving.url], prompts, clients=1, max_tokens=MAX_TOKENS, pause_s=1, captured=False
             )

@@ -2,16 +2,18 @@
 
 Speed against the same server without drafts, over time.
 
-    $ make demo-up                                # SmolLM2-135M-Instruct, 20 minutes on two cores: outputs/demo-up/
+    $ make demo-up                                # SmolLM2-135M-Instruct, 25 minutes on two cores: outputs/demo-up/
     $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target \
     tests/assets/tiny-target
 
 One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard
-library, and the learner trains on the answers. Speed is measured in pairs of blocks, which ask the
-same questions of HumanEval (of the small target: held-out ones) and are never recorded: one at the
-server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the server with
-plain vLLM, the learner beside both. In the middle SIGKILL ends all processes, and the same command
-continues. At the end the answers are compared with the target's.
+library, and the learner trains on the answers. No question is asked twice: counted answers would
+draft a repeated one whole. Speed is measured in pairs of blocks of further questions of this kind:
+one at the server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the
+server with plain vLLM, the learner beside both. While a version is rolled out nothing is measured.
+In the middle SIGKILL ends all processes, and the same command continues. At the end it starts again
+with `--draft head`, which measures the head without counted answers, and the answers are compared
+with the target's.
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ from redraft.eval.report.page import write_page
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
-from redraft.online.daemon.config import load_config
-from redraft.online.journal import Journal, SwapEntry
+from redraft.online.daemon import control
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.fleet.registry import Registry
+from redraft.online.journal import GateEntry, Journal, SwapEntry
+from redraft.online.page.headline import describe_promoted
 from redraft.online.tokens import read_token
 from redraft.recipes.cli.run import run_recipe
 
@@ -66,8 +71,14 @@ and the first 200 requests have 25 pairs.
 WINDOW = 6
 """Pairs that show a gain if all do: the fewest with a 95% interval."""
 
-START_S = 900.0
-"""Deadline for a server that loads, compiles, and waits for the learner's first version."""
+MOST_QUESTIONS = 6000
+"""The whole demo asks about 2,500."""
+
+WARM_UP_S = 30.0
+"""Traffic before the head is measured alone, for the pace of a server that has just started."""
+
+ROLLING_OUT = ("publishing", "canary", "rolling")
+"""Phases of the learner in which drafts are counted, or about to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +96,9 @@ class Config:
     overwrite: bool = False
     """Replace the demo in `output`."""
     pairs: int = 24
-    """Pairs of blocks at the start, and at the end for one client; at least 6, for an interval."""
+    """Pairs of blocks at the start, at the end for one client, and with the head alone; at least 6,
+    for an interval.
+    """
     learn_s: float = 480
     """Duration of the traffic to learn from, in seconds, with a pair of blocks each minute."""
     max_tokens: int = 48
@@ -100,7 +113,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two blocks of the same questions."""
+    """Two blocks of as many questions."""
 
     s: float
     """Seconds since the server was ready first."""
@@ -124,18 +137,16 @@ def main(cfg: Config) -> None:
     report = begin_report(cfg, day) | {"target": scene.target.name, "dtype": scene.dtype}
     opened, code = TargetFolder.open(scene.target), "code"
 
-    def prompts(conversations: Any) -> list[Prompt]:
-        chosen = conversations[code]
-        return held_out_prompts(chosen, opened.tokenizer, num_prompts=400, max_length=160, day=day)
-
+    questions = held_out_prompts(
+        scene.traffic[code], opened.tokenizer, num_prompts=MOST_QUESTIONS, max_length=160, day=day
+    )
     kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
     play = Play(
         cfg,
         scene.target.absolute(),
         scene.dtype,
         kv_bytes,
-        prompts(scene.traffic),
-        prompts(scene.test),
+        questions,
     )
     try:
         report["up"] = asyncio.run(play.run())
@@ -166,7 +177,6 @@ class Play:
     dtype: TargetDtype
     kv_bytes: int
     questions: Sequence[Prompt]
-    test: Sequence[Prompt]
     pairs: list[Pair] = field(default_factory=list)
     restarts_s: list[float] = field(default_factory=list)
     """Moments of the kill and of the answer after it, in seconds since the server was ready first.
@@ -175,20 +185,24 @@ class Play:
 
     def __post_init__(self) -> None:
         self.folder, self.url = self.cfg.output.absolute() / "up", f"http://127.0.0.1:{free_port()}"
+        questions = iter(self.questions)
         self.traffic = Traffic(
             [self.url],
-            {"code": self.questions},
+            {"code": questions},
             clients=4,
             max_tokens=self.cfg.max_tokens,
             pause_s=0.2,
         )
-        self._waiting = itertools.cycle(self.test)
+        self._waiting = questions
 
-    @property
-    def command(self) -> list[str]:
+    def command(self, *options: str) -> list[str]:
         arguments = list_arguments(self.url, self.dtype, self.kv_bytes)
         given = ["up", str(self.target), "--folder", str(self.folder), "--capture.fraction", "1"]
-        return [*given, "--", *arguments]
+        return [*given, *options, "--", *arguments]
+
+    @property
+    def learner(self) -> LearnerConfig:
+        return load_config(self.folder / "learner.toml")
 
     async def run(self) -> dict[str, Any]:
         first_start_s = self.start()
@@ -202,12 +216,18 @@ class Play:
         last = len(self.pairs)
         for number in Progress(range(2 * self.cfg.pairs), desc="last requests", unit="pair"):
             await self.measure(1 if number < self.cfg.pairs else CLIENTS[number % len(CLIENTS)])
-        pace = (await self.ask("GET", "status"))["pace"]
-        alone = [pair for pair in self.pairs[last:] if pair.clients == 1]
+        pace, end = (await self.ask("GET", "status"))["pace"], len(self.pairs)
+        one_client = [pair for pair in self.pairs[last:] if pair.clients == 1]
+        await self.restart_without_counts()
+        for _ in Progress(range(self.cfg.pairs), desc="the head alone", unit="pair"):
+            await self.measure(1)
+        head_alone, self.pairs = self.pairs[end:], self.pairs[:end]
         return {
+            "promoted": len(Registry(self.learner.registry).promoted()) - 1,
             "start_s": first_start_s,
             "speed_first": estimate(self.pairs[:first]),
-            "speed_last": estimate(alone),
+            "with_counts": estimate(one_client),
+            "head_alone": estimate(head_alone),
             "speed_last_by_clients": {
                 str(clients): estimate(
                     [pair for pair in self.pairs[last:] if pair.clients == clients]
@@ -217,7 +237,7 @@ class Play:
             "time_to_gain_s": find_gain(self.pairs),
             "explored_share": pace["explored"],
             "requests": len(self.traffic.answers)
-            + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs),
+            + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs + head_alone),
             "failed": len(self.traffic.failures) - cut,
             "failures": self.traffic.failures[cut:][:5],
             "cut_by_kill": cut,
@@ -225,10 +245,10 @@ class Play:
             "pace": pace["line"],
         }
 
-    def start(self) -> float:
+    def start(self, *options: str) -> float:
         """Start the command, wait until it serves, and return the seconds that took."""
         began_s, log = time.monotonic(), self.folder.parent / "up.log"
-        command = [sys.executable, "-m", "redraft.recipes.cli", *self.command]
+        command = [sys.executable, "-m", "redraft.recipes.cli", *self.command(*options)]
         self._process = start_group(command, log=log, env={"VLLM_NO_USAGE_STATS": "1"})
         wait_until_healthy(self.url, self._process, log, name="redraft up")
         return time.monotonic() - began_s
@@ -254,6 +274,29 @@ class Play:
         self.restarts_s = [at_s - self.ready_s, time.monotonic() - self.ready_s]
         return cut
 
+    async def restart_without_counts(self) -> None:
+        """End the command, start it again with the head alone, and warm up."""
+        await self.settle()
+        self._process.terminate()
+        await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self.start, "--draft", "head")
+        self.traffic.clients = 1
+        async with self.traffic.flowing():
+            await asyncio.sleep(WARM_UP_S)
+
+    async def settle(self) -> None:
+        """Send traffic until no version is being rolled out: its canary waits for drafts."""
+        if await self.is_rolling_out():
+            async with self.traffic.flowing():
+                while await self.is_rolling_out():
+                    await asyncio.sleep(0.5)
+
+    async def is_rolling_out(self) -> bool:
+        with suppress(control.NoLearnerError):  # it starts
+            standing = await control.ask(self.learner.folder, control.Standing, do="status")
+            return standing.phase in ROLLING_OUT
+        return False
+
     async def learn(self, duration_s: float) -> None:
         """Traffic to learn from at a changing number of clients, with two pairs of blocks each
         minute.
@@ -267,13 +310,21 @@ class Play:
                 await self.measure(clients)
 
     async def measure(self, clients: int) -> None:
-        """One more pair of blocks; either kind begins for every number of clients in turn."""
-        block, rates = list(itertools.islice(self._waiting, max(LEAST_BLOCK, clients))), {}
+        """One more pair of blocks; either kind begins for every number of clients in turn.
+
+        Raises:
+            ValueError: all questions have been asked.
+        """
+        await self.settle()
+        rates = {}
         paces = [("undrafted", "0"), ("auto", "auto")]
         for name, pace in reversed(paces) if len(self.pairs) // len(CLIENTS) % 2 else paces:
+            block = list(itertools.islice(self._waiting, max(LEAST_BLOCK, clients)))
+            if not block:
+                raise ValueError(f"all {len(self.questions)} questions were asked: learn shorter")
             await self.ask("POST", "pace", {"pace": pace})
             rates[name] = await measure_tokens_per_s(
-                [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=0.0
+                [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=1.0
             )
         await self.ask("POST", "pace", {"pace": "auto"})
         version = (await self.ask("GET", "status"))["draft_version"]
@@ -290,9 +341,7 @@ class Play:
 
     def describe(self) -> dict[str, Any]:
         """The pairs, and the swaps that the learner noted, on one clock."""
-        journal = (
-            Journal(load_config(self.folder / "learner.toml").folder / "journal").read().entries
-        )
+        journal = Journal(self.learner.folder / "journal").read().entries
         zero_s = time.time() - (time.monotonic() - self.ready_s)
         swaps = [
             e
@@ -300,7 +349,10 @@ class Play:
             if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")
         ]
         return {
-            "started": f"redraft {shlex.join(self.command)}",
+            "started": f"redraft {shlex.join(self.command())}",
+            "passed_gate": sum(
+                isinstance(e, GateEntry) and e.verdict == "promote" for e in journal
+            ),
             "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in self.pairs],
             "swaps": [
                 {"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps
@@ -352,9 +404,10 @@ def summarise(up: Mapping[str, Any]) -> str:
     gain = up["time_to_gain_s"]
     return "\n".join(
         [
-            f"against the same server without drafts: first {words(up['speed_first'])}, last "
-            f"{words(up['speed_last'])}"
-            " at one client",
+            f"{describe_promoted(up['promoted'])}",
+            f"against the same server without drafts: first {words(up['speed_first'])}; last, at "
+            f"one client, {words(up['with_counts'])} with counted answers and "
+            f"{words(up['head_alone'])} by the head alone",
             "no gain is shown" if gain is None else f"faster from {gain:.0f} s on",
             f"{up['requests']} requests, {up['failed']} failed, {up['cut_by_kill']} cut off by the "
             "kill; "

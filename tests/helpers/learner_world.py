@@ -6,6 +6,7 @@ A target and a worse draft for it, records of traffic, and a fake fleet.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import shutil
 import time
@@ -140,7 +141,11 @@ def streams(urls: list[str], clients: int = 4) -> demo_fleet.Traffic:
         for _ in range(4000)
     ]
     return demo_fleet.Traffic(
-        urls, {"code": prompts}, clients=clients, max_tokens=ANSWER_TOKENS, pause_s=0.2
+        urls,
+        {"code": itertools.cycle(prompts)},
+        clients=clients,
+        max_tokens=ANSWER_TOKENS,
+        pause_s=0.2,
     )
 
 

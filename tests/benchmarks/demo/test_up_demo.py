@@ -5,17 +5,31 @@ Its estimates and page on made numbers, and a short run in the real engine.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fake_completions import event, served
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from waiting import in_event_loop, until
 
 from benchmarks.demo import up
-from benchmarks.demo.up import Config, Pair, draw, estimate, find_gain, summarise
+from benchmarks.demo.up import Config, Pair, Play, draw, estimate, find_gain, summarise
 from redraft.eval.machine import environment
+from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
+from redraft.online.daemon import control
+from redraft.online.tokens import write_token
 
 
 def make_pairs(*ratios: float) -> list[Pair]:
@@ -51,11 +65,13 @@ def test_fewer_pairs_than_an_interval_needs_are_refused() -> None:
 
 def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
     pairs = make_pairs(1.0, 0.98, *[1.3] * 6)
-    speeds = {"speed_first": estimate(pairs[:2]), "speed_last": estimate(pairs[2:])}
+    speeds = {"speed_first": estimate(pairs[:2]), "with_counts": estimate(pairs[2:])}
+    speeds |= {"head_alone": estimate(make_pairs(*[1.1] * 6))}
     clients = {"1": estimate(pairs[2:]), "8": estimate([])}
     seen = {
         "time_to_gain_s": find_gain(pairs),
         "explored_share": 0.004,
+        "promoted": 2,
         "requests": 900,
         "failed": 0,
         "cut_by_kill": 3,
@@ -63,18 +79,110 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
     report = {
         "target": "smollm2", "dtype": "bfloat16", "command": "python -m benchmarks.demo.up", "started": "redraft up M",
         "environment": environment(), "lossless": True, "kill_s": [200.0, 230.0], "duration_s": 1.0,
+        "passed_gate": 3,
         "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in pairs],
         "swaps": [{"s": 130.0, "version": "v000002", "outcome": "swapped"}],
         "up": {**speeds, **seen, "speed_last_by_clients": clients, "restart_s": 30.0, "pace": "pace auto: 3 " "tokens"},
     }  # fmt: skip
-    page = write_page(
-        tmp_path, report, up.TEMPLATE, lambda report: {"speed": draw(report)}
-    ).read_text()
-    assert "1.30×" in page
+
+    def read_page() -> str:
+        def charts(report: Any) -> Any:
+            return {"speed": draw(report)}
+
+        return write_page(tmp_path, report, up.TEMPLATE, charts).read_text()
+
+    page = read_page()
+    assert "From an empty folder to <em>1.30×</em>" in page
+    assert "1.10×" in page
     assert "v000002" in page
     assert "kill -9" in page
     assert "faster from 120 s on" in summarise(report["up"])
     assert "no gain is shown" in summarise({**report["up"], "time_to_gain_s": None})
+    assert summarise(report["up"]).startswith("2 versions were promoted\n")
+    report["up"]["promoted"] = 0
+    assert summarise(report["up"]).startswith("No version was promoted yet\n")
+    assert "<h1>No version was promoted: " in read_page()
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    output: Path, phases: Iterator[str]
+) -> AsyncIterator[tuple[Play, list[dict[str, Any]]]]:
+    """The demo beside a server that takes any pace, and a learner in these phases.
+
+    With the bodies of all requests to the server.
+    """
+    seen: list[dict[str, Any]] = []
+
+    async def complete(request: Request) -> Response:
+        seen.append(await request.json())
+        told = [event({"choices": [{"token_ids": [7]}]}) for _ in range(2)]
+        return StreamingResponse(iter(told), media_type="text/event-stream")
+
+    async def pace(request: Request) -> Response:
+        seen.append(await request.json())
+        return JSONResponse({})
+
+    async def status(request: Request) -> Response:
+        return JSONResponse({"draft_version": "v000001"})
+
+    async def answer(request: dict[str, Any]) -> control.Standing:
+        return control.Standing(
+            phase=next(phases),
+            candidate=None,
+            current="v000001",
+            is_asleep=False,
+            steps_saved=0,
+            failed_rounds={},
+        )
+
+    questions = [Prompt(token_ids=[number], domain="code") for number in range(60)]
+    play = Play(Config(output=output), output, "float32", 0, questions)
+    play.ready_s = time.monotonic()
+    play.folder.mkdir(parents=True)
+    write_token(play.folder / "token")
+    settings = {"target": output, "registry": output, "spool": output, "folder": play.folder}
+    lines = [f"{name} = {json.dumps(str(path))}" for name, path in settings.items()]
+    (play.folder / "learner.toml").write_text("\n".join(lines))
+    routes = [
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/redraft/pace", pace, methods=["POST"]),
+        Route("/redraft/status", status),
+    ]
+    async with served(Starlette(routes=routes)) as server, control.serve(play.folder, answer):
+        play.url = f"http://127.0.0.1:{server.port}"
+        play.traffic.urls = [play.url]
+        yield play, seen
+
+
+@in_event_loop
+async def test_no_question_is_asked_twice(tmp_path: Path) -> None:
+    """Counted answers would draft the answer to a repeated question whole."""
+    async with playing(tmp_path, itertools.repeat("training")) as (play, seen):
+        await play.measure(2)
+        async with play.traffic.flowing():
+            await until(lambda: len(play.traffic.answers) >= 10)
+        await play.measure(1)
+        numbers = [body["prompt"][0] for body in seen if "prompt" in body]
+        assert len(numbers) >= 18
+        assert len(set(numbers)) == len(numbers)
+        for _ in play._waiting:
+            pass
+        with pytest.raises(ValueError, match="60"):
+            await play.measure(1)
+
+
+@in_event_loop
+async def test_no_pace_is_set_during_a_rollout_and_traffic_flows_until_it_ends(
+    tmp_path: Path,
+) -> None:
+    phases = iter(["canary", "canary", "rolling"])
+    async with playing(tmp_path, itertools.chain(phases, itertools.repeat("idle"))) as (play, seen):
+        await play.measure(1)
+    first = next(place for place, body in enumerate(seen) if "pace" in body)
+    assert first > 0
+    assert next(phases, None) is None
+    assert [body["pace"] for body in seen if "pace" in body] == ["0", "auto", "auto"]
 
 
 @pytest.mark.vllm
@@ -89,6 +197,8 @@ def test_one_command_serves_learns_and_continues_after_a_kill(
     assert report["lossless"]
     assert report["up"]["failed"] == 0
     assert report["up"]["requests"] > 300
-    assert math.isfinite(report["up"]["speed_last"]["ratio"])
+    assert math.isfinite(report["up"]["with_counts"]["ratio"])
+    assert math.isfinite(report["up"]["head_alone"]["ratio"])
+    assert report["up"]["promoted"] >= 0
     assert report["up"]["explored_share"] <= 0.02
     assert (output / "report.html").is_file()
