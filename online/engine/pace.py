@@ -18,11 +18,12 @@ the draft has read READ of it.
 """
 
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
@@ -82,10 +83,24 @@ def keeps_keys(speculative: Any) -> bool:
 
 
 class Pacer:
-    """In place of the scheduler's table: `pacer[requests]` is the number for the next step."""
+    """In place of the scheduler's table: `pacer[requests]` is the number for the next step.
 
-    def __init__(self, most: int, max_requests: int, pace: str, *, has_keys: bool) -> None:
+    vLLM counts all requests of a step, prompts too (vllm-project/vllm#49548). Here the batch size
+    is that of the step that verifies the drafts: `count_reading` counts the requests that still
+    read their prompt then.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        max_requests: int,
+        pace: str,
+        *,
+        has_keys: bool,
+        count_reading: Callable[[], int] = int,
+    ) -> None:
         self.most = most
+        self.count_reading = count_reading
         self.has_keys = has_keys
         self.policy = Policy(most, max_requests)
         self.unread: dict[str, int] = {}  # By request, answered tokens the draft has not read.
@@ -104,10 +119,12 @@ class Pacer:
         self.pace = "auto" if number is None else str(self.fixed)
 
     def __getitem__(self, num_requests: int) -> int:
-        self._verified, fixed = self._drafted, self.fixed
-        self._drafted = (
-            self.policy.choose(num_requests, is_read=self._is_read) if fixed is None else fixed
-        )
+        self._verified = self._drafted
+        if self.fixed is not None:
+            self._drafted = self.fixed
+            return self._drafted
+        size = max(1, num_requests - self.count_reading())
+        self._drafted = self.policy.choose(size, is_read=self._is_read)
         return self._drafted
 
     @property
@@ -137,35 +154,39 @@ class Pacer:
         # With steps scheduled ahead, this one began when the one before it ended.
         seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
         is_clean, sampled = not reads_prompt(output), result.sampled_token_ids
-        num_read, accepted = 0, []
+        num_read, num_decoding, accepted = 0, 0, []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests.get(request_id)
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            # Not the prompt's own step. One that is gone has ended in the step before.
+            is_decoding = num_scheduled == 1 + num_drafts and (
+                request is None or request.num_output_tokens > 0
+            )
+            num_decoding += is_decoding
             num_new = len(sampled[result.req_id_to_index[request_id]]) if sampled else 0
             if request is None or not num_new:
                 continue
             is_read = self.has_read(request_id, request)
             num_read += is_read
-            # Not the prompt's own step. A lookup may have found nothing, and counts as a draft
-            # without success.
-            num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            if (
-                verified
-                and is_read
-                and request.num_output_tokens
-                and num_scheduled == 1 + num_drafts
-            ):
-                accepted.append(num_new - 1)
+            # A lookup may have found nothing, and counts as a draft without success. So do tokens
+            # past the end of the answer, which no client gets.
+            if verified and is_read and is_decoding:
+                num_left = request.max_tokens - request.num_output_tokens
+                accepted.append(min(num_new, max(1, num_left)) - 1)
             if self.has_keys and is_clean and not drafted:
                 self.unread[request_id] = self.unread.get(request_id, 0) + num_new
-        size = len(output.num_scheduled_tokens)
-        self._is_read = 2 * num_read >= size
+        num_requests = len(output.num_scheduled_tokens)
+        self._is_read = 2 * num_read >= num_requests
         if self.fixed is None:
+            size = num_decoding or num_requests
             self.policy.observe(size, drafted, verified, seconds, accepted, is_clean=is_clean)
 
     def status(self) -> dict[str, Any]:
-        """The pace; by batch size, the number chosen and the speed against 0 with a 95% interval.
+        """The pace; by number of decoding requests, the number chosen and the speed against 0.
 
-        The share of the time lost in probes.
+        The speed has a 95% interval, and is that of steps that read no prompt: clients also wait
+        for prompts, which no draft makes faster. With the shares of the time in steps that read
+        prompts, and of that lost in probes.
         """
         policy = self.policy
         found: dict[str, Any] = {"pace": self.pace, "sizes": []}
@@ -182,8 +203,10 @@ class Pacer:
                 found["sizes"].append(
                     size | {"speed": speed.mean, "low": speed.at(-1.96), "high": speed.at(1.96)}
                 )
+        busy_s = policy.busy_s or math.inf
         return found | {
-            "explored": max(0.0, policy.lost_s) / policy.busy_s if policy.busy_s else 0.0
+            "explored": max(0.0, policy.lost_s) / busy_s,
+            "prompts": policy.prompt_s / busy_s,
         }
 
 
@@ -191,23 +214,26 @@ SHOWN_SIZES = 6  # Most batch sizes in a line, those with the most steps.
 
 
 def describe_pace(found: Mapping[str, Any]) -> str:
-    """A pacer's status in a line, e.g. `pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1, 0 at 8; 0.5%
-    explored`.
+    """A pacer's status in a line.
+
+    E.g. `pace auto: 3 tokens at 1, 0 at 8; decoding 1.41x [1.24, 1.64] at 1, against no drafts in
+    this server; 30% of the time in steps with prompts; 0.5% explored`.
     """
     if not found["sizes"]:
         return f"pace {found['pace']}"
     shown = sorted(found["sizes"], key=lambda size: -size.get("steps", 0))[:SHOWN_SIZES]
-    parts: list[str] = []
+    numbers: list[str] = []
+    speeds: list[str] = []
     for size in sorted(shown, key=lambda size: size["requests"]):
-        speed = (
-            f" ({size['speed']:.2f}x [{size['low']:.2f}, {size['high']:.2f}])"
-            if size["tokens"]
-            else ""
-        )
-        parts.append(
-            f"{size['tokens']:g}{'' if parts else ' tokens'}{speed} at {size['requests']:g}"
-        )
-    return f"pace {found['pace']}: {', '.join(parts)}; {found['explored']:.1%} explored"
+        at = f"at {size['requests']:g}"
+        numbers.append(f"{size['tokens']:g}{'' if numbers else ' tokens'} {at}")
+        if size["tokens"]:
+            speeds.append(f"{size['speed']:.2f}x [{size['low']:.2f}, {size['high']:.2f}] {at}")
+    parts = [", ".join(numbers)]
+    if speeds:
+        parts.append(f"decoding {', '.join(speeds)}, against no drafts in this server")
+        parts.append(f"{found['prompts']:.0%} of the time in steps with prompts")
+    return f"pace {found['pace']}: {'; '.join(parts)}; {found['explored']:.1%} explored"
 
 
 class PaceMetrics:
@@ -221,8 +247,12 @@ class PaceMetrics:
 
         self._tokens = make("tokens", "Draft tokens chosen, by requests in the step", "requests")
         self._speed = make(
-            "speed_ratio", "Speed against no draft, and the 95% interval", "requests", "bound"
+            "speed_ratio",
+            "Speed of decoding against no draft, and the 95% interval, by decoding requests",
+            "requests",
+            "bound",
         )
+        self._prompts = make("prompts_ratio", "Share of the time in steps that read prompts")
         self._explored = make("explored_ratio", "Share of the time lost in probes")
         self._fixed = make("fixed_tokens", "Draft tokens of every step; -1: chosen by step")
         self._fixed.set(-1)
@@ -233,6 +263,7 @@ class PaceMetrics:
             for bound in ("low", "speed", "high"):
                 self._speed.labels(size["requests"], bound).set(size[bound])
         self._explored.set(found.get("explored", 0))
+        self._prompts.set(found.get("prompts", 0))
         self._fixed.set(-1 if found["pace"] == "auto" else int(found["pace"]))
 
 
@@ -245,8 +276,8 @@ def read_gauges(metrics: str) -> dict[str, Any] | None:
             requests = int(sample.labels["requests"])
             size = sizes.setdefault(requests, {"requests": requests})
             size[sample.labels.get("bound", "tokens")] = sample.value
-        elif sample.name == f"{GAUGES}explored_ratio":
-            found["explored"] = sample.value
+        elif sample.name in (f"{GAUGES}explored_ratio", f"{GAUGES}prompts_ratio"):
+            found[sample.name.removeprefix(GAUGES).removesuffix("_ratio")] = sample.value
         elif sample.value >= 0:  # values of the sizes are from before
             return {"pace": f"{sample.value:g}", "sizes": []}
     return found | {"sizes": list(sizes.values())} if sizes else None
@@ -346,7 +377,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
             )
         return
     most, has_keys = scheduler.num_spec_tokens, keeps_keys(scheduler.vllm_config.speculative_config)
-    pacer = Pacer(most, scheduler.scheduler_config.max_num_seqs, pace, has_keys=has_keys)
+    max_requests = scheduler.scheduler_config.max_num_seqs
+    reading = partial(count_reading, scheduler)
+    pacer = Pacer(most, max_requests, pace, has_keys=has_keys, count_reading=reading)
     scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
     logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
     off = "only reads prompts" if has_keys else "is not called"
@@ -362,6 +395,16 @@ def is_asked() -> bool:
     from vllm.v1.engine.core import EngineCore
 
     return hasattr(EngineCore, "redraft_pace")
+
+
+def count_reading(scheduler: Any) -> int:
+    """Running requests with more of their prompt left than a step reads of it."""
+    most = scheduler.max_num_scheduled_tokens
+    most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
+    return sum(
+        request.num_prompt_tokens - request.num_computed_tokens > most
+        for request in scheduler.running
+    )
 
 
 def find_pacer(engine: Any) -> Pacer | None:

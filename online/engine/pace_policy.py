@@ -107,7 +107,7 @@ class Policy:
         self.tried, self.hit = np.zeros((2, len(self.sizes) + 1, most))
         self._guess = 0.5 ** np.arange(1, most + 1)
         self.account_s = math.inf  # and so the most, at the first look
-        self.lost_s = self.busy_s = 0.0
+        self.lost_s = self.busy_s = self.prompt_s = 0.0
         self.num_probes = 0
         self._levels: dict[tuple[int, int], Level] = {}
         self._recent: deque[float] = deque(maxlen=AROUND)
@@ -133,7 +133,7 @@ class Policy:
     # --- decisions
 
     def choose(self, size: int, *, is_read: bool = True) -> int:
-        """The arm of the next step, for so many requests.
+        """The arm of the next step, for so many decoding requests.
 
         A probe of acceptance begins only if `is_read`: if the draft has read the text.
         """
@@ -155,7 +155,7 @@ class Policy:
         return self.base[place]
 
     def speed(self, place: int, arm: int) -> Speed:
-        """The estimate for an arm at the batch size of this index."""
+        """The estimate for an arm at the batch size of this index, in steps that read no prompt."""
         if not arm:
             return OFF
         x, error = self._times[place][self.arms.index(arm) - 1]
@@ -217,13 +217,14 @@ class Policy:
         *,
         is_clean: bool,
     ) -> None:
-        """One step.
+        """One step of `size` decoding requests.
 
         `verified`: the arm whose tokens it verified. `accepted`: of these, by request. `is_clean`:
         no prompt was read.
         """
         place = self._place(size)
         self.busy_s += seconds
+        self.prompt_s += 0.0 if is_clean else seconds
         self.account_s += SHARE * seconds
         self.steps[place] += 1
         self._learn_acceptance(place, verified, accepted)

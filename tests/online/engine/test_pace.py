@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
+import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +154,7 @@ class Server:
     def __init__(self, pacer: Pacer, **prompts: int) -> None:
         self.pacer, self.now_s = pacer, 0.0
         self.requests = {
-            name: SimpleNamespace(num_tokens=size, num_output_tokens=0)
+            name: SimpleNamespace(num_tokens=size, num_output_tokens=0, max_tokens=100)
             for name, size in prompts.items()
         }
 
@@ -297,7 +299,8 @@ def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step()
     assert pacer[1] == 0
     assert answer_pace(engine, "off")["pace"] == "3", "as without a pacer"
     assert pacer[1] == 3
-    assert answer_pace(engine, "auto") == {"pace": "auto", "sizes": [], "explored": 0.0}
+    nothing = {"pace": "auto", "sizes": [], "explored": 0.0, "prompts": 0.0}
+    assert answer_pace(engine, "auto") == nothing
     with pytest.raises(ValueError, match="fast"):
         answer_pace(engine, "fast")
 
@@ -336,7 +339,135 @@ def test_the_status_has_the_batch_sizes_that_were_seen():
             for size in (1, 2)
         ],
         "explored": 0.0,
+        "prompts": 0.5,
     }
+
+
+@dataclass
+class Asked:
+    """A request of the simulated engine, with the attributes of vLLM's."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    drafts: int = 0  # Draft tokens to verify in the next step.
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+RATES = (0.8, 0.7, 0.6)  # Of a draft token, if those before it are accepted.
+CHUNK = 128  # Most tokens that a step reads of a prompt.
+FINDS = 0.7  # Share of the steps in which a lookup proposes anything.
+
+
+class Simulated:
+    """An engine of two clients, each of which asks another question once one is answered.
+
+    Prompts are read in chunks beside the other client's answer, a lookup proposes nothing now and
+    then, and answers are short.
+    """
+
+    def __init__(self, pace: str, seed: int = 0) -> None:
+        self.rng, self.now_s, self.tokens = random.Random(seed), 0.0, 0
+        self.clean_s = self.clean_tokens = 0.0  # Steps in which both decode, and read no prompt.
+        self.running: dict[str, Asked] = {}
+        scheduler = SimpleNamespace(
+            max_num_scheduled_tokens=512,
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=CHUNK),
+        )
+
+        def count() -> int:
+            scheduler.running = list(self.running.values())
+            return hooks.count_reading(scheduler)
+
+        self.pacer = Pacer(3, 8, pace, has_keys=False, count_reading=count)
+        self.sizes: list[int] = []
+        choose = self.pacer.policy.choose
+
+        def note(size: int, *, is_read: bool) -> int:
+            self.sizes.append(size)
+            return choose(size, is_read=is_read)
+
+        self.pacer.policy.choose = note  # type: ignore[method-assign]
+
+    def run(self, steps: int) -> Simulated:
+        for step in range(steps):
+            while len(self.running) < 2:
+                prompt, answer = self.rng.randrange(50, 300), self.rng.randrange(8, 48)
+                self.running[f"{step}-{len(self.running)}"] = Asked(prompt, answer)
+            self._step()
+        return self
+
+    def _step(self) -> None:
+        drafts, scheduled = {}, {}
+        for name, request in self.running.items():
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left <= 0 and request.drafts:
+                drafts[name] = [7] * request.drafts
+            scheduled[name] = min(left, CHUNK) if left > 0 else 1 + request.drafts
+        number = self.pacer[len(scheduled)]
+        output = SimpleNamespace(
+            finished_req_ids=(),
+            scheduled_new_reqs=(),
+            num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens=drafts,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+        )
+        self.pacer.begin(output, self.now_s)
+        is_clean = not hooks.reads_prompt(output)
+        time = 1 + 0.02 * sum(scheduled.values()) + 0.04 * number
+        self.now_s += time * math.exp(self.rng.gauss(0, 0.05)) / 100
+        sampled = []
+        for name, request in self.running.items():
+            request.num_computed_tokens += scheduled[name] if not request.num_output_tokens else 0
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                sampled.append([])
+                continue
+            verified = len(drafts.get(name, ()))
+            hits = (i for i in range(verified) if self.rng.random() >= RATES[i])
+            sampled.append([7] * (1 + next(hits, verified)))
+        result = SimpleNamespace(
+            sampled_token_ids=sampled,
+            req_id_to_index={name: place for place, name in enumerate(self.running)},
+        )
+        self.pacer.end(output, result, self.running, self.now_s)
+        new = 0
+        for (name, request), ids in zip(list(self.running.items()), sampled, strict=True):
+            number_new = min(len(ids), request.max_tokens - request.num_output_tokens)
+            new += number_new
+            request.num_output_tokens += number_new
+            request.drafts = number if self.rng.random() < FINDS else 0
+            if request.num_output_tokens >= request.max_tokens:
+                del self.running[name]
+        self.tokens += new
+        if is_clean:
+            self.clean_s += time / 100
+            self.clean_tokens += new
+
+
+def test_the_speed_shown_is_that_of_decoding_and_clients_get_less() -> None:
+    auto, off = Simulated("auto").run(8000), Simulated("0").run(8000)
+    (size,) = [size for size in auto.pacer.status()["sizes"] if size["requests"] == 2]
+    assert size["tokens"] > 0
+    fixed = Simulated(str(size["tokens"])).run(8000)
+    decoding = (fixed.clean_tokens / fixed.clean_s) / (off.clean_tokens / off.clean_s)
+    assert size["speed"] == pytest.approx(decoding, rel=0.03)
+    clients = (fixed.tokens / fixed.now_s) / (off.tokens / off.now_s)
+    assert clients < 0.9 * decoding
+    assert auto.pacer.status()["prompts"] > 0.3
+
+
+def test_requests_that_read_their_prompt_do_not_count_as_decoding() -> None:
+    """With chunks of 128 tokens `b` decodes from the fifth step on, and is drafted for before."""
+    simulated = Simulated("auto")
+    simulated.running = {"a": Asked(20, 40), "b": Asked(400, 40)}
+    simulated.run(6)
+    assert simulated.sizes == [1, 1, 1, 2, 2, 2]
+    by_size = dict(zip(simulated.pacer.policy.sizes, simulated.pacer.policy.steps, strict=False))
+    assert (by_size[1], by_size[2]) == (3, 3)
 
 
 STATUS = {
@@ -346,8 +477,12 @@ STATUS = {
         {"requests": 8, "tokens": 0, "steps": 90, "speed": 1.0, "low": 1.0, "high": 1.0},
     ],
     "explored": 0.004,
+    "prompts": 0.3,
 }
-LINE = "pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1, 0 at 8; 0.4% explored"
+LINE = (
+    "pace auto: 3 tokens at 1, 0 at 8; decoding 1.41x [1.24, 1.64] at 1, against no drafts in this "
+    "server; 30% of the time in steps with prompts; 0.4% explored"
+)
 
 
 def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explored():

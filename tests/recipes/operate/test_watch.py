@@ -96,6 +96,7 @@ redraft_pace_speed_ratio{requests="1",bound="low"} 1.24
 redraft_pace_speed_ratio{requests="1",bound="speed"} 1.41
 redraft_pace_speed_ratio{requests="1",bound="high"} 1.64
 redraft_pace_explored_ratio 0.004
+redraft_pace_prompts_ratio 0.3
 """
 
 
@@ -106,7 +107,10 @@ def test_a_server_that_chooses_the_number_of_tokens_has_a_second_line(
         main(make_config(url, polls=1))
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert "1.90 tokens per drafted step" in first
-    assert second.strip() == "pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1; 0.4% explored"
+    assert second.strip() == (
+        "pace auto: 3 tokens at 1; decoding 1.41x [1.24, 1.64] at 1, against no drafts in this "
+        "server; 30% of the time in steps with prompts; 0.4% explored"
+    )
 
 
 @pytest.mark.parametrize(

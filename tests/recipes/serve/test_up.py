@@ -599,7 +599,7 @@ def test_the_status_line_counts_since_the_last_reading():
     shown = meter.describe(metrics(1100, 140, 160), 12)
     assert shown.startswith(
         "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 "
-        "tokens (1.40x"
+        "tokens at 1; decoding 1.40x [1.20, 1.60] at 1, against no drafts in this server; 0% of the "
     )
 
 
