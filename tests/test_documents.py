@@ -156,7 +156,7 @@ def test_every_page_and_module_of_the_site_exists():
     assert {path.name for path in ROOT.glob("docs/*.md")} <= {Path(page).name for page in pages}
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("name", ["docs/rl.md", "docs/tutorial.md"])
 def test_the_learner_reads_the_settings_in_the_documents(name, tmp_path):
     (written,) = re.findall(
         r"^cat > learner.toml <<'END'\n(.*?)^END$",
