@@ -10,8 +10,8 @@ One command starts server and learner. Clients, 1 to 8 at once, ask for function
 library, and the learner trains on the answers. No question is asked twice: counted answers would
 draft a repeated one whole. Speed is measured in pairs of blocks of further questions of this kind:
 one at the server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the
-server with plain vLLM, the learner beside both. While a version is rolled out nothing is measured.
-In the middle SIGKILL ends all processes, and the same command continues. At the end it starts again
+server with itself at 0 draft tokens, the learner beside both and the prefix cache off: not with a
+plain vLLM. While a version is rolled out nothing is measured. In the middle SIGKILL ends all processes, and the same command continues. At the end it starts again
 with `--draft head`, which measures the head without counted answers, and the answers are compared
 with the target's.
 """
@@ -417,7 +417,7 @@ def summarise(up: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> Spec:
-    """Speed against plain vLLM over time, with a line at every swap and at the kill."""
+    """Speed against no drafts over time, with a line at every swap and at the kill."""
     minutes = [{**pair, "minutes": pair["s"] / 60} for pair in report["pairs"]]
     points = alt.Chart(alt.Data(values=minutes)).encode(
         x=alt.X("minutes:Q", title="minutes since the server was ready", axis=alt.Axis(grid=False)),
