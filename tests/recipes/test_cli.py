@@ -268,6 +268,7 @@ ELSEWHERE = {
     *(f"--{clash.flag.replace('_', '-')}" for clash in CLASHES),
     *(
         "--shutdown-timeout",
+        "--gpu-memory-utilization",
         "--kv-transfer-config",
         "--logprobs-mode",
         "--override-generation-config",
