@@ -11,9 +11,9 @@ library, and the learner trains on the answers. No question is asked twice: coun
 draft a repeated one whole. Speed is measured in pairs of blocks of further questions of this kind:
 one at the server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the
 server with itself at 0 draft tokens, the learner beside both and the prefix cache off: not with a
-plain vLLM. While a version is rolled out nothing is measured. In the middle SIGKILL ends all processes, and the same command continues. At the end it starts again
-with `--draft head`, which measures the head without counted answers, and the answers are compared
-with the target's.
+plain vLLM. While a version is rolled out nothing is measured. In the middle SIGKILL ends all
+processes, and the same command continues. At the end it starts again with `--draft head`, which
+measures the head without counted answers, and the answers are compared with the target's.
 """
 
 from __future__ import annotations
