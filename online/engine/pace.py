@@ -29,7 +29,8 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.eval.engine.counters import read_samples
-from redraft.online.engine.config import TABLE, check_pace, make_table
+from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
+from redraft.online.engine.pace_memory import PaceMemory, open_memory
 from redraft.online.engine.pace_policy import Policy
 
 logger = logging.getLogger("vllm.redraft")
@@ -105,6 +106,7 @@ class Pacer:
         self.policy = Policy(most, max_requests)
         self.unread: dict[str, int] = {}  # By request, answered tokens the draft has not read.
         self._is_read = True  # Whether the draft had read most requests of the newest step.
+        self.memory: PaceMemory | None = None  # Keeps the policy for the next start.
         self._drafted = self._verified = 0
         self._done_s = 0.0
         self.set(pace)
@@ -126,6 +128,12 @@ class Pacer:
         size = max(1, num_requests - self.count_reading())
         self._drafted = self.policy.choose(size, is_read=self._is_read)
         return self._drafted
+
+    def swapped(self, version: str) -> None:
+        """Take note of another draft or target. `version` is empty if its name is unknown."""
+        self.policy.swapped()
+        if self.memory is not None:
+            self.memory.version = version
 
     @property
     def drafts(self) -> bool:
@@ -180,6 +188,8 @@ class Pacer:
         if self.fixed is None:
             size = num_decoding or num_requests
             self.policy.observe(size, drafted, verified, seconds, accepted, is_clean=is_clean)
+            if self.memory is not None:
+                self.memory.note(self.policy, now_s)
 
     def status(self) -> dict[str, Any]:
         """The pace; by number of decoding requests, the number chosen and the speed against 0.
@@ -358,7 +368,8 @@ def note_swaps(call: Any) -> Any:
         result = call(engine, method, *args, **kwargs)
         pacer = find_pacer(engine)
         if method in CHANGING and pacer is not None:
-            pacer.policy.swapped()
+            given = kwargs.get("args") or (args[1] if len(args) > 1 else ())
+            pacer.swapped(given[0] if method == "redraft_commit" and given else "")
         return result
 
     return call_and_note
@@ -380,6 +391,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     max_requests = scheduler.scheduler_config.max_num_seqs
     reading = partial(count_reading, scheduler)
     pacer = Pacer(most, max_requests, pace, has_keys=has_keys, count_reading=reading)
+    pacer.memory = open_memory(read_config().registry, scheduler.vllm_config)
+    if pacer.memory is not None and pacer.memory.recall(pacer.policy):
+        logger.info("redraft: --pace continues with %s", pacer.memory.path)
     scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
     logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
     off = "only reads prompts" if has_keys else "is not called"

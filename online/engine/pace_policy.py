@@ -95,6 +95,16 @@ class Speed:
 OFF = Speed(1.0, 0.0)
 
 
+@dataclass(frozen=True)
+class Known:
+    """A policy's knowledge, for another one with the same arms and sizes."""
+
+    log_x: list[float]
+    variance: list[float]
+    tried: list[list[float]]
+    hit: list[list[float]]
+
+
 class Policy:
     """Ask `choose` before a step, and tell `observe` what it took."""
 
@@ -161,6 +171,33 @@ class Policy:
         x, error = self._times[place][self.arms.index(arm) - 1]
         tau, tau_error = self._taus[place][arm]
         return Speed(tau / x, math.hypot(error, tau_error / tau))
+
+    def known(self) -> Known:
+        """All that the next start of this server can use."""
+        variance = np.diag(self._covariance)
+        return Known(
+            self._log_x.tolist(), variance.tolist(), self.tried.tolist(), self.hit.tolist()
+        )
+
+    def recall(self, known: Known) -> None:
+        """Take another policy's knowledge.
+
+        Raises:
+            ValueError: it is that of other arms or sizes, or no knowledge.
+        """
+        log_x, variance = np.array(known.log_x, float), np.array(known.variance, float)
+        tried, hit = np.array(known.tried, float), np.array(known.hit, float)
+        is_alike = log_x.shape == variance.shape == self._log_x.shape
+        if not is_alike or not tried.shape == hit.shape == self.tried.shape:
+            raise ValueError("the pace was learned with other numbers of tokens or requests")
+        is_finite = all(np.isfinite(one).all() for one in (log_x, variance, tried, hit))
+        if not is_finite or (variance <= 0).any() or (hit < 0).any() or (hit > tried).any():
+            raise ValueError("the pace that was learned has impossible numbers")
+        self._log_x, self.tried, self.hit = log_x, tried, hit
+        # Of the covariance only the diagonal is kept; the prior says what goes together.
+        scale = np.sqrt(variance / np.diag(self._prior_covariance))
+        self._covariance = self._prior_covariance * np.outer(scale, scale)
+        self._believe()
 
     def swapped(self) -> None:
         """Another version is served, of unknown acceptance and the same cost."""

@@ -162,6 +162,16 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
         "runner.drafter": ("v1.spec_decode.draft_model:DraftModelProposer",),
     },
+    "online/engine/pace_memory.py": {
+        "vllm_config": (VLLM_CONFIG,),
+        "vllm_config.parallel_config": ("config.parallel:ParallelConfig",),
+        "vllm_config.scheduler_config": ("config.scheduler:SchedulerConfig",),
+        "vllm_config.speculative_config": (SPECULATIVE,),
+        "speculative": (SPECULATIVE,),
+        "model": ("config.model:ModelConfig",),
+        "draft": ("config.model:ModelConfig",),
+        "current_platform": ("platforms.interface:Platform",),
+    },
     "eval/engine/cpu_patches.py": {
         "cpu_triton_utils": ("utils.cpu_triton_utils",),
         "CPUDNNLGEMMHandler": ("_custom_ops:CPUDNNLGEMMHandler",),

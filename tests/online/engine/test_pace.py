@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ from redraft.online.engine.pace import (
     read_gauges,
     take_drafts,
 )
+from redraft.online.engine.pace_memory import PaceMemory
 from redraft.online.engine.routes import BeforeMetrics
 from redraft.online.engine.seeds import keep_seeds
 from redraft.recipes.operate.watch import read_server
@@ -317,10 +319,16 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
     )
     assert call(engine, "redraft_load", None, (1,), None) == ["redraft_load", (1,)]
     assert not swaps
+    pacer.memory = PaceMemory(Path("registry"), "key", "v000001")
+    for again in ({"args": ("v000002",)}, {}):
+        call(engine, "redraft_commit", None, *([] if again else [("v000003",)]), **again)
+        assert pacer.memory.version == ("v000002" if again else "v000003")
+    swaps.clear()
     assert call(engine, "redraft_commit", None, (), None) == ["redraft_commit", ()]
     for change in ("redraft_move", "redraft_load_target", "finish_weight_update", "reload_weights"):
         call(engine, change, None, (), None)
     assert len(swaps) == 5
+    assert not pacer.memory.version, "the target's weights are others now"
     assert call(SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=None)), "redraft_commit")
     assert len(inspect.signature(call).parameters) == 5, (
         "vLLM counts them before it converts arguments"

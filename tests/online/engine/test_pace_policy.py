@@ -6,9 +6,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
+from redraft.heads.files.artifact import MANIFEST
+from redraft.online.engine.pace_memory import SAVE_S, PaceMemory
 from redraft.online.engine.pace_policy import MOST_STEPS, SHARE, Policy
 
 MOST, STEPS, LEARNED_STEPS = 5, 6000, 2000
@@ -130,6 +134,76 @@ def test_what_a_small_batch_showed_is_used_at_a_size_never_seen() -> None:
     assert not policy.steps[1]
     assert policy.speed(1, 2).mean == pytest.approx(known.mean, rel=0.1)
     assert policy.speed(1, 2).error < prior.error / 2
+
+
+def restart(policy: Policy, folder: Path, version: str = "v000002", key: str = "k" * 64) -> Policy:
+    """A server's policy after a start beside what the one before has saved."""
+    again = Policy(MOST, 64)
+    PaceMemory(folder, key, version).recall(again)
+    return again
+
+
+def make_memory(folder: Path) -> PaceMemory:
+    for version in ("v000001", "v000002"):
+        (folder / version).mkdir()
+        (folder / version / MANIFEST).write_text(version)
+    return PaceMemory(folder, "k" * 64, "v000002")
+
+
+def test_after_a_restart_it_drafts_in_the_first_step(tmp_path: Path) -> None:
+    policy, memory = simulate("good", "1", 0.05, 0).policy, make_memory(tmp_path)
+    memory.note(policy, 0.0)
+    assert not memory.path.exists()
+    memory.note(policy, SAVE_S)
+    wait_until(memory.path.exists)
+    assert Policy(MOST, 64).choose(1) == 0
+    again = restart(policy, tmp_path)
+    assert again.choose(1) == policy.choose(1) > 0
+    (place,) = (again.sizes.index(1),)
+    for arm in policy.arms:
+        ours, theirs = again.speed(place, arm), policy.speed(place, arm)
+        assert (ours.mean, ours.error) == pytest.approx((theirs.mean, theirs.error))
+
+
+def test_the_acceptance_of_another_version_counts_as_after_a_swap(tmp_path: Path) -> None:
+    policy, memory = simulate("good", "1", 0.05, 0).policy, make_memory(tmp_path)
+    memory.save(policy.known())
+    again = restart(policy, tmp_path, version="v000001")
+    policy.swapped()
+    assert again.tried == pytest.approx(policy.tried)
+    assert again.speed(0, 2).mean == pytest.approx(policy.speed(0, 2).mean)
+    assert again.tried.max() <= 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "sizes", "numbers", "missing"])
+def test_a_file_that_does_not_fit_is_ignored_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    policy, memory = simulate("good", "1", 0.05, 0, 2001).policy, make_memory(tmp_path)
+    if damage == "numbers":
+        policy.hit = policy.tried + 1
+    known = (Policy(MOST, 8) if damage == "sizes" else policy).known()
+    memory.save(known)
+    if damage == "cut":
+        memory.path.write_bytes(memory.path.read_bytes()[:-20])
+    if damage == "missing":
+        memory.path.unlink()
+    key = "k" * 16 + "l" * 48 if damage == "foreign" else "k" * 64
+    again = restart(policy, tmp_path, key=key)
+    assert again.known() == Policy(MOST, 64).known()
+    assert len(caplog.messages) == (damage != "missing")
+
+
+def test_a_registry_that_cannot_be_written_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, memory = Policy(MOST, 64), make_memory(tmp_path)
+    memory.path.mkdir()
+    memory.save(policy.known())
+    for now_s in (0.0, 2 * SAVE_S, 4 * SAVE_S):
+        memory.note(policy, now_s)
+    assert memory._writer is None
+    assert len(caplog.messages) == 1
 
 
 def test_a_lookup_that_proposes_less_in_large_batches_is_judged_by_batch_size() -> None:

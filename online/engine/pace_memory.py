@@ -1,0 +1,124 @@
+"""A policy's knowledge on disk, so that a server that starts again drafts in its first step.
+
+    REGISTRY/pace-KEY.json     KEY: machine, engine, target, and how the draft is asked
+
+Step times are those of a machine, an engine and a shape of draft: what another one has written is
+not read. Acceptance is that of one version: of another one it counts as after a swap.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from redraft.eval.engine import lookup_first, lookups
+from redraft.eval.machine import VLLM_VERSION, read_processor
+from redraft.heads.files.folder import fingerprint, model_folder
+from redraft.heads.files.sealed import read_sealed_as, write_sealed
+from redraft.online.engine.pace_policy import Known, Policy
+from redraft.online.fleet.registry import hash_manifest
+
+logger = logging.getLogger("vllm.redraft")
+
+SAVE_S = 30.0  # Between two files; a kill loses so much.
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """The file's fields."""
+
+    key: str
+    draft: str  # Hash of the version's manifest; empty if it or the target's weights are unknown.
+    policy: Known
+
+
+class PaceMemory:
+    """The file of one server's policy, in the folder of the registry."""
+
+    def __init__(self, registry: Path, key: str, version: str) -> None:
+        self.registry, self.key, self.version = registry, key, version
+        self.path = registry / f"pace-{key[:16]}.json"
+        self._saved_s: float | None = None
+        self._writer: threading.Thread | None = None
+
+    def recall(self, policy: Policy) -> bool:
+        """Give the policy what the file has; whether there was anything. Logs what is wrong."""
+        try:
+            kept = read_sealed_as(self.path, Kept, None)
+            if kept is None:
+                return False
+            if kept.key != self.key:
+                raise ValueError(f"{self.path} is of another server")
+            policy.recall(kept.policy)
+        except (OSError, ValueError) as error:
+            logger.warning("redraft: --pace begins anew: %s", error)
+            return False
+        if not kept.draft or kept.draft != self._hash_draft():
+            policy.swapped()
+        return True
+
+    def note(self, policy: Policy, now_s: float) -> None:
+        """Save the policy every SAVE_S, in a thread: the engine waits for no disk."""
+        if self._saved_s is None:
+            self._saved_s = now_s
+        if now_s - self._saved_s < SAVE_S or (self._writer and self._writer.is_alive()):
+            return
+        self._saved_s = now_s
+        self._writer = threading.Thread(target=self.save, args=(policy.known(),), daemon=True)
+        self._writer.start()
+
+    def save(self, known: Known) -> None:
+        kept = Kept(key=self.key, draft=self._hash_draft(), policy=known)
+        try:
+            write_sealed(self.path, msgspec.to_builtins(kept))
+        except OSError as error:
+            logger.warning("redraft: --pace keeps nothing for the next start: %s", error)
+            self._saved_s = float("inf")  # once: it would fail again
+
+    def _hash_draft(self) -> str:
+        with suppress(OSError):
+            return hash_manifest(self.registry / self.version) if self.version else ""
+        return ""
+
+
+def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
+    """The memory of a server; None without a registry, or for a model that cannot be identified."""
+    if registry is None:
+        return None
+    try:
+        key = make_key(vllm_config)
+    except (OSError, ValueError) as error:
+        logger.warning("redraft: --pace keeps nothing for the next start: %s", error)
+        return None
+    draft = vllm_config.speculative_config.draft_model_config
+    folder = model_folder(draft.model).resolve() if draft else Path()
+    version = folder.name if folder.parent == registry.resolve() else ""
+    return PaceMemory(registry, key, version)
+
+
+def make_key(vllm_config: Any) -> str:
+    """SHA-256, in hex, of all that step times depend on.
+
+    Raises:
+        OSError, ValueError: the target cannot be read.
+    """
+    from vllm.platforms import current_platform  # not above: tests of the files need no engine
+
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    asked = {**lookups.VARIABLES, **lookup_first.VARIABLES}.values()
+    facts = {
+        "machine": [read_processor(), os.cpu_count(), current_platform.get_device_name()],
+        "engine": VLLM_VERSION,
+        "target": fingerprint(model_folder(model.model)),
+        "dtype": str(model.dtype),
+        "ranks": vllm_config.parallel_config.world_size,
+        "requests": vllm_config.scheduler_config.max_num_seqs,
+        "draft": [speculative.method, speculative.num_speculative_tokens],
+        "lookup": {name: os.environ.get(name) for name in sorted(asked)},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
