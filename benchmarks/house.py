@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from redraft.eval.engine.hooks import TABLE
 from redraft.heads.catalog import find_family, list_trained
 from redraft.recipes.cli.commands import COMMANDS
 from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
@@ -49,39 +50,6 @@ def count_statements(tree: ast.AST) -> int:
     )
 
 
-def find_wrapped(tree: ast.AST) -> list[str]:
-    """Names of vLLM that a module replaces by a function of its own, as `object.name`.
-
-    Counted is every assignment of a function that this module defines to an attribute of something
-    other than `self`, in a module that imports vLLM or is given objects of it.
-    """
-    functions = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign):
-            continue
-        for target in node.targets:
-            if (
-                isinstance(target, ast.Attribute)
-                and not (isinstance(target.value, ast.Name) and target.value.id in ("self", "cls"))
-                and names_function(node.value, functions)
-            ):
-                found.append(ast.unparse(target))
-    return found
-
-
-def names_function(value: ast.expr, functions: set[str]) -> bool:
-    if isinstance(value, ast.Name):
-        return value.id in functions
-    if isinstance(value, ast.Call):  # wraps(...)(f), partial(f, ...), wrap(f)
-        return any(names_function(each, functions) for each in (value.func, *value.args))
-    return isinstance(value, ast.Lambda)
-
-
 def count_rooms() -> dict[str, int]:
     """Statements by package and room."""
     counts: Counter[str] = Counter()
@@ -93,12 +61,11 @@ def count_rooms() -> dict[str, int]:
 
 
 def count_wrapped() -> dict[str, list[str]]:
-    """Wrapped names of vLLM by file, of the rooms that touch vLLM."""
-    found = {}
-    for path in list_sources("online/engine", "eval", "redraft/engine", "distill/signal"):
-        source = path.read_text(encoding="utf-8")
-        if names := find_wrapped(ast.parse(source)):
-            found[str(path.relative_to(ROOT))] = names
+    """Wrapped names of vLLM by the file that wraps them, as `Class.method`, from the table."""
+    found: dict[str, list[str]] = {}
+    for hook in TABLE:
+        file = f"{hook.by.partition(':')[0].replace('.', '/')}.py"
+        found.setdefault(file, []).extend(name.rpartition(":")[2] for name in hook.names)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Patches of vLLM's CPU build. `eval.engine.wait` installs them."""
+"""Patches of vLLM's CPU build, of rows in `eval.engine.hooks`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,25 +9,23 @@ from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-def fix_cpu_sampling() -> None:
-    """Fix sampling above temperature 0 with speculation, and with top-k alone.
+def replace_expand_kernel(_: Any) -> Callable[..., None]:
+    """A kernel that repeats each request's temperature, top-p and top-k for its draft tokens.
 
-    `expand_kernel` repeats each request's temperature, top-p and top-k for its draft tokens. The
-    replacement for machines without Triton hands the C++ kernel an int64 *copy* of any other output
-    tensor and never copies it back. The float outputs stay uninitialised memory, so a copy of the
-    target as draft is accepted at random, and the text is wrong too. `apply_top_k_only` takes the
-    largest top-k of no rows in a step that verifies nothing, and the exception ends the engine: one
-    request with `top_k` and without `top_p` is enough.
+    vLLM's replacement for machines without Triton hands the C++ kernel an int64 *copy* of any other
+    output tensor and never copies it back. The float outputs stay uninitialised memory, so a copy of
+    the target as draft is accepted at random, and the text is wrong too.
     """
-    from vllm.utils import cpu_triton_utils
+    return expand_kernel
 
-    cpu_triton_utils._expand_kernel_impl = expand_kernel
-    from vllm.v1.sample.ops import topk_topp_sampler
 
-    apply = topk_topp_sampler.apply_top_k_only
-    topk_topp_sampler.apply_top_k_only = lambda logits, k: (
-        apply(logits, k) if len(logits) else logits
-    )
+def skip_no_rows(apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`apply_top_k_only` for no rows too.
+
+    vLLM's takes the largest top-k of no rows in a step that verifies nothing, and the exception ends
+    the engine: one request with `top_k` and without `top_p` is enough.
+    """
+    return lambda logits, k: apply(logits, k) if len(logits) else logits
 
 
 def expand_kernel(
@@ -49,21 +47,15 @@ def expand_kernel(
     output.copy_(values_B.repeat_interleave(counts_B))
 
 
-def patch_gemm_release() -> None:
-    """Let EAGLE drafts run in a compiled server.
+def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`release`, run on real tensors even if torch is tracing, as EAGLE drafts in a compiled server
+    need.
 
     A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN.
     Python may collect the handle while torch traces the draft. Its finaliser reads a tensor, torch
     formats that tensor for an error message, and the formatting reads it again, until the stack
     overflows and the engine dies.
     """
-    from vllm._custom_ops import CPUDNNLGEMMHandler
-
-    CPUDNNLGEMMHandler.__del__ = release_outside_traces(CPUDNNLGEMMHandler.__del__)
-
-
-def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`release`, run on real tensors even if torch is tracing."""
 
     def outside(handler: Any) -> None:
         keys = torch._C._PreserveDispatchKeyGuard()
@@ -84,21 +76,14 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
 RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
 
 
-def patch_grouped_norm() -> None:
-    """Let DFlash drafts read the right keys. vLLM norms the context keys of all layers in one call,
-    with a row of weights for each layer. The kernel for GPUs takes the row by the layer. The one
-    for CPUs takes the first row for all, so every later layer silently reads wrong keys.
-    """
-    from vllm import _custom_ops
-
-    # vLLM's DFlash model calls `ops.rms_norm` through the module, so it sees this even if imported
-    # earlier.
-    _custom_ops.rms_norm = with_groups(_custom_ops.rms_norm)
-
-
 def with_groups(rms_norm: RmsNorm) -> RmsNorm:
     """`rms_norm(out, input, weight, epsilon)`, for one row of weights or for one per index of the
     first dimension.
+
+    vLLM norms the context keys of all layers of a DFlash draft in one call, with a row of weights
+    for each layer. The kernel for GPUs takes the row by the layer. The one for CPUs takes the first
+    row for all, so every later layer silently reads wrong keys. vLLM's model calls `ops.rms_norm`
+    through the module, so it sees a wrapper even if it was imported earlier.
     """
 
     def grouped(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:

@@ -7,7 +7,7 @@ n-grams in place. B = requests of a step, T = tokens of the longest request.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +103,16 @@ def depends_on_load(config: Mapping[str, Any]) -> bool:
     return FOLDER in config or "head_requests" in config
 
 
-def patch_lookups() -> None:
-    """Let workers look tokens up if the environment says so. Safe to call again."""
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    initialize = WorkerWrapperBase.initialize_from_config
+def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Let workers look tokens up if the environment says so."""
 
     # vLLM calls this on every worker, after the target and the draft are loaded
-    def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
-        initialize(self, kv_cache_configs)
+    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(wrapper, kv_cache_configs)
         # Does nothing without the variables, or with the proposer in place.
-        install(self.worker.model_runner)
+        install(wrapper.worker.model_runner)
 
-    WorkerWrapperBase.initialize_from_config = initialize_and_install
+    return initialize_and_install
 
 
 def install(runner: Any) -> None:

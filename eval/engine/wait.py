@@ -1,4 +1,4 @@
-"""All patches of vLLM, and those of two waits.
+"""The plugin for engines that redraft starts itself, and two waits.
 
 The CPU build takes requests while it computes; a server ends in time.
 
@@ -13,10 +13,10 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redraft.eval.engine.lookups import patch_lookups
+from redraft.eval.engine import hooks
 
 ENABLED = "REDRAFT_ENGINE_WAIT"  # 1: for measurements and hidden states; serve patches itself
 
@@ -27,39 +27,26 @@ SLEEP_S = 20e-6
 def register() -> None:
     """Entry point of vLLM's general plugins. Does nothing unless ENABLED is set."""
     if os.environ.get(ENABLED) == "1":
-        for patch in list_patches():
-            patch()
+        for feature in hooks.FEATURES:
+            if feature.is_measured:
+                hooks.install_if_asked(feature)
 
 
-def list_patches() -> list[Callable[[], None]]:
-    """The patches of this process's vLLM: most are of the CPU build."""
+def is_cpu() -> bool:
+    """Whether this is vLLM's CPU build."""
     from vllm.platforms import current_platform
 
-    # These load torch, which a process that only starts servers does without.
-    from redraft.eval.engine.cpu_patches import (
-        fix_cpu_sampling,
-        patch_gemm_release,
-        patch_grouped_norm,
-    )
-
-    of_cpu = (fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm)
-    return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups, patch_ending]
+    return bool(current_platform.is_cpu())
 
 
-def patch_engine_wait() -> None:
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.v1.engine.core import EngineCoreProc
+def run_with_sleeps(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An engine core's loop with sleeps. It runs in the engine core's process only."""
 
-    run = EngineCoreProc.run_busy_loop
+    def run_busy_loop(engine: Any) -> None:
+        hooks.install("yields")
+        run(engine)
 
-    def run_busy_loop(
-        self: Any,
-    ) -> None:  # runs in the engine core's process only; workers wait as before
-        # The name in shm_broadcast, which imported the function, not the one in vllm.distributed.
-        shm_broadcast.sched_yield = with_sleeps(shm_broadcast.sched_yield)
-        run(self)
-
-    EngineCoreProc.run_busy_loop = run_busy_loop
+    return run_busy_loop
 
 
 def with_sleeps(sched_yield: Callable[[], None]) -> Callable[[], None]:
@@ -79,17 +66,18 @@ LAUNCHER = "vllm.entrypoints.launchers.launcher"
 ENDING_S = 5  # for connections to close after the engine's end; complete answers need ms
 
 
-def patch_ending() -> None:
-    """Bound the wait for connections of vLLM's API server, which otherwise never ends after SIGTERM
-    while a client sends half a request or reads nothing. Does nothing in processes without one.
-    """
-    launcher: Any = sys.modules.get(LAUNCHER)
-    if launcher is None:
-        return
-    shutdown = launcher.NoSignalServer.shutdown
+def has_launcher() -> bool:
+    """Whether this process has vLLM's API server."""
+    return LAUNCHER in sys.modules
 
-    async def shutdown_in_time(self: Any, sockets: Any = None) -> None:
+
+def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
+    """`shutdown` of vLLM's API server that waits a bounded time for connections. Otherwise it never
+    ends after SIGTERM while a client sends half a request or reads nothing.
+    """
+
+    async def bounded(self: Any, sockets: Any = None) -> None:
         self.config.timeout_graceful_shutdown = ENDING_S
         await shutdown(self, sockets)
 
-    launcher.NoSignalServer.shutdown = shutdown_in_time
+    return bounded

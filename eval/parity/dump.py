@@ -27,7 +27,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import msgspec
 import torch
 
-from redraft.eval.engine.cpu_patches import patch_grouped_norm
+from redraft.eval.engine import hooks
 from redraft.eval.parity.run import EngineRun
 
 
@@ -190,7 +190,7 @@ def main(spec: Path) -> None:
 
     keep_imports_frozen()
     if current_platform.is_cpu():
-        patch_grouped_norm()
+        hooks.install("grouped_norm")
     for number, run in enumerate(msgspec.json.decode(spec.read_bytes(), type=list[EngineRun])):
         if run.native_rotary:
             rotate_in_pytorch()

@@ -11,7 +11,7 @@ domain than the other servers, or more lookups, would look better than it is. Th
 --disable-log-stats.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -26,22 +26,19 @@ Counts = dict[str, list[int]]
 and all earlier ones accepted, and those whose token was accepted too]."""
 
 
-def count_domains() -> None:
-    """Make vLLM's scheduler count by domain, and let the engine answer `redraft_domains`.
-
-    Safe to call again.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
-
-    if are_counted():
-        return
-    observe, update = Scheduler.make_spec_decoding_stats, Scheduler.update_from_output
+def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler's `update_from_output` that notes the requests whose drafts do not count."""
 
     def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         foreign: frozenset[str] = getattr(model_runner_output, "redraft_foreign", frozenset())
         scheduler.redraft_foreign = foreign | find_padded(scheduler_output)
         return update(scheduler, scheduler_output, model_runner_output)
+
+    return update_and_note
+
+
+def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler's `make_spec_decoding_stats` that counts a verified draft by domain."""
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM passes everything by name. Counted here, because `observe` returns at once if
@@ -52,12 +49,12 @@ def count_domains() -> None:
             add_draft(get_counts(scheduler), arguments, num_tokens, kwargs["num_accepted_tokens"])
         return observe(scheduler, *args, **kwargs)
 
-    Scheduler.make_spec_decoding_stats, Scheduler.update_from_output = (
-        observe_and_count,
-        update_and_note,
-    )
-    # vLLM finds a utility call's method by name on the engine core.
-    EngineCore.redraft_domains = lambda engine: get_counts(engine.scheduler)
+    return observe_and_count
+
+
+def answer_domains(engine: Any) -> Counts:
+    """The counts of an engine core."""
+    return get_counts(engine.scheduler)
 
 
 def is_counted(scheduler: Any, request_id: str) -> bool:
@@ -83,15 +80,6 @@ def find_padded(scheduled: Any) -> frozenset[str]:
     joined = {request.req_id for request in scheduled.scheduled_new_reqs}
     joined |= scheduled.scheduled_cached_reqs.resumed_req_ids
     return frozenset(joined & scheduled.scheduled_spec_decode_tokens.keys())
-
-
-def are_counted() -> bool:
-    """Whether `count_domains` has been called in this process, and succeeded. vLLM calls it in all
-    of them.
-    """
-    from vllm.v1.engine.core import EngineCore
-
-    return hasattr(EngineCore, "redraft_domains")
 
 
 def get_counts(scheduler: Any) -> Counts:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+from redraft.eval.engine import hooks
 from redraft.online.engine import domains, pace
 
 DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.
@@ -125,7 +126,7 @@ class EngineCalls:
         `drafts`, and `positions` by domain, tried and accepted. Neither from an engine without
         these counts.
         """
-        if self._ask_all is None or not domains.are_counted():
+        if self._ask_all is None or not hooks.is_installed("domains"):
             return {}
         counts = domains.sum_counts(await self.while_alive(self._ask_all("redraft_domains")))
         num_tokens, num_drafts, *rest = domains.add_up([[0, 0], *counts.values()])
@@ -141,7 +142,7 @@ class EngineCalls:
         # Several replicas have no pacer.
         found = (
             (await self.while_alive(ask("redraft_pace", new)))[0]
-            if ask and pace.is_asked()
+            if ask and hooks.is_installed("pace")
             else None
         )
         return found and found | {"line": pace.describe_pace(found)}

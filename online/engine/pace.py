@@ -299,30 +299,28 @@ def reads_prompt(output: Any) -> bool:
     return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)
 
 
-def patch_pace() -> None:
-    """Let a `Pacer` choose if the environment says so.
+def is_paced() -> bool:
+    """Whether the environment asks for a pace.
 
     Raises:
         ValueError: bad REDRAFT_PACE.
     """
+    return check_pace(os.environ.get("REDRAFT_PACE", "off")) != "off"
+
+
+def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
+    """A scheduler's `__init__` that lets a `Pacer` choose, as the environment says."""
     pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
-    if pace == "off":
-        return
-    # not above: `redraft fleet watch` reads gauges without torch
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from redraft.online.engine.runner_v2 import patch_graphs
-
-    if is_asked():
-        return
-    init, schedule, update = Scheduler.__init__, Scheduler.schedule, Scheduler.update_from_output
-    call, initialize = EngineCore.collective_rpc, WorkerWrapperBase.initialize_from_config
 
     def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         init(scheduler, *args, **kwargs)
         install_pacer(scheduler, pace)
+
+    return init_and_pace
+
+
+def begin_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler's `schedule`, after which the pacer has a step's beginning."""
 
     def schedule_and_begin(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -330,22 +328,28 @@ def patch_pace() -> None:
             scheduler.redraft_pacer.begin(output, time.perf_counter())
         return output
 
+    return schedule_and_begin
+
+
+def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler's `update_from_output`, before which the pacer has a step's end."""
+
     def end_and_update(scheduler: Any, output: Any, result: Any) -> Any:
         if scheduler.redraft_pacer is not None:
             scheduler.redraft_pacer.end(output, result, scheduler.requests, time.perf_counter())
         return update(scheduler, output, result)
 
+    return end_and_update
+
+
+def install_runner(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Let runners skip the draft at 0 tokens."""
+
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         initialize(wrapper, kv_cache_configs)
         install(wrapper.worker.model_runner)
 
-    patch_graphs()
-    Scheduler.__init__, Scheduler.schedule = init_and_pace, schedule_and_begin
-    Scheduler.update_from_output = end_and_update
-    # vLLM finds a utility call's method by name on the engine core.
-    EngineCore.collective_rpc, EngineCore.redraft_pace = note_swaps(call), answer_pace
-    EngineCore.post_step = take_drafts(EngineCore.post_step)
-    WorkerWrapperBase.initialize_from_config = initialize_and_install
+    return initialize_and_install
 
 
 def take_drafts(call: Any) -> Any:
@@ -400,15 +404,6 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     logger.info(
         "redraft: --pace at 0 tokens: the draft %s, and a step of answers is the target's", off
     )
-
-
-def is_asked() -> bool:
-    """Whether `patch_pace` has patched this process. vLLM calls it in all of them."""
-    if os.environ.get("REDRAFT_PACE", "off") == "off":
-        return False
-    from vllm.v1.engine.core import EngineCore
-
-    return hasattr(EngineCore, "redraft_pace")
 
 
 def count_reading(scheduler: Any) -> int:

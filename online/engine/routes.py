@@ -17,12 +17,13 @@ from starlette.datastructures import Headers, State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from redraft.eval.engine import hooks
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.eval.engine.proxies import is_local
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
-from redraft.online.engine.pace import PaceMetrics, is_asked
+from redraft.online.engine.pace import PaceMetrics
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
 from redraft.online.records.origin import (
     EXTRA_ARGS_KEY,
@@ -69,7 +70,7 @@ class Endpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_middleware(OriginMiddleware)
-        if is_asked():
+        if hooks.is_installed("pace"):
             metrics = PaceMetrics()
             app.add_middleware(BeforeMetrics, call=lambda: self._show_pace(metrics))
         app.add_api_route("/redraft/status", self.status, methods=["GET"], response_model=None)

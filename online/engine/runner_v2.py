@@ -113,17 +113,8 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
     runner.speculator.propose = propose_or_not
 
 
-def patch_graphs() -> None:
-    """CUDA graphs for a varying number of draft tokens.
-
-    A block draft gets only graphs of whole blocks, the only ones it runs. For other steps, vLLM
-    looks only at the next captured token count, which may lack this query length: the next graph
-    that has it is added.
-    """
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
-
-    init = CudaGraphManager._init_candidates
+def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A block draft's `_init_candidates` for CUDA graphs of whole blocks, the only ones it runs."""
 
     def init_without_table(manager: Any) -> None:
         speculative = manager.vllm_config.speculative_config
@@ -131,6 +122,16 @@ def patch_graphs() -> None:
         speculative.num_speculative_tokens_per_batch_size = None
         init(manager)
         speculative.num_speculative_tokens_per_batch_size = table
+
+    return init_without_table
+
+
+def complete_graphs(init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`_init_candidates` for CUDA graphs of a varying number of draft tokens.
+
+    vLLM looks only at the next captured token count, which may lack this query length: the next
+    graph that has it is added.
+    """
 
     def init_complete(manager: Any) -> None:
         init(manager)
@@ -146,8 +147,7 @@ def patch_graphs() -> None:
                     known.add(kind)
                     found.insert(0, graph)
 
-    CudaGraphManager._init_candidates = init_complete
-    DFlashCudaGraphManager._init_candidates = init_without_table
+    return init_complete
 
 
 class _Hooks:

@@ -10,7 +10,7 @@ the hour. Greedy answers depend on no draft.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -27,18 +27,8 @@ def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
     return is_paced or any(environment.get(name) for name in VARYING)
 
 
-def keep_seeds() -> None:
-    """Schedule no draft tokens for sampled requests with a seed, if drafts vary.
-
-    Safe to call again.
-    """
-    if not drafts_vary():
-        return
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    schedule = Scheduler.schedule
-    if hasattr(schedule, "redraft_seeds"):
-        return
+def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler's `schedule` that gives sampled requests with a seed no draft tokens."""
 
     @wraps(schedule)
     def schedule_seeded(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,8 +41,7 @@ def keep_seeds() -> None:
                 request.spec_token_ids = []
         return schedule(scheduler, *args, **kwargs)
 
-    schedule_seeded.redraft_seeds = True  # type: ignore[attr-defined]
-    Scheduler.schedule = schedule_seeded
+    return schedule_seeded
 
 
 def has_seed(params: Any) -> bool:

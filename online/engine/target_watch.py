@@ -18,7 +18,7 @@ weights, in the same shards, agree.
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -423,25 +423,14 @@ def compare_ranks(call: Any) -> Any:
     return call_and_compare
 
 
-def pass_labels() -> None:
-    """Tell the workers how a trainer names its weights, and whether all have them.
-
-    Safe to call again.
-    """
-    from vllm.v1.engine.core import EngineCore
-
-    set_version = EngineCore.set_weight_version
-    if set_version.__module__ == __name__:
-        return
+def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """An engine core's `set_weight_version`, by which a trainer names its weights to the workers."""
 
     def set_and_pass(engine: Any, weight_version: str) -> None:
         set_version(engine, weight_version)
         engine.collective_rpc("redraft_name_target", args=(weight_version,))
 
-    EngineCore.set_weight_version, EngineCore.collective_rpc = (
-        set_and_pass,
-        compare_ranks(EngineCore.collective_rpc),
-    )
+    return set_and_pass
 
 
 def register_backend() -> None:

@@ -52,12 +52,10 @@ from redraft.online.engine.swap import (
 )
 from redraft.online.engine.target_watch import (
     TargetWatch,
-    doubt_target,
     is_clear,
     load_target,
     look_at_target,
     name_target,
-    update_rank,
     watch_target,
 )
 from redraft.online.engine.trainer_files import describe_target
@@ -145,35 +143,16 @@ class WorkerState:
             self.forget_head()
 
 
-def register_worker() -> None:
-    """Add the methods to vLLM's worker class, and `install` to the end of start-up.
-
-    Safe to call again.
-    """
-    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
-
-    if hasattr(WorkerBase, "redraft_status"):
-        return
-    of_a_swap = (
-        redraft_stage,
-        redraft_staged,
-        redraft_discard,
-        redraft_load,
-        redraft_restore,
-        redraft_commit,
-    )
-    of_a_target = (name_target, load_target, update_rank, doubt_target)
-    for method in (redraft_status, redraft_forget, redraft_move, *of_a_swap, *of_a_target):
-        setattr(WorkerBase, f"redraft_{method.__name__.removeprefix('redraft_')}", method)
-    initialize = WorkerWrapperBase.initialize_from_config
+def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`install` at the end of a worker's start-up."""
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
-    def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
+    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         # vLLM's part first: rereading needs the attention groups. Warm-up comes later.
-        initialize(self, kv_cache_configs)
-        install(self.worker)
+        initialize(wrapper, kv_cache_configs)
+        install(wrapper.worker)
 
-    WorkerWrapperBase.initialize_from_config = initialize_and_install
+    return initialize_and_install
 
 
 def install(worker: Any) -> None:

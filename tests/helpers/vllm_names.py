@@ -2,8 +2,7 @@
 without importing it.
 
     redraft's source ─► imports from vllm, attributes of the objects in OBJECTS ─┐
-    CALLABLES, TEXTS ─────────────────────────────────────────────────────────────┴─► is it in this
-    vLLM's source?
+    TABLE of hooks, CALLED, TEXTS ───────────────────────────────────────────────┴─► is it in vLLM's?
 
 What is touched is read from redraft's source, so a new attribute in a hook is checked without a new
 line here. OBJECTS only says which of vLLM's classes an expression is.
@@ -18,14 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.eval.engine import counters
+from redraft.eval.engine.hooks import ENGINE, TABLE, V1_RUNNER, V2_RUNNER, WORKER
 from redraft.recipes.serve.serve import RAY_PREFIXES
 
 ROOT = Path(__file__).parents[2]
 
-V1_RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
-V2_RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
-WORKER = "v1.worker.gpu_worker:Worker"
-ENGINE = "v1.engine.async_llm:AsyncLLM"
 VLLM_CONFIG, SPECULATIVE = "config.vllm:VllmConfig", "config.speculative:SpeculativeConfig"
 CACHED_REQUEST = "v1.worker.gpu_input_batch:CachedRequestState"
 NEW_REQUEST = "v1.core.sched.output:NewRequestData"
@@ -97,7 +93,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker.vllm_config": (VLLM_CONFIG,),
         "worker.vllm_config.model_config": ("config.model:ModelConfig",),
         "speculative": (SPECULATIVE,),
-        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
     },
     "online/engine/target_watch.py": {
         "worker": (WORKER,),
@@ -105,7 +100,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker.vllm_config": (VLLM_CONFIG,),
         "vllm_config": (VLLM_CONFIG,),
         "config": ("config.model:ModelConfig",),
-        "EngineCore": ("v1.engine.core:EngineCore",),
         "engine": ("v1.engine.core:EngineCore",),
     },
     "online/engine/weight_transfer.py": {
@@ -114,7 +108,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "self.worker.model_runner": (V1_RUNNER, V2_RUNNER),
     },
     "online/engine/seeds.py": {
-        "Scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler.scheduler_config": ("config.scheduler:SchedulerConfig",),
         "request": ("v1.request:Request",),
@@ -136,7 +129,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "parallel": ("config.parallel:ParallelConfig",),
     },
     "online/engine/domains.py": {
-        "Scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "engine": ("v1.engine.core:EngineCore",),
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
@@ -152,11 +144,8 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
         "result": ("v1.outputs:ModelRunnerOutput",),
         "request": ("v1.request:Request",),
-        "Scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler.scheduler_config": ("config.scheduler:SchedulerConfig",),
-        "EngineCore": ("v1.engine.core:EngineCore",),
-        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
         "wrapper.worker": (WORKER,),
         "runner": (V1_RUNNER,),
         "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
@@ -172,11 +161,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "draft": ("config.model:ModelConfig",),
         "current_platform": ("platforms.interface:Platform",),
     },
-    "eval/engine/cpu_patches.py": {
-        "cpu_triton_utils": ("utils.cpu_triton_utils",),
-        "CPUDNNLGEMMHandler": ("_custom_ops:CPUDNNLGEMMHandler",),
-        "_custom_ops": ("_custom_ops",),
-    },
     "online/engine/swap.py": {
         "worker": (WORKER,),
         "runner": (V1_RUNNER, V2_RUNNER),
@@ -185,14 +169,11 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "eval/engine/wait.py": {
         "current_platform": ("platforms.interface:Platform",),
-        "shm_broadcast": ("distributed.device_communicators.shm_broadcast",),
-        "EngineCoreProc": ("v1.engine.core:EngineCoreProc",),
     },
     "eval/engine/lookups.py": {
         "self.runner": (V1_RUNNER,),
         "batch": ("v1.worker.gpu_input_batch:InputBatch",),
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
-        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
         "self.worker": (WORKER,),
         "runner": (V1_RUNNER,),
     },
@@ -216,24 +197,44 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""vLLM's classes, and modules, of the expressions in our files. An attribute must exist in all of
+"""vLLM's classes of the expressions in our files. An attribute must exist in all of
 its expression's.
 """
 
-CALLABLES = (
+CALLED = (
+    f"{V1_RUNNER}.get_draft_model",
+    "v1.worker.utils:AttentionGroup.build_metadata_for_drafting",
+    "forward_context:set_forward_context",
+    f"{V2_RUNNER}.get_draft_model",
+    "v1.engine.core:EngineCore.collective_rpc",
+    f"{ENGINE}.pause_generation",
+    f"{ENGINE}.resume_generation",
+    f"{ENGINE}.is_paused",
+    f"{ENGINE}.reset_prefix_cache",
+    f"{ENGINE}.reset_encoder_cache",
+    f"{ENGINE}.collective_rpc",
+    "v1.engine.core_client:DPLBAsyncMPClient.call_utility_all_async",
+    f"{V1_RUNNER}._copy_valid_sampled_token_count",
+    "v1.spec_decode.draft_model:DraftModelProposer.prepare_next_token_ids_padded",
+    "model_executor.model_loader.reload:initialize_layerwise_reload",
+    "model_executor.model_loader.reload:finalize_layerwise_reload",
+    "model_executor.model_loader.reload.layerwise:get_layerwise_info",
+    "model_executor.model_loader.reload.layerwise:_place_kernel_tensors",
+    "config:set_current_vllm_config",
+    f"{V1_RUNNER}.get_model",
+    f"{V2_RUNNER}.get_model",
+    "v1.spec_decode.ngram_proposer:NgramProposer.propose",
+)
+"""Functions and methods that we call."""
+
+WRAPPED = (
     f"{V1_RUNNER}._sample",
     f"{V1_RUNNER}._get_spec_decode_draft_probs",
     f"{V1_RUNNER}._on_request_state_removed",
     f"{V1_RUNNER}.propose_draft_token_ids",
-    f"{V1_RUNNER}.get_draft_model",
     f"{V1_RUNNER}.execute_model",
     f"{V2_RUNNER}.execute_model",
-    "v1.worker.utils:AttentionGroup.build_metadata_for_drafting",
     f"{V1_RUNNER}.sample_tokens",
-    "v1.core.sched.scheduler:Scheduler.update_from_output",
-    "entrypoints.launchers.launcher:NoSignalServer.shutdown",
-    "forward_context:set_forward_context",
-    f"{V2_RUNNER}.get_draft_model",
     f"{V2_RUNNER}.add_requests",
     f"{V2_RUNNER}.finish_requests",
     "v1.worker.gpu.sample.sampler:Sampler.__call__",
@@ -241,7 +242,6 @@ CALLABLES = (
     "v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator.propose",
     "v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose",
     "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",
-    "v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
     f"{WORKER}.sleep",
     f"{WORKER}.wake_up",
     f"{WORKER}.discard",
@@ -251,34 +251,16 @@ CALLABLES = (
     f"{WORKER}.start_weight_update",
     f"{WORKER}.update_weights",
     f"{WORKER}.finish_weight_update",
-    "v1.engine.core:EngineCore.set_weight_version",
-    "v1.engine.core:EngineCore.collective_rpc",
     f"{ENGINE}.generate",
-    f"{ENGINE}.pause_generation",
-    f"{ENGINE}.resume_generation",
-    f"{ENGINE}.is_paused",
-    f"{ENGINE}.reset_prefix_cache",
-    f"{ENGINE}.reset_encoder_cache",
-    f"{ENGINE}.collective_rpc",
-    "v1.engine.core_client:DPLBAsyncMPClient.call_utility_all_async",
-    "v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
-    "v1.core.sched.scheduler:Scheduler.schedule",
-    f"{V1_RUNNER}._copy_valid_sampled_token_count",
-    "v1.spec_decode.draft_model:DraftModelProposer.prepare_next_token_ids_padded",
-    "model_executor.model_loader.reload:initialize_layerwise_reload",
-    "model_executor.model_loader.reload:finalize_layerwise_reload",
-    "model_executor.model_loader.reload.layerwise:get_layerwise_info",
-    "model_executor.model_loader.reload.layerwise:_place_kernel_tensors",
-    "config:set_current_vllm_config",
     "model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",
     "model_executor.models.llama:LlamaForCausalLM.load_weights",
-    f"{V1_RUNNER}.get_model",
-    f"{V2_RUNNER}.get_model",
-    "v1.spec_decode.ngram_proposer:NgramProposer.propose",
-    "v1.engine.core:EngineCoreProc.run_busy_loop",
-    "_custom_ops:rms_norm",
 )
-"""What we replace or call."""
+"""Methods of one object that we replace."""
+
+CALLABLES = tuple(
+    dict.fromkeys((*(name for hook in TABLE for name in hook.names), *WRAPPED, *CALLED))
+)
+"""What we wrap or call."""
 
 TEXTS = {
     "plugins/__init__.py": ("vllm.general_plugins", "vllm.endpoint_plugins"),
@@ -365,10 +347,8 @@ class Vllm:
         return {member for each in self._lineage(module, cls) for member in _list_members(each)}
 
     def _has_attribute(self, name: str, attribute: str) -> bool:
-        """Whether "module:Class", or a module, has an attribute."""
-        if ":" in name:
-            return attribute in self.members(name)
-        return self._path(name) is not None and self._defines(name, attribute)
+        """Whether "module:Class" has an attribute."""
+        return attribute in self.members(name)
 
     def _holds(self, file: str, text: str) -> bool:
         path = self.folder / file
@@ -478,7 +458,7 @@ def list_imports() -> list[tuple[str, str]]:
 
 
 def list_attributes() -> list[tuple[str, str, str, str]]:
-    """Our file, an expression in it, vLLM's class or module before its last dot, and the attribute
+    """Our file, an expression in it, vLLM's class before its last dot, and the attribute
     after it.
     """
     found = set()

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from redraft.eval.engine import hooks
 from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
@@ -124,19 +125,15 @@ def test_a_mixture_of_experts_is_recorded_like_any_other_target(
     assert answer["recorded"] == [25]
 
 
-def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
+def test_a_feature_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
     monkeypatch.setenv("VLLM_PLUGINS", "redraft")
-    registered = []
-    monkeypatch.setattr(engine_worker, "register_worker", lambda: registered.append(1))
-
-    def fix_cpu_sampling():
-        raise ImportError("vLLM has no such name")
-
-    monkeypatch.setattr(
-        "redraft.eval.engine.wait.list_patches", lambda: [fix_cpu_sampling, fix_cpu_sampling]
-    )
+    installed = []
+    monkeypatch.setattr(hooks, "install", installed.append)
+    broken = hooks.Feature(name="broken", asked="eval.engine.wait:has_no_such_name")
+    monkeypatch.setattr(hooks, "FEATURES", (broken, hooks.Feature(name="worker")))
     plugin.register()
-    assert registered == [1]
+    assert installed == ["worker"]
+    assert "redraft: broken failed, serving goes on without it" in caplog.text
 
 
 def test_a_lookup_before_a_head_learns_of_another_one():

@@ -127,7 +127,6 @@ def test_what_the_hooks_touch_is_read_from_their_source():
     assert ("feed.py", "request.prompt_token_ids") in touched
     assert ("swap_transaction.py", "engine.pause_generation") in touched
     assert ("swap.py", "runner.get_draft_model") in touched
-    assert ("wait.py", "shm_broadcast.sched_yield") in touched  # of a module
     assert ("lookup_first.py", "self.ngrams.propose") in touched
     assert len(touched) > 90
 
@@ -185,7 +184,7 @@ def test_what_is_not_there_is_told(small):
     assert "no v1.worker.gpu_model_runner:GPUModelRunner._sample" in missing
     assert any(line.startswith("no vllm:spec_decode_num_drafts in ") for line in missing)
     assert any("swap.py: config.set_current_vllm_config" in line for line in missing)
-    assert any("eval/engine/cpu_patches.py: _custom_ops" in line for line in missing)
+    assert "no distributed.device_communicators.shm_broadcast:sched_yield" in missing
     assert "no vllm:request_decode_time_seconds in v1/metrics/loggers.py" in missing
 
 

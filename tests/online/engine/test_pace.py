@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from real_server import running_server
 from waiting import wait_until
 
-from redraft.online.engine import pace as hooks
-from redraft.online.engine import runner_v2
+from redraft.eval.engine import hooks
+from redraft.online.engine import pace as pace_hooks
 from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.domains import is_counted
 from redraft.online.engine.engine_calls import EngineCalls
@@ -41,7 +41,7 @@ from redraft.online.engine.pace import (
 )
 from redraft.online.engine.pace_memory import PaceMemory
 from redraft.online.engine.routes import BeforeMetrics
-from redraft.online.engine.seeds import keep_seeds
+from redraft.online.engine.runner_v2 import complete_graphs, without_table
 from redraft.recipes.operate.watch import read_server
 
 
@@ -118,7 +118,7 @@ def test_one_decides_and_says_so(config, told, caplog):
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         dynamic_sd_lookup=[0, 3],
     )
-    with caplog.at_level(logging.INFO, hooks.logger.name):
+    with caplog.at_level(logging.INFO, pace_hooks.logger.name):
         install_pacer(scheduler, "auto")
     if told:
         assert caplog.messages == [f"redraft: --pace auto is off: {found}"]
@@ -389,7 +389,7 @@ class Simulated:
 
         def count() -> int:
             scheduler.running = list(self.running.values())
-            return hooks.count_reading(scheduler)
+            return pace_hooks.count_reading(scheduler)
 
         self.pacer = Pacer(3, 8, pace, has_keys=False, count_reading=count)
         self.sizes: list[int] = []
@@ -425,7 +425,7 @@ class Simulated:
             total_num_scheduled_tokens=sum(scheduled.values()),
         )
         self.pacer.begin(output, self.now_s)
-        is_clean = not hooks.reads_prompt(output)
+        is_clean = not pace_hooks.reads_prompt(output)
         time = 1 + 0.02 * sum(scheduled.values()) + 0.04 * number
         self.now_s += time * math.exp(self.rng.gauss(0, 0.05)) / 100
         sampled = []
@@ -516,9 +516,9 @@ def test_the_status_of_a_server_has_the_pace(monkeypatch):
     calls = EngineCalls(
         SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=ask_all), errored=False)
     )
-    monkeypatch.setattr(hooks, "is_asked", lambda: False)
+    monkeypatch.setattr(hooks, "_installed", set())
     assert asyncio.run(calls.read_pace()) is None
-    monkeypatch.setattr(hooks, "is_asked", lambda: True)
+    monkeypatch.setattr(hooks, "_installed", {"pace"})
     assert asyncio.run(calls.read_pace()) == {**STATUS, "line": LINE}
 
 
@@ -745,11 +745,9 @@ def test_steps_of_any_number_have_a_full_graph_on_the_second_runner(most, monkey
 
     every = {(number, arm) for number in range(1, 33) for arm in list_arms(most)}
     assert (9, 0) in every - find_graphs(CudaGraphManager, most), "vLLM alone leaves holes"
-    monkeypatch.setattr(CudaGraphManager, "_init_candidates", CudaGraphManager._init_candidates)
-    monkeypatch.setattr(
-        DFlashCudaGraphManager, "_init_candidates", DFlashCudaGraphManager._init_candidates
-    )
-    runner_v2.patch_graphs()
+    vllms = CudaGraphManager._init_candidates
+    monkeypatch.setattr(CudaGraphManager, "_init_candidates", complete_graphs(vllms))
+    monkeypatch.setattr(DFlashCudaGraphManager, "_init_candidates", without_table(vllms))
     assert find_graphs(CudaGraphManager, most) == every
     assert find_graphs(DFlashCudaGraphManager, most) == {
         (number, most) for number in range(1, 33)
@@ -839,8 +837,10 @@ def test_sampled_requests_with_a_seed_have_no_draft_where_drafts_vary(
         for seed, temperature in kinds
     ]
     requests.append(SimpleNamespace(sampling_params=None, spec_token_ids=[5, 6]))
-    keep_seeds()
-    keep_seeds()
+    monkeypatch.setattr(hooks, "_installed", set())
+    monkeypatch.setattr(hooks, "_chains", {})
+    for _ in range(2):
+        hooks.install_if_asked(next(each for each in hooks.FEATURES if each.name == "seeds"))
     scheduler = SimpleNamespace(
         running=requests,
         dynamic_sd_lookup=None,

@@ -25,11 +25,12 @@ from safetensors.numpy import save_file
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until
 
+from redraft.eval.engine import hooks
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.folder import lineage
-from redraft.online.engine import domains, swap_transaction
 from redraft.online.engine import routes as plugin_routes
+from redraft.online.engine import swap_transaction
 from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.engine_calls import DEAD, RefusedError
 from redraft.online.engine.routes import Endpoint, OriginMiddleware, forward_origin
@@ -287,7 +288,7 @@ def test_a_rank_that_fails_in_another_replica_fails_the_swap(registry):
 
 
 def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
-    monkeypatch.setattr(domains, "are_counted", lambda: True)
+    monkeypatch.setattr(hooks, "_installed", {"domains"})
     status = {
         "draft_version": "v000001",
         "draft_intact": True,
@@ -912,7 +913,6 @@ def test_a_tenant_is_forgotten_on_all_ranks_under_the_name_of_its_records(regist
     ],
 )
 def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pacer, code, taken):
-    monkeypatch.setattr("redraft.online.engine.pace.is_asked", lambda: True)
     told = []
 
     async def ask(method, pace):
@@ -921,7 +921,9 @@ def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pace
 
     engine = Engine({})
     engine.engine_core = SimpleNamespace(call_utility_all_async=ask)
-    answer = make_client(registry, engine).post("/redraft/pace", json=body)
+    client = make_client(registry, engine)
+    monkeypatch.setattr(hooks, "_installed", {"pace"})
+    answer = client.post("/redraft/pace", json=body)
     assert (answer.status_code, told) == (code, taken)
     if code == 200:
         assert answer.json() == pacer | {"line": f"pace {pacer['pace']}"}
