@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from redraft.eval.engine.hooks import around, hook
 from redraft.heads.families.retrieval import Live, Text
 
 # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
@@ -40,7 +41,12 @@ class AnswerCounter:
         self._owners: dict[str, bytes | None] = {}  # Of running requests that were asked for.
         self._ended: dict[str, Text] = {}
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
-        self._removed, runner._on_request_state_removed = runner._on_request_state_removed, self.end
+        self._removed: Any
+        hook(
+            runner,
+            "live_counts",
+            _on_request_state_removed=around(self, "_removed", self.end),
+        )
         runner.redraft_counter = self
 
     def owner(self, name: str, request: Any) -> bytes | None:

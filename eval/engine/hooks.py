@@ -14,9 +14,10 @@ The rows name functions by strings, so a process imports only the features that 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 Wrap = Callable[[Any], Any]
 """Takes the next call of a chain and returns the one before it. May be called again."""
@@ -36,10 +37,20 @@ SPECULATORS = "v1.worker.gpu.spec_decode"
 ANY_MODEL = "model_executor.models.llama:LlamaForCausalLM"
 """Stands for the class of whichever model is served."""
 
+PROPOSE = tuple(
+    f"{SPECULATORS}.{name}.propose"
+    for name in (
+        "standalone_ar.speculator:StandaloneARSpeculator",
+        "target_dependent_ar.speculator:TargetDependentARSpeculator",
+        "dflash.speculator:DFlashSpeculator",
+    )
+)
+"""How the V2 runner asks its drafts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What asks for wrappers in a whole process."""
+    """A reason to wrap names in a whole process."""
 
     name: str
     asked: str = ""
@@ -71,9 +82,12 @@ class Hook:
     """`module:Class.method` or `module:function` below vllm: one attribute, of these classes."""
     feature: str
     by: str
-    """`module:function` below redraft. In the chain of a class it makes the wrapper."""
+    """`module:function` below redraft. It makes the wrapper for a class, or is or installs it for an
+    object."""
     why: str
     """The symptom without it."""
+    of_object: bool = False
+    """Whether `hook` wraps the method of one object, and `install` leaves the class alone."""
     runner: Literal["V1", "V2", "both"] = "both"
     versions: str = SUPPORTED
 
@@ -224,6 +238,264 @@ TABLE = (
         why="a block draft gets CUDA graphs of parts of a block, which it never runs",
         runner="V2",
     ),
+    # --- methods of one worker
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.finish_weight_update",),
+        feature="pushes",
+        by="online.engine.swap:watch_pushes",
+        why="records name a version of the registry after a trainer has pushed another draft",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.reload_weights",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.start_weight_update",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.update_weights",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.finish_weight_update",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.execute_model",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="as above, for weights that another process writes",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.sleep",),
+        feature="sleep",
+        by="online.engine.sleep:watch_sleep",
+        why="the draft proposes nonsense after sleep at level 2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.wake_up",),
+        feature="sleep",
+        by="online.engine.sleep:watch_sleep",
+        why="the draft proposes nonsense after sleep at level 2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.discard",),
+        feature="sleep",
+        by="online.engine.sleep:watch_sleep",
+        why="a draft is loaded into memory that sleeps",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.shutdown",),
+        feature="capture",
+        by="online.engine.worker:_start_capture",
+        why="the last records are lost at the end of the server",
+    ),
+    Hook(
+        of_object=True,
+        names=("model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",),
+        feature="reload",
+        by="online.engine.copies:without_build",
+        why="a load copies weights that have no values yet",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ANY_MODEL}.load_weights",),
+        feature="pushes",
+        by="online.engine.swap:_keep_pushes",
+        why="a pushed draft overwrites modules shared with the target",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ANY_MODEL}.load_weights",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    # --- methods of one V1 model runner
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._sample",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.sample",
+        why="no step is recorded",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._get_spec_decode_draft_probs",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.draft_probs",
+        why="records lack the probabilities of the drafts",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._on_request_state_removed",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.request_removed",
+        why="records of requests do not end",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._on_request_state_removed",),
+        feature="live_counts",
+        by="eval.engine.answer_counter:AnswerCounter.end",
+        why="live counts learn no answer",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.sample_tokens",),
+        feature="proposers",
+        by="online.engine.runner_v1:Proposers.sample_tokens",
+        why="drafts of lookups and padding count as the served version's",
+        runner="V1",
+    ),
+    # The capture sees all hidden states; a lookup keeps the head's proposal.
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.propose",
+        why="records lack hidden states",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="proposers",
+        by="online.engine.runner_v1:Proposers.propose",
+        why="padding counts as the served version's drafts",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="pace",
+        by="online.engine.pace:install",
+        why="the draft runs in steps of 0 draft tokens",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="lookups",
+        by="eval.engine.lookups:install",
+        why="vLLM looks nothing up before a head, and no answers",
+        runner="V1",
+    ),
+    # --- methods of one V2 model runner
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.add_requests",),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.add_requests",
+        why="no request is recorded",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.finish_requests",),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.finish_requests",
+        why="records of requests do not end",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(
+            "v1.worker.gpu.sample.sampler:Sampler.__call__",
+            f"{SPECULATORS}.rejection_sampler:RejectionSampler.__call__",
+        ),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.sampled",
+        why="no step is recorded",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.propose",
+        why="records lack hidden states",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="pace",
+        by="online.engine.runner_v2:install_pace",
+        why="the draft runs in steps of 0 draft tokens",
+        runner="V2",
+    ),
+    # --- methods of both model runners, and of the API process
+    Hook(
+        of_object=True,
+        names=(
+            f"{V1_RUNNER}.execute_model",
+            f"{V2_RUNNER}.execute_model",
+        ),
+        feature="reread",
+        by="online.engine.reread:Rereader.execute",
+        why="a draft attends to the keys of the one before it, after a swap",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ENGINE}.generate",),
+        feature="origin",
+        by="online.engine.routes:forward_origin",
+        why="requests carry neither tenant nor domain",
+    ),
+    # --- the comparison of drafters, in a process of its own
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="parity",
+        by="eval.parity.dump:Recorder.propose_v1",
+        why="the drafts of a block are not seen",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="parity",
+        by="eval.parity.dump:Recorder.propose_v2",
+        why="the drafts of a block are not seen",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ANY_MODEL}.forward",),
+        feature="parity",
+        by="eval.parity.dump:Recorder.forward",
+        why="the passes of a drafter are not seen",
+    ),
+    Hook(
+        names=("model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",),
+        feature="native_rotary",
+        by="eval.parity.dump:rotate_in_pytorch",
+        why="the CPU kernel rounds otherwise than PyTorch",
+    ),
 )
 """Rows of one name are in the order of the calls: the first is called first."""
 
@@ -256,6 +528,14 @@ class Chain:
     def put(self, place: int, wrap: Wrap) -> None:
         """Wrap the name, in the order of the places in TABLE. A second wrap replaces the first."""
         self._wraps[place] = wrap
+        self._build()
+
+    def drop(self, place: int) -> None:
+        """Undo `put`."""
+        del self._wraps[place]
+        self._build()
+
+    def _build(self) -> None:
         call = self.original
         for each in sorted(self._wraps, reverse=True):
             call = self._wraps[each](call)
@@ -279,7 +559,11 @@ def install(feature: str) -> None:
     """
     if feature in _installed:
         return
-    rows = [(place, hook) for place, hook in enumerate(TABLE) if hook.feature == feature]
+    rows = [
+        (place, hook)
+        for place, hook in enumerate(TABLE)
+        if hook.feature == feature and not hook.of_object
+    ]
     chains = {
         name: _chains.get(name) or Chain(*_find(f"vllm.{name}"))
         for _, hook in rows
@@ -309,6 +593,77 @@ def install_if_asked(feature: Feature) -> None:
     """
     if not feature.asked or _load(feature.asked)():
         install(feature.name)
+
+
+@dataclass(kw_only=True)
+class Attached:
+    """The state that redraft keeps on one object of vLLM, as its `redraft`."""
+
+    chains: dict[str, Chain] = field(default_factory=dict, repr=False)
+    """The wrapped methods, by name."""
+
+
+State = TypeVar("State", bound=Attached)
+
+
+def attach(owner: Any, state: State) -> State:
+    """Put a value on an object of vLLM. It takes over the wrapped methods of the one before."""
+    if (before := getattr(owner, "redraft", None)) is not None:
+        state.chains = before.chains
+    owner.redraft = state
+    return state
+
+
+def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
+    """Wrap methods of one object of vLLM, by name, in the order of TABLE.
+
+    A feature that wraps a method again replaces its first wrapper.
+    """
+    state = getattr(owner, "redraft", None)
+    chains = (attach(owner, Attached()) if state is None else state).chains
+    for name, wrap in wraps.items():
+        if name not in chains:
+            chains[name] = Chain(_own_class(owner) if name.startswith("__") else owner, name)
+        chains[name].put(_find_place(feature, name), wrap)
+
+
+@contextmanager
+def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
+    """`hook` for the block."""
+    hook(owner, feature, **wraps)
+    try:
+        yield
+    finally:
+        for name in wraps:
+            owner.redraft.chains[name].drop(_find_place(feature, name))
+
+
+def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
+    """A wrap by `method`, which finds the next call as `holder.name`."""
+
+    def wrap(call: Any) -> Callable[..., Any]:
+        setattr(holder, name, call)
+        return method
+
+    return wrap
+
+
+def _find_place(feature: str, attribute: str) -> int:
+    return next(
+        place
+        for place, row in enumerate(TABLE)
+        if row.of_object and (row.feature, row.attribute) == (feature, attribute)
+    )
+
+
+def _own_class(instance: Any) -> type:
+    """A class of this object alone: Python looks up `__call__` there, past the attributes.
+
+    The object stays: others keep references to it, and ask for its class.
+    """
+    cls = type(instance)
+    instance.__class__ = type(cls.__name__, (cls,), {})
+    return type(instance)
 
 
 def _load(name: str) -> Any:

@@ -131,7 +131,6 @@ def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None)
             "config"
         )
     limits = HeadLimits(tokens=mixed.get("head_tokens"), requests=mixed.get("head_requests"))
-    # The proposer keeps the head's method, so it must be made before the method is replaced.
     return LookupFirst(runner, answers or Ngrams(runner, mixed), limits)
 
 
@@ -176,7 +175,8 @@ class LookupFirst:
             FirstTokens(),
         )  # where the head drafts; at a sample of matches
         self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
-        self.propose_by_head = runner.propose_draft_token_ids
+        self.propose_by_head: Any
+        """The next call, of the head."""
 
     def skip(self) -> None:
         """Handle a step without proposals."""

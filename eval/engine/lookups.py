@@ -13,6 +13,7 @@ from typing import Any
 
 from redraft.eval.engine import lookup_first
 from redraft.eval.engine.answer_counter import AnswerCounter
+from redraft.eval.engine.hooks import around, hook
 from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Live, Retrieval
 
 VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
@@ -138,6 +139,7 @@ def install(runner: Any) -> None:
     if answers and mixed:
         answers.least_first = BEFORE_HEAD
     alone = Counted(runner, answers) if answers else None
-    runner.redraft_lookup = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
-    # An attribute of the instance hides the method of the class, which stays as vLLM wrote it.
-    runner.propose_draft_token_ids = runner.redraft_lookup.propose
+    lookup: Any = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
+    runner.redraft_lookup = lookup
+    propose = around(lookup, "propose_by_head", lookup.propose)
+    hook(runner, "lookups", propose_draft_token_ids=propose)

@@ -27,7 +27,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import msgspec
 import torch
 
-from redraft.eval.engine import hooks
+from redraft.eval.engine.hooks import around, hook, install
 from redraft.eval.parity.run import EngineRun
 
 
@@ -42,16 +42,20 @@ class Recorder:
         self._num_output: dict[str, int] = {}
         self._order: list[str] = []
         self.blocks: list[dict[str, Any]] = []
+        self._propose: Any
+        self._forward: Any
         # V2 has a speculator, V1 a drafter.
         if hasattr(runner, "speculator"):
-            self._model, self._propose = runner.speculator.model, runner.speculator.propose
-            runner.speculator.propose = self.propose_v2
+            self._model = runner.speculator.model
+            propose = around(self, "_propose", self.propose_v2)
+            hook(runner.speculator, "parity", propose=propose)
         else:
-            self._model, self._propose = runner.drafter.model, runner.propose_draft_token_ids
-            runner.propose_draft_token_ids = self.propose_v1
+            self._model = runner.drafter.model
+            propose = around(self, "_propose", self.propose_v1)
+            hook(runner, "parity", propose_draft_token_ids=propose)
         # `nn.Module.__call__` looks `forward` up on the instance, so every call of the model comes
         # by here.
-        self._forward, self._model.forward = self._model.forward, self.forward
+        hook(self._model, "parity", forward=around(self, "_forward", self.forward))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes is None:
@@ -164,11 +168,11 @@ def dump(run: EngineRun) -> dict[str, Any]:
     return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "blocks": recorder.blocks}
 
 
-def rotate_in_pytorch() -> None:
-    """Make vLLM rotate in PyTorch instead of in the CPU kernel."""
+def rotate_in_pytorch(_: Any) -> Any:
+    """A rotation in PyTorch instead of in the CPU kernel."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+    return RotaryEmbedding.forward_native
 
 
 def keep_imports_frozen() -> None:
@@ -190,10 +194,10 @@ def main(spec: Path) -> None:
 
     keep_imports_frozen()
     if current_platform.is_cpu():
-        hooks.install("grouped_norm")
+        install("grouped_norm")
     for number, run in enumerate(msgspec.json.decode(spec.read_bytes(), type=list[EngineRun])):
         if run.native_rotary:
-            rotate_in_pytorch()
+            install("native_rotary")
         torch.save(dump(run), spec.with_name(f"dump-{number}.pt"))
         cleanup_dist_env_and_memory()
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.eval.engine.hooks import hooked
+
 BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `load_weights`
 
 
@@ -38,12 +40,8 @@ def without_build(draft: Any) -> Iterator[None]:
     if block is None:
         yield
         return
-    # The instance's attribute hides the method of the class, and `delattr` uncovers it again.
-    setattr(block, BUILD, lambda: None)
-    try:
+    with hooked(block, "reload", **{BUILD: lambda _: lambda: None}):
         yield
-    finally:
-        delattr(block, BUILD)
 
 
 def refill(

@@ -29,6 +29,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.eval.engine.counters import read_samples
+from redraft.eval.engine.hooks import hook
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory
 from redraft.online.engine.pace_policy import Policy
@@ -432,10 +433,7 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
 
 
 def install(runner: Any) -> None:
-    """Skip a runner's draft at 0 tokens.
-
-    Install before capture's hooks, which must see all states.
-    """
+    """Skip a runner's draft at 0 tokens."""
     if hasattr(runner, "redraft_skipped_steps") or find_decider(runner.vllm_config):
         return
     runner.redraft_skipped_steps = 0
@@ -444,7 +442,7 @@ def install(runner: Any) -> None:
 
         install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
         return
-    propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
+    speculative = runner.speculative_config
     most, has_keys, is_suffix = (
         runner.num_spec_tokens,
         keeps_keys(speculative),
@@ -453,23 +451,34 @@ def install(runner: Any) -> None:
     drafts_all = is_suffix or speculative.parallel_drafting
     lookup = getattr(runner, "redraft_lookup", None)
 
-    def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
-        number = scheduled.num_spec_tokens_to_schedule
-        # Suffix decoding learns from every token.
-        if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
-            runner.redraft_skipped_steps += 1
-            found = [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
-        else:
-            # No lookup takes 0, and drafts of all tokens at once are of one shape.
-            asked = most if drafts_all else max(1, number) if isinstance(sampled, list) else number
-            found = propose(replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest)
-        if not number and lookup:
-            lookup.skip()  # live counts learn; no draft awaits a verdict
-        return (
-            [tokens[:number] for tokens in found] if isinstance(found, list) else found[:, :number]
-        )
+    def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
+        def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
+            number = scheduled.num_spec_tokens_to_schedule
+            # Suffix decoding learns from every token.
+            if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
+                runner.redraft_skipped_steps += 1
+                found = (
+                    [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
+                )
+            else:
+                # No lookup takes 0, and drafts of all tokens at once are of one shape.
+                asked = (
+                    most if drafts_all else max(1, number) if isinstance(sampled, list) else number
+                )
+                found = propose(
+                    replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest
+                )
+            if not number and lookup:
+                lookup.skip()  # live counts learn; no draft awaits a verdict
+            return (
+                [tokens[:number] for tokens in found]
+                if isinstance(found, list)
+                else found[:, :number]
+            )
 
-    runner.propose_draft_token_ids = propose_or_not
+        return propose_or_not
+
+    hook(runner, "pace", propose_draft_token_ids=pace)
 
 
 def _skip(runner: Any, sampled_BK: Any) -> Any:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.eval.engine.hooks import around, hook
+
 logger = logging.getLogger("vllm.redraft")
 
 Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks say yes; all must ask
@@ -154,8 +156,8 @@ class Rereader:
         self.error = ""
         _require_plain_keys(proposer, groups)
         self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)
-        self._execute = runner.execute_model
-        runner.execute_model = self.execute
+        self._execute: Any
+        hook(runner, "reread", execute_model=around(self, "_execute", self.execute))
 
     def execute(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
         if not self.error:

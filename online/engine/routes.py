@@ -245,14 +245,20 @@ def forward_origin(engine_client: Any) -> None:
     value from the client. None is written where the middleware has read no headers: that request
     is neither recorded nor counted.
     """
-    generate = engine_client.generate
 
-    def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        origin = _origin.get(None)
-        is_plain = isinstance(prompt, dict)
-        salt = prompt.get("cache_salt") if is_plain else getattr(prompt, "cache_salt", None)
-        written = origin._replace(cache_salt=hash_salt(salt))._asdict() if origin else None
-        sampling_params.extra_args = (sampling_params.extra_args or {}) | {EXTRA_ARGS_KEY: written}
-        return generate(prompt, sampling_params, *args, **kwargs)
+    def write(generate: Callable[..., Any]) -> Callable[..., Any]:
+        def generate_with_origin(
+            prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            origin = _origin.get(None)
+            is_plain = isinstance(prompt, dict)
+            salt = prompt.get("cache_salt") if is_plain else getattr(prompt, "cache_salt", None)
+            written = origin._replace(cache_salt=hash_salt(salt))._asdict() if origin else None
+            sampling_params.extra_args = (sampling_params.extra_args or {}) | {
+                EXTRA_ARGS_KEY: written
+            }
+            return generate(prompt, sampling_params, *args, **kwargs)
 
-    engine_client.generate = generate_with_origin
+        return generate_with_origin
+
+    hooks.hook(engine_client, "origin", generate=write)

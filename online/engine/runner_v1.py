@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.eval.engine.hooks import around, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_foreign
 from redraft.online.engine.feed import Batch, Feed
@@ -25,18 +26,21 @@ RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
 def install_capture(runner: Any, capture: Capture) -> None:
     """Let `capture` see every step of `runner` from now on."""
-    hooks = _Hooks(runner, capture)
-    runner._sample = hooks.sample
-    runner._get_spec_decode_draft_probs = hooks.draft_probs
-    runner._on_request_state_removed = hooks.request_removed
+    ours = _Hooks(runner, capture)
+    hook(
+        runner,
+        "capture",
+        _sample=around(ours, "_sample", ours.sample),
+        _get_spec_decode_draft_probs=around(ours, "_draft_probs", ours.draft_probs),
+        _on_request_state_removed=around(ours, "_request_removed", ours.request_removed),
+    )
     if capture.config.hidden_states:
-        runner.propose_draft_token_ids = hooks.propose
+        propose = around(ours, "_propose", ours.propose)
+        hook(runner, "capture", propose_draft_token_ids=propose)
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell lookups and padding from the served version's draft tokens, before anything else is
-    installed.
-    """
+    """Tell lookups and padding from the served version's draft tokens."""
     runner.redraft_proposers = Proposers(runner)
 
 
@@ -69,8 +73,14 @@ class Proposers:
         self.runner = runner
         self.foreign: dict[str, int] = {}
         self._is_proposed = False
-        self._propose, self._sample_tokens = runner.propose_draft_token_ids, runner.sample_tokens
-        runner.propose_draft_token_ids, runner.sample_tokens = self.propose, self.sample_tokens
+        self._propose: Any
+        self._sample_tokens: Any
+        hook(
+            runner,
+            "proposers",
+            propose_draft_token_ids=around(self, "_propose", self.propose),
+            sample_tokens=around(self, "_sample_tokens", self.sample_tokens),
+        )
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         self._is_proposed = True
@@ -115,10 +125,10 @@ class _Hooks:
         self.capture = capture
         self.feed = Feed(capture, runner.max_model_len)
         self.step_draft_probs_SV: Tensor | None = None
-        self._sample = runner._sample
-        self._draft_probs = runner._get_spec_decode_draft_probs
-        self._request_removed = runner._on_request_state_removed
-        self._propose = runner.propose_draft_token_ids
+        self._sample: Any
+        self._draft_probs: Any
+        self._request_removed: Any
+        self._propose: Any
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
         self.step_draft_probs_SV = (

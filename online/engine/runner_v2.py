@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.eval.engine.hooks import around, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded
 from redraft.online.engine.feed import Batch, Feed
@@ -39,14 +40,18 @@ def install_capture(runner: Any, capture: Capture) -> None:
         ValueError: unknown kinds of batches.
     """
     _require_plain_batches(runner)
-    hooks = _Hooks(runner, capture)
-    _watch(runner.sampler, hooks.sampled)
+    ours = _Hooks(runner, capture)
+    hook(runner.sampler, "capture", __call__=ours.watch)
     if runner.rejection_sampler is not None:
-        _watch(runner.rejection_sampler, hooks.sampled)
-    runner.add_requests = hooks.add_requests
-    runner.finish_requests = hooks.finish_requests
+        hook(runner.rejection_sampler, "capture", __call__=ours.watch)
+    hook(
+        runner,
+        "capture",
+        add_requests=around(ours, "_add_requests", ours.add_requests),
+        finish_requests=around(ours, "_finish_requests", ours.finish_requests),
+    )
     if capture.config.hidden_states and runner.speculator is not None:
-        runner.speculator.propose = hooks.propose
+        hook(runner.speculator, "capture", propose=around(ours, "_propose", ours.propose))
 
 
 def _require_plain_batches(runner: Any) -> None:
@@ -60,23 +65,6 @@ def _require_plain_batches(runner: Any) -> None:
             raise ValueError(
                 f"a server with {name} is not recorded: start it without, or without capture"
             )
-
-
-def _watch(instance: Any, after: Callable[..., None]) -> None:
-    """Call `after(result, *args)` after every call of this instance.
-
-    Its class is replaced, and the instance stays: the runner asks for its class, and the rejection
-    sampler keeps a reference to the sampler.
-    """
-    # Python looks up `__call__` on the class: an attribute of the instance would be passed over.
-    cls = type(instance)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = cls.__call__(self, *args, **kwargs)
-        after(result, *args, **kwargs)
-        return result
-
-    instance.__class__ = type(cls.__name__, (cls,), {"__call__": call})
 
 
 def install_proposers(runner: Any) -> None:
@@ -94,23 +82,26 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
     """Skip the draft at 0 draft tokens, unless it must write the keys of a prompt."""
-    propose, most = runner.speculator.propose, runner.num_speculative_steps
+    most = runner.num_speculative_steps
 
-    # vLLM's parameter names: it passes some by keyword.
-    def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
-        batch, number = input_batch, options.get("num_speculative_tokens", most)
-        drafts_B = batch.num_draft_tokens_per_req
-        reads_prompt = batch.num_tokens > batch.num_reqs + (
-            0 if drafts_B is None else drafts_B.sum()
-        )
-        if not number and not (has_keys and reads_prompt):
-            runner.redraft_skipped_steps += 1
-            return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
-        if runner.speculative_config.method == "draft_model":  # it would draft the most
-            runner.speculator.num_speculative_steps = max(1, number)
-        return propose(batch, *args, **options)
+    def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
+        # vLLM's parameter names: it passes some by keyword.
+        def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
+            batch, number = input_batch, options.get("num_speculative_tokens", most)
+            drafts_B = batch.num_draft_tokens_per_req
+            reads_prompt = batch.num_tokens > batch.num_reqs + (
+                0 if drafts_B is None else drafts_B.sum()
+            )
+            if not number and not (has_keys and reads_prompt):
+                runner.redraft_skipped_steps += 1
+                return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
+            if runner.speculative_config.method == "draft_model":  # it would draft the most
+                runner.speculator.num_speculative_steps = max(1, number)
+            return propose(batch, *args, **options)
 
-    runner.speculator.propose = propose_or_not
+        return propose_or_not
+
+    hook(runner.speculator, "pace", propose=pace)
 
 
 def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -155,9 +146,9 @@ class _Hooks:
         self.runner = runner
         self.capture = capture
         self.feed = Feed(capture, runner.max_model_len)
-        self._add_requests = runner.add_requests
-        self._finish_requests = runner.finish_requests
-        self._propose: Any = getattr(runner.speculator, "propose", None)
+        self._add_requests: Any
+        self._finish_requests: Any
+        self._propose: Any
         # V2 has no lookup before a head, and asks its draft up to the end of the context.
         self._proposer = (
             LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
@@ -185,6 +176,16 @@ class _Hooks:
             # capture.
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
+
+    def watch(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """A sampler's `__call__`, after which its output is taken."""
+
+        def sample_and_take(sampler: Any, *args: Any, **kwargs: Any) -> Any:
+            output = sample(sampler, *args, **kwargs)
+            self.sampled(output, *args, **kwargs)
+            return output
+
+        return sample_and_take
 
     def sampled(
         self,

@@ -8,6 +8,7 @@ nothing but acceptance would tell.
 import logging
 from typing import Any
 
+from redraft.eval.engine.hooks import hook
 from redraft.heads.files.artifact import MANIFEST, verify
 from redraft.online.engine.swap import load_draft, read_tensors
 from redraft.online.engine.target_watch import note_move
@@ -19,33 +20,38 @@ PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker 
 
 def watch_sleep(worker: Any) -> None:
     """Keep `worker.redraft.asleep` true to the worker, and load the draft again after level 2."""
-    sleep, wake_up, discard, state = worker.sleep, worker.wake_up, worker.discard, worker.redraft
+    state = worker.redraft
 
-    def sleep_and_note(level: int = 1) -> None:
-        sleep(level)
-        state.asleep |= PARTS
-        if level == 2:
-            note_move(worker)
-        if level == 2 and _has_draft(worker):
-            state.is_draft_intact = False
+    def note_sleep(sleep: Any) -> Any:
+        def sleep_and_note(level: int = 1) -> None:
+            sleep(level)
+            state.asleep |= PARTS
+            if level == 2:
+                note_move(worker)
+            if level == 2 and _has_draft(worker):
+                state.is_draft_intact = False
 
-    def wake_up_with_draft(tags: list[str] | None = None) -> None:
-        wake_up(tags)
-        # Without tags vLLM wakes up everything.
-        state.asleep -= set(tags or PARTS)
-        # The cache may still sleep: loading a draft touches weights only.
-        if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
-            _load_again(worker)
+        return sleep_and_note
 
-    def discard_and_note(tags: tuple[str, ...]) -> None:
-        discard(tags)
-        state.asleep |= set(tags)
+    def load_awake(wake_up: Any) -> Any:
+        def wake_up_with_draft(tags: list[str] | None = None) -> None:
+            wake_up(tags)
+            # Without tags vLLM wakes up everything.
+            state.asleep -= set(tags or PARTS)
+            # The cache may still sleep: loading a draft touches weights only.
+            if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
+                _load_again(worker)
 
-    worker.sleep, worker.wake_up, worker.discard = (
-        sleep_and_note,
-        wake_up_with_draft,
-        discard_and_note,
-    )
+        return wake_up_with_draft
+
+    def note_discard(discard: Any) -> Any:
+        def discard_and_note(tags: tuple[str, ...]) -> None:
+            discard(tags)
+            state.asleep |= set(tags)
+
+        return discard_and_note
+
+    hook(worker, "sleep", sleep=note_sleep, wake_up=load_awake, discard=note_discard)
 
 
 def _has_draft(worker: Any) -> bool:

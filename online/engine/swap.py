@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from redraft.eval.engine.hooks import hook
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
 from redraft.heads.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
@@ -216,26 +217,29 @@ def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
     Records of these judge no version of the registry. Updates from files may name those within
     `roots`.
     """
-    state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
+    state, numbers = worker.redraft, itertools.count(1)
     # ours loads through it
     worker.weight_transfer_engine.worker, worker.weight_transfer_engine.roots = worker, roots
     is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
     kept = {} if is_ours or worker.model_runner.get_draft_model() is None else _keep_pushes(worker)
 
-    def finish_and_name(*args: Any, **kwargs: Any) -> Any:
-        if not worker._weight_update_is_draft:
-            return finish(*args, **kwargs)
-        state.is_draft_intact = False
-        result = finish(*args, **kwargs)
-        state.manifest_sha256 = ""
-        state.name_draft(f"pushed-{next(numbers)}")
-        if not is_ours:
-            load_draft(worker, kept)
-            kept.clear()
-        state.is_draft_intact = True
-        return result
+    def name_pushes(finish: Callable[..., Any]) -> Callable[..., Any]:
+        def finish_and_name(*args: Any, **kwargs: Any) -> Any:
+            if not worker._weight_update_is_draft:
+                return finish(*args, **kwargs)
+            state.is_draft_intact = False
+            result = finish(*args, **kwargs)
+            state.manifest_sha256 = ""
+            state.name_draft(f"pushed-{next(numbers)}")
+            if not is_ours:
+                load_draft(worker, kept)
+                kept.clear()
+            state.is_draft_intact = True
+            return result
 
-    worker.finish_weight_update = finish_and_name
+        return finish_and_name
+
+    hook(worker, "pushes", finish_weight_update=name_pushes)
 
 
 def _keep_pushes(worker: Any) -> dict[str, Tensor]:
@@ -245,15 +249,17 @@ def _keep_pushes(worker: Any) -> dict[str, Tensor]:
     where each leaves its tensors, for `load_draft`.
     """
     draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()
-    load = draft.load_weights
 
-    def load_or_keep(weights: Any) -> Any:
-        if not (worker._weight_update_active and worker._weight_update_is_draft):
-            return load(weights)
-        kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
-        return set()
+    def keep(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def load_or_keep(weights: Any) -> Any:
+            if not (worker._weight_update_active and worker._weight_update_is_draft):
+                return load(weights)
+            kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
+            return set()
 
-    draft.load_weights = load_or_keep
+        return load_or_keep
+
+    hook(draft, "pushes", load_weights=keep)
     return kept
 
 

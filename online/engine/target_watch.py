@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redraft.eval.engine.hooks import Wrap, hook
 from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine.copies import repack_tied_heads
 from redraft.online.engine.swap import (
@@ -171,41 +172,48 @@ def watch_target(worker: Any) -> None:
         return  # replicas of experts move between ranks
     model = worker.model_runner.get_model()
     worker.redraft.target_watch = watch = TargetWatch(model)
-    for name in UPDATES:
-        _settle_after(worker, name)
-    load, execute = model.load_weights, worker.execute_model
 
-    def load_and_note(*args: Any, **kwargs: Any) -> Any:
-        with _writing(worker):
-            return load(*args, **kwargs)
+    def note_load(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_and_note(*args: Any, **kwargs: Any) -> Any:
+            with _writing(worker):
+                return load(*args, **kwargs)
 
-    def look_and_execute(*args: Any, **kwargs: Any) -> Any:
-        if watch.has_moved:
+        return load_and_note
+
+    def look_before(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def look_and_execute(*args: Any, **kwargs: Any) -> Any:
+            if watch.has_moved:
+                settle(worker)
+            else:
+                look_at_target(worker)
+            watch.is_cache_spoiled |= bool(watch.not_finite)
+            return execute(*args, **kwargs)
+
+        return look_and_execute
+
+    updates = {name: _settling_after(worker, name) for name in UPDATES}
+    hook(worker, "target_watch", execute_model=look_before, **updates)
+    hook(model, "target_watch", load_weights=note_load)
+
+
+def _settling_after(worker: Any, name: str) -> Wrap:
+    ends = name in ("reload_weights", "update_weights")
+
+    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_and_settle(*args: Any, **kwargs: Any) -> Any:
+            with _writing(worker, ends=ends):
+                try:
+                    result = update(*args, **kwargs)
+                except BaseException:
+                    if ends or name == "finish_weight_update":
+                        _end_reload(worker)
+                    raise
             settle(worker)
-        else:
-            look_at_target(worker)
-        watch.is_cache_spoiled |= bool(watch.not_finite)
-        return execute(*args, **kwargs)
+            return result
 
-    model.load_weights, worker.execute_model = load_and_note, look_and_execute
+        return update_and_settle
 
-
-def _settle_after(worker: Any, name: str) -> None:
-    update = getattr(worker, name)
-
-    def update_and_settle(*args: Any, **kwargs: Any) -> Any:
-        ends = name in ("reload_weights", "update_weights")
-        with _writing(worker, ends=ends):
-            try:
-                result = update(*args, **kwargs)
-            except BaseException:
-                if ends or name == "finish_weight_update":
-                    _end_reload(worker)
-                raise
-        settle(worker)
-        return result
-
-    setattr(worker, name, update_and_settle)
+    return wrap
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from redraft.eval.engine.hooks import Attached, attach, hook
 from redraft.heads.catalog import find_method
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
@@ -87,7 +88,7 @@ SWAP_LEASE_S = (
 
 
 @dataclass(kw_only=True)
-class WorkerState:
+class WorkerState(Attached):
     """State of one worker, stored in `worker.redraft`."""
 
     server_id: str
@@ -160,7 +161,7 @@ def install(worker: Any) -> None:
     configured. Raises nothing, because vLLM would not start: whatever fails switches capture or
     swaps off, with the reason.
     """
-    worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
+    state = attach(worker, WorkerState(server_id=uuid.uuid4().hex[:16]))
     with _switching_off(state, "capture"):
         state.forget_head = getattr(
             getattr(worker.model_runner, "redraft_lookup", None), "swapped", None
@@ -326,13 +327,15 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
     capture.kept_states = _count_kept_states(worker)
     install_capture(worker.model_runner, capture)
     capture.start()
-    shutdown = worker.shutdown
 
-    def stop_and_shutdown() -> None:
-        capture.stop()
-        shutdown()
+    def stop_before(shutdown: Callable[[], None]) -> Callable[[], None]:
+        def stop_and_shutdown() -> None:
+            capture.stop()
+            shutdown()
 
-    worker.shutdown = stop_and_shutdown  # an instance attribute: vLLM calls it through the worker
+        return stop_and_shutdown
+
+    hook(worker, "capture", shutdown=stop_before)
     state.capture = capture
 
 

@@ -227,39 +227,7 @@ CALLED = (
 )
 """Functions and methods that we call."""
 
-WRAPPED = (
-    f"{V1_RUNNER}._sample",
-    f"{V1_RUNNER}._get_spec_decode_draft_probs",
-    f"{V1_RUNNER}._on_request_state_removed",
-    f"{V1_RUNNER}.propose_draft_token_ids",
-    f"{V1_RUNNER}.execute_model",
-    f"{V2_RUNNER}.execute_model",
-    f"{V1_RUNNER}.sample_tokens",
-    f"{V2_RUNNER}.add_requests",
-    f"{V2_RUNNER}.finish_requests",
-    "v1.worker.gpu.sample.sampler:Sampler.__call__",
-    "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
-    "v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator.propose",
-    "v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose",
-    "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",
-    f"{WORKER}.sleep",
-    f"{WORKER}.wake_up",
-    f"{WORKER}.discard",
-    f"{WORKER}.shutdown",
-    f"{WORKER}.execute_model",
-    f"{WORKER}.reload_weights",
-    f"{WORKER}.start_weight_update",
-    f"{WORKER}.update_weights",
-    f"{WORKER}.finish_weight_update",
-    f"{ENGINE}.generate",
-    "model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",
-    "model_executor.models.llama:LlamaForCausalLM.load_weights",
-)
-"""Methods of one object that we replace."""
-
-CALLABLES = tuple(
-    dict.fromkeys((*(name for hook in TABLE for name in hook.names), *WRAPPED, *CALLED))
-)
+CALLABLES = tuple(dict.fromkeys((*(name for hook in TABLE for name in hook.names), *CALLED)))
 """What we wrap or call."""
 
 TEXTS = {

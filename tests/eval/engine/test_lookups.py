@@ -40,7 +40,9 @@ def make_runner(*rows: list[int], length: int = 8) -> Any:
         num_tokens_no_spec=np.array([len(row) for row in rows]),
     )
     requests = {name: SimpleNamespace(tenant=b"acme") for name in batch.req_ids}
-    return SimpleNamespace(input_batch=batch, requests=requests, drafter=None)
+    return SimpleNamespace(
+        input_batch=batch, requests=requests, drafter=None, propose_draft_token_ids=None
+    )
 
 
 def test_vllm_gets_its_ngrams_and_the_plugin_the_folder(tmp_path: Path) -> None:
@@ -390,6 +392,7 @@ class Traffic:
         self.rng, self.draft = np.random.default_rng(0), Live(Config())
         self.input_batch = SimpleNamespace(req_ids=["r"])
         self.first = LookupFirst(self, self, HeadLimits())
+        self.first.propose_by_head = self.propose_draft_token_ids
 
     def skip(self) -> None: ...
 
@@ -444,7 +447,7 @@ def test_a_runner_takes_the_folder_of_the_environment(
 ) -> None:
     runner = make_runner([1, 5])
     install(runner)
-    assert not hasattr(runner, "propose_draft_token_ids"), "without the variable it is left alone"
+    assert runner.propose_draft_token_ids is None, "without the variable it is left alone"
     monkeypatch.setenv(VARIABLES["retrieval"], str(tmp_path))
     with pytest.raises(FileNotFoundError):
         install(runner)

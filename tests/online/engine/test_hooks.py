@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from redraft.eval.engine import hooks
-from redraft.eval.engine.hooks import METHODS, TABLE, Hook, install
+from redraft.eval.engine.hooks import METHODS, TABLE, Attached, Hook, attach, hook, hooked, install
 
 
 @pytest.fixture
@@ -37,8 +37,9 @@ def engine(monkeypatch):
         for name in ("first", "second")
     ]
     gone = Hook(names=("made_up:Engine.gone",), feature="gone", by="made_up:first", why="")
+    objects = [Hook(**vars(row) | {"of_object": True}) for row in rows]
     for name, value in {
-        "TABLE": (*rows, gone, Hook(**vars(rows[0]) | {"feature": "gone"})),
+        "TABLE": (*objects, *rows, gone, Hook(**vars(rows[0]) | {"feature": "gone"})),
         "METHODS": {"made_up:Engine.redraft_answer": ("second", "made_up:answer")},
         "_installed": set(),
         "_chains": {},
@@ -71,17 +72,46 @@ def test_a_feature_whose_name_vllm_lacks_changes_nothing(engine):
     assert not hooks.is_installed("gone")
 
 
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first", "first")])
+def test_methods_of_an_object_are_wrapped_in_the_same_order_and_of_that_object_alone(engine, order):
+    install("second")
+    one, other = engine(), engine()
+
+    def of_one(name):
+        return lambda call: lambda said: call([*said, name])
+
+    for feature in order:
+        hook(one, feature, step=of_one(feature))
+    assert one.step([]) == ["first", "second", "second", "vLLM"]
+    assert other.step([]) == ["second", "vLLM"], "of the class alone"
+    attach(one, Attached())  # another value keeps the wrappers
+    with hooked(one, "second", step=lambda _: lambda said: "for a block"):
+        assert one.step([]) == "for a block"
+    assert one.step([]) == ["first", "second", "vLLM"]
+
+
+def test_the_call_of_one_object_is_wrapped_and_not_that_of_its_class():
+    class Sampler:
+        def __call__(self, rows):
+            return rows
+
+    one, other = Sampler(), Sampler()
+    hook(one, "capture", __call__=lambda call: lambda sampler, rows: [call(sampler, rows)])
+    assert (one(1), other(1), type(one).__name__) == ([1], 1, "Sampler")
+    assert isinstance(one, Sampler)
+
+
 def test_every_row_names_a_function_of_redraft_and_a_reason():
-    for name in [hook.by for hook in TABLE] + [by for _, by in METHODS.values()]:
+    for name in [row.by for row in TABLE] + [by for _, by in METHODS.values()]:
         assert callable(hooks._load(name)), name
-    for hook in TABLE:
-        assert {name.rpartition(":")[2].rpartition(".")[2] for name in hook.names} == {
-            hook.attribute
-        }
-        assert hook.why
-    rows = [(hook.feature, name) for hook in TABLE for name in hook.names]
+    for row in TABLE:
+        assert {name.rpartition(":")[2].rpartition(".")[2] for name in row.names} == {row.attribute}
+        assert row.why
+    rows = [(row.feature, name) for row in TABLE for name in row.names]
     assert len(rows) == len(set(rows)), "a feature wraps a name once"
-    asked = {hook.feature for hook in TABLE} | {feature for feature, _ in METHODS.values()}
+    asked = {row.feature for row in TABLE if not row.of_object} | {
+        feature for feature, _ in METHODS.values()
+    }
     assert {feature.name for feature in hooks.FEATURES} <= asked
     assert all(callable(hooks._load(each.asked)) for each in hooks.FEATURES if each.asked)
 
@@ -89,13 +119,21 @@ def test_every_row_names_a_function_of_redraft_and_a_reason():
 def test_the_calls_that_several_features_see_are_in_this_order():
     """The first is called first; for what each needs of the next, see the rows."""
     found: dict[str, list[str]] = {}
-    for hook in TABLE:
-        for name in hook.names:
-            found.setdefault(name, []).append(hook.feature)
+    for row in TABLE:
+        for name in row.names:
+            if row.feature != "parity":  # in a process of its own
+                found.setdefault(name, []).append(row.feature)
     several = {name.rpartition(":")[2]: order for name, order in found.items() if len(order) > 1}
     assert several == {
         "Scheduler.schedule": ["seeds", "pace"],
         "Scheduler.update_from_output": ["domains", "pace"],
         "EngineCore.collective_rpc": ["pace", "labels"],
         "WorkerWrapperBase.initialize_from_config": ["worker", "pace", "lookups"],
+        "Worker.finish_weight_update": ["pushes", "target_watch"],
+        "LlamaForCausalLM.load_weights": ["pushes", "target_watch"],
+        "GPUModelRunner._on_request_state_removed": ["capture", "live_counts"],
+        "GPUModelRunner.propose_draft_token_ids": ["capture", "proposers", "pace", "lookups"],
+        "StandaloneARSpeculator.propose": ["capture", "pace"],
+        "TargetDependentARSpeculator.propose": ["capture", "pace"],
+        "DFlashSpeculator.propose": ["capture", "pace"],
     }
