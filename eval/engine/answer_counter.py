@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.eval.engine.hooks import around, hook
+from redraft.eval.engine.hooks import RunnerState, around, find_state, hook
 from redraft.heads.families.retrieval import Live, Text
 
 # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
@@ -47,7 +47,7 @@ class AnswerCounter:
             "live_counts",
             _on_request_state_removed=around(self, "_removed", self.end),
         )
-        runner.redraft_counter = self
+        find_state(runner, RunnerState).counter = self
 
     def owner(self, name: str, request: Any) -> bytes | None:
         """The owner of the text that is drafted for a request, and of its answer."""

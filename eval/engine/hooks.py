@@ -603,6 +603,30 @@ class Attached:
     """The wrapped methods, by name."""
 
 
+@dataclass(kw_only=True)
+class RunnerState(Attached):
+    """The state of a model runner."""
+
+    lookup: Any = None
+    """Proposer that looks tokens up, alone or before a head."""
+    counter: Any = None
+    """Live counts of answers."""
+    proposers: Any = None
+    """Who proposed the draft tokens that wait, with V1."""
+
+
+@dataclass(kw_only=True)
+class SchedulerState(Attached):
+    """The state of a scheduler."""
+
+    pacer: Any = None
+    """Decides on the number of draft tokens, if there is one."""
+    foreign: frozenset[str] = frozenset()
+    """Requests of this step whose drafts are not the served version's."""
+    domains: dict[str, list[int]] = field(default_factory=dict)
+    """Drafts by domain."""
+
+
 State = TypeVar("State", bound=Attached)
 
 
@@ -614,13 +638,18 @@ def attach(owner: Any, state: State) -> State:
     return state
 
 
+def find_state(owner: Any, kind: type[State]) -> State:
+    """The value of this kind on an object of vLLM, made now if there is none."""
+    state = getattr(owner, "redraft", None)
+    return state if isinstance(state, kind) else attach(owner, kind())
+
+
 def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
     """Wrap methods of one object of vLLM, by name, in the order of TABLE.
 
     A feature that wraps a method again replaces its first wrapper.
     """
-    state = getattr(owner, "redraft", None)
-    chains = (attach(owner, Attached()) if state is None else state).chains
+    chains = find_state(owner, Attached).chains
     for name, wrap in wraps.items():
         if name not in chains:
             chains[name] = Chain(_own_class(owner) if name.startswith("__") else owner, name)

@@ -13,7 +13,7 @@ from typing import Any
 
 from redraft.eval.engine import lookup_first
 from redraft.eval.engine.answer_counter import AnswerCounter
-from redraft.eval.engine.hooks import around, hook
+from redraft.eval.engine.hooks import RunnerState, around, find_state, hook
 from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Live, Retrieval
 
 VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
@@ -125,7 +125,8 @@ def install(runner: Any) -> None:
     Raises:
         FileNotFoundError: there is no folder of the name given for counted answers.
     """
-    if hasattr(runner, "redraft_lookup"):
+    state = find_state(runner, RunnerState)
+    if state.lookup is not None:
         return
     answers, mixed = read_counted(), lookup_first.read_mix()
     if not (answers or mixed):
@@ -139,7 +140,7 @@ def install(runner: Any) -> None:
     if answers and mixed:
         answers.least_first = BEFORE_HEAD
     alone = Counted(runner, answers) if answers else None
-    lookup: Any = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
-    runner.redraft_lookup = lookup
+    state.lookup = lookup = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
+    assert lookup is not None
     propose = around(lookup, "propose_by_head", lookup.propose)
     hook(runner, "lookups", propose_draft_token_ids=propose)

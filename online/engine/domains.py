@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
+from redraft.eval.engine.hooks import SchedulerState, find_state
 from redraft.online.records.origin import read_origin_arguments
 
 MAX_DOMAINS = 32  # counted apart; clients choose names, so further ones count together
@@ -30,8 +31,9 @@ def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
     """A scheduler's `update_from_output` that notes the requests whose drafts do not count."""
 
     def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        foreign: frozenset[str] = getattr(model_runner_output, "redraft_foreign", frozenset())
-        scheduler.redraft_foreign = foreign | find_padded(scheduler_output)
+        foreign: frozenset[str] = getattr(model_runner_output, "redraft", frozenset())
+        state = find_state(scheduler, SchedulerState)
+        state.foreign = foreign | find_padded(scheduler_output)
         return update(scheduler, scheduler_output, model_runner_output)
 
     return update_and_note
@@ -59,9 +61,10 @@ def answer_domains(engine: Any) -> Counts:
 
 def is_counted(scheduler: Any, request_id: str) -> bool:
     """Whether a request's draft is the served version's, and that has read the text (`Pacer`)."""
-    pacer, request = getattr(scheduler, "redraft_pacer", None), scheduler.requests[request_id]
+    state: SchedulerState = scheduler.redraft
+    pacer, request = state.pacer, scheduler.requests[request_id]
     is_read = pacer is None or pacer.has_read(request_id, request)
-    return is_read and request_id not in scheduler.redraft_foreign
+    return is_read and request_id not in state.foreign
 
 
 def mark_foreign(output: Any, requests: Collection[str]) -> None:
@@ -69,7 +72,7 @@ def mark_foreign(output: Any, requests: Collection[str]) -> None:
 
     It is pickled with them.
     """
-    output.redraft_foreign = frozenset(requests)
+    output.redraft = frozenset(requests)
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
@@ -83,8 +86,7 @@ def find_padded(scheduled: Any) -> frozenset[str]:
 
 
 def get_counts(scheduler: Any) -> Counts:
-    counts: Counts = scheduler.__dict__.setdefault("redraft_domains", {})
-    return counts
+    return find_state(scheduler, SchedulerState).domains
 
 
 def add_draft(

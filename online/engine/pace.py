@@ -29,7 +29,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.eval.engine.counters import read_samples
-from redraft.eval.engine.hooks import hook
+from redraft.eval.engine.hooks import RunnerState, SchedulerState, find_state, hook
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory
 from redraft.online.engine.pace_policy import Policy
@@ -153,13 +153,13 @@ class Pacer:
         ):
             self.unread.pop(request_id, None)  # V2 restarts a preempted request
         if output.num_scheduled_tokens:
-            output.redraft_pace = self._drafted, self._verified, now_s
+            output.redraft = self._drafted, self._verified, now_s
 
     def end(self, output: Any, result: Any, requests: Any, now_s: float) -> None:
         """A step is done. `requests` are the scheduler's, by id, before it takes these tokens."""
-        if not hasattr(output, "redraft_pace"):
+        if not hasattr(output, "redraft"):
             return
-        drafted, verified, begin_s = output.redraft_pace
+        drafted, verified, begin_s = output.redraft
         # With steps scheduled ahead, this one began when the one before it ended.
         seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
         is_clean, sampled = not reads_prompt(output), result.sampled_token_ids
@@ -325,8 +325,8 @@ def begin_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
     def schedule_and_begin(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
-        if scheduler.redraft_pacer is not None:
-            scheduler.redraft_pacer.begin(output, time.perf_counter())
+        if (pacer := scheduler.redraft.pacer) is not None:
+            pacer.begin(output, time.perf_counter())
         return output
 
     return schedule_and_begin
@@ -336,8 +336,8 @@ def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
     """A scheduler's `update_from_output`, before which the pacer has a step's end."""
 
     def end_and_update(scheduler: Any, output: Any, result: Any) -> Any:
-        if scheduler.redraft_pacer is not None:
-            scheduler.redraft_pacer.end(output, result, scheduler.requests, time.perf_counter())
+        if (pacer := scheduler.redraft.pacer) is not None:
+            pacer.end(output, result, scheduler.requests, time.perf_counter())
         return update(scheduler, output, result)
 
     return end_and_update
@@ -382,7 +382,7 @@ def note_swaps(call: Any) -> Any:
 
 def install_pacer(scheduler: Any, pace: str) -> None:
     """Let a `Pacer` decide in this scheduler, and log who decides."""
-    scheduler.redraft_pacer = None
+    state = find_state(scheduler, SchedulerState)
     if decider := find_decider(scheduler.vllm_config):
         logger.warning("redraft: --pace %s is off: %s", pace, decider)
         if (
@@ -399,7 +399,7 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     pacer.memory = open_memory(read_config().registry, scheduler.vllm_config)
     if pacer.memory is not None and pacer.memory.recall(pacer.policy):
         logger.info("redraft: --pace continues with %s", pacer.memory.path)
-    scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
+    state.pacer = scheduler.dynamic_sd_lookup = pacer
     logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
     off = "only reads prompts" if has_keys else "is not called"
     logger.info(
@@ -419,7 +419,8 @@ def count_reading(scheduler: Any) -> int:
 
 def find_pacer(engine: Any) -> Pacer | None:
     """The pacer of an engine core, if it has one."""
-    return getattr(getattr(engine, "scheduler", None), "redraft_pacer", None)
+    state: SchedulerState | None = getattr(getattr(engine, "scheduler", None), "redraft", None)
+    return state.pacer if state else None
 
 
 def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
@@ -433,10 +434,9 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
 
 
 def install(runner: Any) -> None:
-    """Skip a runner's draft at 0 tokens."""
-    if hasattr(runner, "redraft_skipped_steps") or find_decider(runner.vllm_config):
+    """Skip a runner's draft at 0 tokens. Safe to call again."""
+    if find_decider(runner.vllm_config):
         return
-    runner.redraft_skipped_steps = 0
     if runner.vllm_config.use_v2_model_runner:
         from redraft.online.engine.runner_v2 import install_pace
 
@@ -449,14 +449,13 @@ def install(runner: Any) -> None:
         speculative.method == "suffix",
     )
     drafts_all = is_suffix or speculative.parallel_drafting
-    lookup = getattr(runner, "redraft_lookup", None)
+    lookup = find_state(runner, RunnerState).lookup
 
     def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
         def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
             number = scheduled.num_spec_tokens_to_schedule
             # Suffix decoding learns from every token.
             if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
-                runner.redraft_skipped_steps += 1
                 found = (
                     [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
                 )

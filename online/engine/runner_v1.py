@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.hooks import around, hook
+from redraft.eval.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_foreign
 from redraft.online.engine.feed import Batch, Feed
@@ -41,7 +41,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
 
 def install_proposers(runner: Any) -> None:
     """Tell lookups and padding from the served version's draft tokens."""
-    runner.redraft_proposers = Proposers(runner)
+    find_state(runner, RunnerState).proposers = Proposers(runner)
 
 
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
@@ -71,6 +71,7 @@ class Proposers:
         The output of a step names the requests whose drafts do not count, for the scheduler.
         """
         self.runner = runner
+        self.state = find_state(runner, RunnerState)
         self.foreign: dict[str, int] = {}
         self._is_proposed = False
         self._propose: Any
@@ -100,7 +101,7 @@ class Proposers:
 
     def _find_foreign(self, verified: dict[str, int]) -> dict[str, int]:
         batch = self.runner.input_batch.req_ids
-        lookup = getattr(self.runner, "redraft_lookup", None)
+        lookup = self.state.lookup
         if not self._is_proposed:
             found = dict.fromkeys(batch, PADDING)
             if lookup:
@@ -124,6 +125,7 @@ class _Hooks:
         self.runner = runner
         self.capture = capture
         self.feed = Feed(capture, runner.max_model_len)
+        self.state = find_state(runner, RunnerState)
         self.step_draft_probs_SV: Tensor | None = None
         self._sample: Any
         self._draft_probs: Any
@@ -179,8 +181,7 @@ class _Hooks:
         first_drafts = [0, *accumulate(num_drafts)]
         # The scheduler's padding is -1, and the target reads token 0 there.
         draft_ids_S = metadata.draft_token_ids.clamp(min=0) if metadata else None
-        proposers = getattr(runner, "redraft_proposers", None)
-        foreign = proposers.foreign if proposers else {}
+        foreign = self.state.proposers.foreign if self.state.proposers else {}
         batch = Batch(
             infos=[
                 self.feed.add(runner.requests[request_id])

@@ -93,7 +93,6 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
                 0 if drafts_B is None else drafts_B.sum()
             )
             if not number and not (has_keys and reads_prompt):
-                runner.redraft_skipped_steps += 1
                 return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
             if runner.speculative_config.method == "draft_model":  # it would draft the most
                 runner.speculator.num_speculative_steps = max(1, number)

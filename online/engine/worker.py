@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from redraft.eval.engine.hooks import Attached, attach, hook
+from redraft.eval.engine.hooks import Attached, RunnerState, attach, find_state, hook
 from redraft.heads.catalog import find_method
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
@@ -163,14 +163,13 @@ def install(worker: Any) -> None:
     """
     state = attach(worker, WorkerState(server_id=uuid.uuid4().hex[:16]))
     with _switching_off(state, "capture"):
-        state.forget_head = getattr(
-            getattr(worker.model_runner, "redraft_lookup", None), "swapped", None
-        )
+        lookup = find_state(worker.model_runner, RunnerState).lookup
+        state.forget_head = getattr(lookup, "swapped", None)
         state.runner = describe_runner(find_runner(worker.model_runner), worker.vllm_config)
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
         config = read_config()
-        if counter := getattr(worker.model_runner, "redraft_counter", None):
+        if counter := find_state(worker.model_runner, RunnerState).counter:
             counter.find_owner = partial(find_owner, config.capture)
     with _switching_off(state, "capture"):
         if worker.vllm_config.speculative_config and _is_last_stage():
@@ -355,7 +354,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
     look_at_target(worker)  # nothing else looks while the engine is idle
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
-    counter = getattr(worker.model_runner, "redraft_counter", None)
+    counter = find_state(worker.model_runner, RunnerState).counter
     return {
         **{name: getattr(state, name) for name in SHOWN},
         "draft_intact": state.is_draft_intact,
@@ -374,7 +373,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
 
 def redraft_forget(worker: Any, tenant: str) -> int:
     """Drop a tenant's text from the live counts. Returns the number of runs dropped."""
-    counter = getattr(worker.model_runner, "redraft_counter", None)
+    counter = find_state(worker.model_runner, RunnerState).counter
     return counter.forget(name_owner(tenant)) if counter else 0
 
 

@@ -136,7 +136,7 @@ def make_live(
     for name, value in lookup_env(config).items():
         monkeypatch.setenv(name, value)
     install(runner)
-    runner.redraft_counter.find_owner = lambda request: request.tenant
+    runner.redraft.counter.find_owner = lambda request: request.tenant
     return runner
 
 
@@ -163,7 +163,7 @@ def test_answers_that_end_are_counted_a_little_in_each_step(
     assert propose() == [[]], "nothing has been answered"
     runner._on_request_state_removed("a", make_request([1, 2], [3, 4, 5, 6]))
     assert propose() == [[]], "five of eight steps: four to measure, one to count"
-    runner.redraft_lookup.skip()  # with the pace at 0 nothing is proposed
+    runner.redraft.lookup.skip()  # with the pace at 0 nothing is proposed
     assert propose() == [[4, 5, 6]]
     runner._on_request_state_removed("embeddings", make_request(None, [3, 9]))
     runner._on_request_state_removed("unknown", None)
@@ -173,7 +173,7 @@ def test_answers_that_end_are_counted_a_little_in_each_step(
     assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], (
         "the wrapped hook is called"
     )
-    assert runner.redraft_counter.counts == {"counted": 1, "not_allowed": 20}
+    assert runner.redraft.counter.counts == {"counted": 1, "not_allowed": 20}
 
 
 def test_a_request_is_drafted_its_tenants_text_and_nobody_elses(
@@ -198,7 +198,7 @@ def test_a_forgotten_tenant_is_forgotten_in_all_that_waits_and_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = make_live(monkeypatch, [2, 3], [2, 3])
-    counter = runner.redraft_counter
+    counter = runner.redraft.counter
     for name, tenant in (("0", b"acme"), ("1", b"acm2")):
         runner.requests[name].tenant = tenant
 
@@ -237,7 +237,7 @@ def test_nobody_is_counted_before_the_plugin_has_said_who_may_be(
     runner._on_request_state_removed = lambda name, request: None
     install(runner)
     runner._on_request_state_removed("a", make_request([1, 2], [3, 4]))
-    assert runner.redraft_counter.counts == {"not_allowed": 1}
+    assert runner.redraft.counter.counts == {"not_allowed": 1}
 
 
 def test_ranks_count_alike_whatever_the_order_in_which_requests_end(
@@ -251,8 +251,8 @@ def test_ranks_count_alike_whatever_the_order_in_which_requests_end(
         for name in names:
             rank._on_request_state_removed(name, texts[name])
         for _ in range(40):
-            rank.redraft_counter.learn()
-    rows = [rank.redraft_counter.draft.counts.list_entries() for rank in ranks]
+            rank.redraft.counter.learn()
+    rows = [rank.redraft.counter.draft.counts.list_entries() for rank in ranks]
     assert rows[0] == rows[1]
     assert rows[0]
 
@@ -261,7 +261,7 @@ def test_an_error_of_counting_costs_an_answer_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, text = make_live(monkeypatch, [2, 3]), make_request([1, 2], [3, 4])
-    counter, count = runner.redraft_counter, runner.redraft_counter.draft.learn
+    counter, count = runner.redraft.counter, runner.redraft.counter.draft.learn
 
     def fail_in_the_second_step(text: Any) -> Any:
         yield
@@ -300,14 +300,14 @@ def test_an_answer_ends_where_the_scheduler_ended_it(tokens, stops, most, expect
 def test_of_a_long_text_the_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_live(monkeypatch, [2, 3])
     runner._on_request_state_removed("a", make_request(list(range(100, 9000)), [3, 4, 5]))
-    (text,) = runner.redraft_counter._ended.values()
+    (text,) = runner.redraft.counter._ended.values()
     assert (len(text.ids), text.ids[-4:].tolist(), text.is_label.sum()) == (
         MOST_TOKENS,
         [8999, 3, 4, 5],
         3,
     )
     runner._on_request_state_removed("b", make_request([1], list(range(1, 9000))))
-    assert runner.redraft_counter._ended["b"].is_label.all()
+    assert runner.redraft.counter._ended["b"].is_label.all()
 
 
 def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(
@@ -319,8 +319,8 @@ def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(
             runner._on_request_state_removed(
                 str(number), make_request([5000 + number], [*range(10, 19), 4000])
             )
-        runner.redraft_counter.learn()
-    counts, draft = runner.redraft_counter.counts, runner.redraft_counter.draft
+        runner.redraft.counter.learn()
+    counts, draft = runner.redraft.counter.counts, runner.redraft.counter.draft
     assert counts["counted"] + counts["passed_over"] == 1000
     assert MOST_WAITING <= counts["counted"] < 100
     assert draft.counts.num_texts >= 500 // 21, "each is counted to its end"
@@ -332,8 +332,8 @@ def test_a_head_above_its_limit_of_requests_costs_no_second_lookup(
 ) -> None:
     """It never drafts there, so its probability at matches stays unmeasured for good."""
     runner = make_live(monkeypatch, [1, 5], [2, 5], head=Head(), limits=HeadLimits(requests=1))
-    looks, look_up = [], runner.redraft_lookup.lookup.look_up
-    runner.redraft_lookup.lookup.look_up = lambda *step: looks.append(step) or look_up(*step)
+    looks, look_up = [], runner.redraft.lookup.lookup.look_up
+    runner.redraft.lookup.lookup.look_up = lambda *step: looks.append(step) or look_up(*step)
     for sampled, expected in (([[5], [5]], 1), ([[5]], 2)):
         runner.propose_draft_token_ids(Scheduled(), sampled)
         assert len(looks) == expected
@@ -345,7 +345,7 @@ def test_live_counts_ask_a_head_that_is_accepted_often_enough(
 ) -> None:
     head = Head()
     runner = make_live(monkeypatch, [1, 5], head=head)
-    lookup = runner.redraft_lookup
+    lookup = runner.redraft.lookup
 
     def step(*new: int) -> list[list[int]]:
         return runner.propose_draft_token_ids(Scheduled(), [list(new)])

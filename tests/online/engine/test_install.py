@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from redraft.eval.engine import hooks
+from redraft.eval.engine.hooks import RunnerState
 from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
@@ -139,7 +140,7 @@ def test_a_feature_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplo
 def test_a_lookup_before_a_head_learns_of_another_one():
     swaps = []
     lookup = SimpleNamespace(swapped=lambda: swaps.append(1))
-    worker = SimpleNamespace(model_runner=SimpleNamespace(redraft_lookup=lookup))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(redraft=RunnerState(lookup=lookup)))
     engine_worker.install(worker)  # the rest of this worker is missing, which raises nothing
     worker.redraft.name_draft("pushed-1")
     assert swaps == [1]

@@ -23,6 +23,7 @@ from real_server import running_server
 from waiting import wait_until
 
 from redraft.eval.engine import hooks
+from redraft.eval.engine.hooks import RunnerState, SchedulerState
 from redraft.online.engine import pace as pace_hooks
 from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.domains import is_counted
@@ -258,15 +259,13 @@ def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
     server.step(b=1)
     server.step(b=1)
     assert not spy.is_read
-    scheduler = SimpleNamespace(
-        requests=server.requests, redraft_foreign=frozenset(), redraft_pacer=pacer
-    )
+    scheduler = SimpleNamespace(requests=server.requests, redraft=SchedulerState(pacer=pacer))
     assert (is_counted(scheduler, "a"), is_counted(scheduler, "b")) == (True, False), (
         "nor by domain"
     )
-    del scheduler.redraft_pacer
+    scheduler.redraft.pacer = None
     assert is_counted(scheduler, "b"), "without a pace all is read"
-    scheduler.redraft_foreign = frozenset("b")
+    scheduler.redraft.foreign = frozenset("b")
     assert not is_counted(scheduler, "b")
     server.step(a=1, finished=("b",))
     assert pacer.unread == {"a": 5}
@@ -295,7 +294,7 @@ def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step()
     pacer = Pacer(3, 8, "2", has_keys=True)
     assert pacer[1] == 2
     assert pacer.status() == {"pace": "2", "sizes": []}
-    engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
+    engine = SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState(pacer=pacer)))
     assert answer_pace(engine, "5")["pace"] == "3", "the most"
     assert answer_pace(engine, "0")["pace"] == "0"
     assert pacer[1] == 0
@@ -314,7 +313,7 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
     pacer, swaps = make_pacer(0)[0], []
     pacer.policy.swapped = lambda: swaps.append(1)  # type: ignore[method-assign]
     engine, call = (
-        SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer)),
+        SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState(pacer=pacer))),
         note_swaps(collective_rpc),
     )
     assert call(engine, "redraft_load", None, (1,), None) == ["redraft_load", (1,)]
@@ -329,7 +328,9 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
         call(engine, change, None, (), None)
     assert len(swaps) == 5
     assert not pacer.memory.version, "the target's weights are others now"
-    assert call(SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=None)), "redraft_commit")
+    assert call(
+        SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState())), "redraft_commit"
+    )
     assert len(inspect.signature(call).parameters) == 5, (
         "vLLM counts them before it converts arguments"
     )
@@ -612,14 +613,13 @@ def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, 
     else:
         assert found.tolist() == [[5] * number] * 2
         assert found.dtype == torch.int64
-    assert runner.redraft_skipped_steps == (not asked)
 
 
 def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
     asked: list[bool] = []
     post_step = take_drafts(lambda engine, model_executed: asked.append(model_executed))
     pacer = Pacer(3, 8, "2", has_keys=True)
-    engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
+    engine = SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState(pacer=pacer)))
     for pace, expected in (("2", [True]), ("0", []), ("1", [True])):
         pacer.set(pace)
         assert pacer[4] == int(pace)
@@ -632,7 +632,7 @@ def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
 
 def test_live_counts_learn_at_0_too():
     runner, learned = make_runner("ngram"), []
-    runner.redraft_lookup = SimpleNamespace(skip=lambda: learned.append(1))
+    runner.redraft = RunnerState(lookup=SimpleNamespace(skip=lambda: learned.append(1)))
     install(runner)
     for number, count in ((0, 1), (2, 1), (0, 2)):  # a proposal learns by itself
         runner.propose_draft_token_ids(Scheduled(number), [[7], [7]])
@@ -668,7 +668,6 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(
     found = runner.speculator.propose(batch, "states", num_speculative_tokens=number)
     assert found.tolist() == [[5 if is_called else -1] * 3] * 2
     assert found.dtype == torch.int32
-    assert runner.redraft_skipped_steps == (not is_called)
     drafted = max(1, number) if method == "draft_model" else 3
     assert runner.speculator.num_speculative_steps == drafted, (
         "a standalone draft would make the most"

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from redraft.eval.engine.hooks import RunnerState
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import vllm_keys
@@ -125,7 +126,8 @@ class Runner:
         )
         self.requests = dict.fromkeys("abcd")
         self.execute_model_state = None
-        self.redraft_lookup = SimpleNamespace(looked_up=frozenset(), skip=lambda: None)
+        self.redraft = RunnerState()
+        self.redraft.lookup = SimpleNamespace(looked_up=frozenset(), skip=lambda: None)
 
     def propose_draft_token_ids(self):
         return None
@@ -137,23 +139,23 @@ class Runner:
 
     def step(self, requests, *, looked_up="", proposes=True):
         """The requests whose drafts this step's output names as another proposer's."""
-        self.input_batch.req_ids, self.redraft_lookup.looked_up = (
+        self.input_batch.req_ids, self.redraft.lookup.looked_up = (
             list(requests),
             frozenset(looked_up),
         )
-        return "".join(sorted(getattr(self.sample_tokens(proposes), "redraft_foreign", "")))
+        return "".join(sorted(getattr(self.sample_tokens(proposes), "redraft", "")))
 
 
 def test_drafts_of_lookups_and_padding_are_named_when_they_are_verified():
     runner = Runner()
     runner_v1.install_proposers(runner)
     assert runner.step("abc", looked_up="b") == ""
-    assert runner.redraft_proposers.foreign == {"b": LOOKUP}
+    assert runner.redraft.proposers.foreign == {"b": LOOKUP}
     assert runner.step("ac", proposes=False) == "b", "b waits, and a name too many counts nothing"
-    assert runner.redraft_proposers.foreign == {"a": PADDING, "b": LOOKUP, "c": PADDING}
+    assert runner.redraft.proposers.foreign == {"a": PADDING, "b": LOOKUP, "c": PADDING}
     del runner.requests["c"]
     assert runner.step("ab") == "abc"
-    assert runner.redraft_proposers.foreign == {}
+    assert runner.redraft.proposers.foreign == {}
     assert runner.step("ab") == ""
 
 
@@ -161,7 +163,7 @@ def test_a_server_without_a_draft_model_counts_no_draft_as_one_of_a_version():
     runner = Runner("suffix")
     runner_v1.install_proposers(runner)
     runner.step("a")
-    assert runner.redraft_proposers.foreign == {"a": LOOKUP}
+    assert runner.redraft.proposers.foreign == {"a": LOOKUP}
 
 
 def test_a_wrapped_output_names_them_too():
@@ -169,9 +171,9 @@ def test_a_wrapped_output_names_them_too():
     inner = SimpleNamespace()
     runner.sample_tokens = lambda: SimpleNamespace(_model_runner_output=inner)
     runner_v1.install_proposers(runner)
-    runner.redraft_proposers.foreign = {"a": LOOKUP}
+    runner.redraft.proposers.foreign = {"a": LOOKUP}
     runner.sample_tokens()
-    assert inner.redraft_foreign == {"a"}
+    assert inner.redraft == {"a"}
 
 
 def test_drafts_of_a_request_that_joins_are_padding():
