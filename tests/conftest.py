@@ -81,9 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = (
-        False  # the files with most tests first, which are not the longest
-    )
+    # the files with most tests first, which are not the longest
+    config.option.loadscopereorder = False
 
     class OneEngineAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -19,21 +19,28 @@ class Turn:
     """One assistant turn as served: the text read and the text written by the model."""
 
     prompt: str
-    answer: str  # Includes the end of turn.
-    arguments: Arguments = field(default_factory=dict)  # Those of the request whose prompt this is.
+    answer: str
+    """Includes the end of turn."""
+    arguments: Arguments = field(default_factory=dict)
+    """Those of the request whose prompt this is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
     """Parts of a conversation required in a turn."""
 
-    systems: tuple[str, ...] = ()  # Texts of the system prompts, also of those between two turns.
-    question: str  # Text of the user's last message before the answer.
-    results: tuple[str, ...] = ()  # Texts of the tools' results since then.
+    systems: tuple[str, ...] = ()
+    """Texts of the system prompts, also of those between two turns."""
+    question: str
+    """Text of the user's last message before the answer."""
+    results: tuple[str, ...] = ()
+    """Texts of the tools' results since then."""
     thought: str
     said: str
-    call_names: tuple[str, ...]  # names of functions and arguments, as often as they must appear
-    is_ended: bool  # False for an answer cut at a length limit.
+    call_names: tuple[str, ...]
+    """Names of functions and arguments, as often as they must appear."""
+    is_ended: bool
+    """False for an answer cut at a length limit."""
 
 
 def broken_condition(

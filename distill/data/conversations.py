@@ -36,10 +36,13 @@ MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a co
 class Conversation(TypedDict):
     messages: list[Message]
     domain: str
-    cut: NotRequired[bool]  # the last message stopped at a length limit: no end of turn follows
+    cut: NotRequired[bool]
+    """The last message stopped at a length limit: no end of turn follows."""
     tools: NotRequired[list[Tool]]
-    arguments: NotRequired[Arguments]  # template arguments of the request, if the data has them
-    split_key: NotRequired[str]  # hash (hex) that decides, instead of its first user message's
+    arguments: NotRequired[Arguments]
+    """Template arguments of the request, if the data has them."""
+    split_key: NotRequired[str]
+    """Hash (hex) that decides, instead of its first user message's."""
 
 
 def split_held_out(
@@ -73,10 +76,14 @@ class Overlap:
     training.
     """
 
-    held_out_answers: int = 0  # different held-out answers longer than MIN_SHARED_CHARS
-    shared_answers: int = 0  # Number of held-out answers found in training word for word.
-    repeated: int = 0  # Training conversations equal to an earlier one, taken out.
-    sharing: int = 0  # Training conversations with a held-out answer, taken out.
+    held_out_answers: int = 0
+    """Different held-out answers longer than MIN_SHARED_CHARS."""
+    shared_answers: int = 0
+    """Number of held-out answers found in training word for word."""
+    repeated: int = 0
+    """Training conversations equal to an earlier one, taken out."""
+    sharing: int = 0
+    """Training conversations with a held-out answer, taken out."""
 
     def __str__(self) -> str:
         found = (
@@ -232,8 +239,10 @@ class Loaded:
     conversations: list[Conversation] = field(default_factory=list)
     columns: Columns = field(default_factory=Columns)
     skipped: Skipped = field(default_factory=Skipped)
-    other_files: Counter[str] = field(default_factory=Counter)  # files that are not read, by suffix
-    other_splits: Counter[str] = field(default_factory=Counter)  # files of other splits, by split
+    other_files: Counter[str] = field(default_factory=Counter)
+    """Files that are not read, by suffix."""
+    other_splits: Counter[str] = field(default_factory=Counter)
+    """Files of other splits, by split."""
 
     def lines(self) -> Iterator[str]:
         if self.other_files:

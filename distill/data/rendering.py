@@ -319,7 +319,8 @@ class PackedTurn(NamedTuple):
     """A turn in a batch: texts as the places of pieces."""
 
     prompt: NDArray[np.int32]
-    whole: NDArray[np.int32]  # Prompt and answer as one text.
+    whole: NDArray[np.int32]
+    """Prompt and answer as one text."""
     answer: str
 
 

@@ -50,9 +50,11 @@ class UnusableRowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    place: str  # place in the source for messages: `row 7`, or `part.jsonl, line 7` in a folder
+    place: str
+    """Place in the source for messages: `row 7`, or `part.jsonl, line 7` in a folder."""
     values: dict[str, Any] | UnusableRowError
-    domain: str = "all"  # of a row without a domain column: the first folder under the source
+    domain: str = "all"
+    """The domain of a row. Without a domain column, it is the first folder below the source."""
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:

@@ -47,8 +47,10 @@ on them in parallel, with some hundred bytes of memory for each token.
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     input_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]  # token t is a label: the assistant's, or the end of turn
-    conversation: str  # `conversation_hash` of the source.
+    loss_mask: NDArray[np.bool_]
+    """Token t is a label: the assistant's, or the end of turn."""
+    conversation: str
+    """`conversation_hash` of the source."""
     domain: str
 
 
@@ -58,20 +60,32 @@ class SampleStats:
     samples: int = 0
     tokens: int = 0
     labels: int = 0
-    cut: int = 0  # Conversations cut at a turn, because the next answer ends beyond the window.
-    truncated: int = 0  # Answers cut at the window, because there is no earlier turn to cut at.
-    left_out: int = 0  # Answers that end beyond the window, after others of the same conversation.
-    beyond_window: int = 0  # conversations whose first answer begins beyond the window
-    without_answer: int = 0  # Conversations without a non-empty assistant turn.
-    unprompted: int = 0  # answers at the beginning, with nothing before them to answer
-    lone_tokens: int = 0  # last tokens of plain texts, alone in a window: nothing to learn
-    refused_answers: Counter[str] = field(default_factory=Counter)  # by reason: read, not learned
-    examples: dict[str, str] = field(default_factory=dict)  # each reason's first question
+    cut: int = 0
+    """Conversations cut at a turn, because the next answer ends beyond the window."""
+    truncated: int = 0
+    """Answers cut at the window, because there is no earlier turn to cut at."""
+    left_out: int = 0
+    """Answers that end beyond the window, after others of the same conversation."""
+    beyond_window: int = 0
+    """Conversations whose first answer begins beyond the window."""
+    without_answer: int = 0
+    """Conversations without a non-empty assistant turn."""
+    unprompted: int = 0
+    """Answers at the beginning, with nothing before them to answer."""
+    lone_tokens: int = 0
+    """Last tokens of plain texts, alone in a window: nothing to learn."""
+    refused_answers: Counter[str] = field(default_factory=Counter)
+    """By reason: read, not learned."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """Each reason's first question."""
     arguments: Counter[str] = field(default_factory=Counter)
     """Answers by the arguments of the chat template (JSON) with which a server starts them."""
-    ends: Counter[str] = field(default_factory=Counter)  # by their stop token; empty: cut answers
-    marked_texts: int = 0  # plain texts with special tokens: rendered chats teach the user's turns
-    refusals: Counter[str] = field(default_factory=Counter)  # by the first line of the error
+    ends: Counter[str] = field(default_factory=Counter)
+    """By their stop token; empty: cut answers."""
+    marked_texts: int = 0
+    """Plain texts with special tokens: rendered chats teach the user's turns."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """By the first line of the error."""
 
     def add(self, other: SampleStats) -> None:
         for name in COUNTS:

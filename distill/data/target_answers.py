@@ -49,8 +49,10 @@ class Sampling:
 @dataclass(kw_only=True)
 class RegenerationStats:
     done: int = 0
-    already_there: int = 0  # Answered by an earlier run with the same output.
-    cut: int = 0  # Answered in this run, with a last answer cut at `max_tokens`.
+    already_there: int = 0
+    """Answered by an earlier run with the same output."""
+    cut: int = 0
+    """Answered in this run, with a last answer cut at `max_tokens`."""
     without_question: int = 0
     refused: int = 0
     refusal: str = ""

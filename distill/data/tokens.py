@@ -98,7 +98,8 @@ class Tokens:
     prompts: list[Prompt]
     stats: SampleStats
     said: list[str]
-    hash: str  # `data_hash` of the training samples.
+    hash: str
+    """`data_hash` of the training samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ class Content:
 
     train: Iterable[Sample]
     held_out: Iterable[Sample]
-    prompts: Callable[[], list[Prompt]]  # Called after both parts are written.
+    prompts: Callable[[], list[Prompt]]
+    """Called after both parts are written."""
     stats: SampleStats
     say: Callable[[], list[str]]
 

@@ -25,7 +25,8 @@ from redraft.heads.files.target_folder import TargetFolder
 @dataclass(kw_only=True)
 class Checked:
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # checks that were not possible, with the reason
+    notes: list[str] = field(default_factory=list)
+    """Checks that were not possible, with the reason."""
     facts: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -74,11 +74,14 @@ good one.
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck:
-    folder: Path  # Folder for the engine's log and the dumps.
-    dtype: TargetDtype | None = None  # None: of the published forecast, if it computes here
+    folder: Path
+    """Folder for the engine's log and the dumps."""
+    dtype: TargetDtype | None = None
+    """None: of the published forecast, if it computes here."""
     prompts: str | None = None
     num_prompts: int = 16
-    max_tokens: int | None = None  # None: that of the published forecast, or DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None
+    """None: that of the published forecast, or DEFAULT_MAX_TOKENS."""
     on_cpu: bool = ENGINE_IS_CPU
 
 
@@ -86,10 +89,10 @@ class EngineCheck:
 class Plan:
     run: EngineRun
     stored: StoredForecast | None
-    are_held_out: bool  # The prompts come from the data of the draft's training, or from --prompts.
-    num_long: int = (
-        0  # Prompts in front that reach beyond the head's windows: compared, not counted.
-    )
+    are_held_out: bool
+    """The prompts come from the data of the draft's training, or from --prompts."""
+    num_long: int = 0
+    """Prompts in front that reach beyond the head's windows: compared, not counted."""
     notes: list[str] = field(default_factory=list)
 
     @property

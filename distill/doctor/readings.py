@@ -54,9 +54,12 @@ class Reading:
 
     problem: str
     cure: str
-    change: Callable[[Any], None]  # Changes a copy of the head.
-    aux_layer_ids: tuple[int, ...] | None = None  # target layers to feed; None for the head's
-    min_gain: float = MIN_GAIN  # Smallest gain that counts, as a share of the accepted tokens.
+    change: Callable[[Any], None]
+    """Changes a copy of the head."""
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Target layers to feed; None for the head's."""
+    min_gain: float = MIN_GAIN
+    """Smallest gain that counts, as a share of the accepted tokens."""
 
 
 def find_better_readings(

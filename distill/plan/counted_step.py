@@ -33,10 +33,14 @@ TARGET, DRAFT, LOSS, BACKWARD, OPTIMIZER = "target", "draft", "divergence", "bac
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     family: str
-    target: Any  # The text config of the target.
-    whole: Any = None  # The config around it, of a target with images.
-    head: Any  # The family's options; for a standalone draft, the text config of the draft.
-    draft_vocab_size: int = 0  # 0 for the target's whole vocabulary.
+    target: Any
+    """The text config of the target."""
+    whole: Any = None
+    """The config around it, of a target with images."""
+    head: Any
+    """The family's options; for a standalone draft, the text config of the draft."""
+    draft_vocab_size: int = 0
+    """0 for the target's whole vocabulary."""
     divergence: Divergence
     optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
@@ -47,12 +51,17 @@ class Plan:
     top_k: int = 32
     batch_size: int
     sequence_length: int
-    documents: int = 1  # Conversations in each row.
-    dtype: torch.dtype = torch.bfloat16  # Type of the target's weights. The draft's are in float32.
-    autocast: bool = True  # Train in bfloat16.
-    keeps_gradients: bool = False  # gradients stay between steps, as with several devices
+    documents: int = 1
+    """Conversations in each row."""
+    dtype: torch.dtype = torch.bfloat16
+    """Type of the target's weights. The draft's are in float32."""
+    autocast: bool = True
+    """Train in bfloat16."""
+    keeps_gradients: bool = False
+    """Gradients stay between steps, as with several devices."""
     gradient_checkpointing: bool = False
-    exact: bool = False  # a standalone draft gets hidden states instead of the top k
+    exact: bool = False
+    """A standalone draft gets hidden states instead of the top k."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
@@ -74,8 +83,10 @@ class Plan:
 @dataclass(frozen=True, kw_only=True)
 class Counted:
     operations: Counter[Operation]
-    memory: Counter[str]  # Bytes by holder.
-    signal_bytes: int = 0  # Bytes that reach the device from the target's servers or a cache.
+    memory: Counter[str]
+    """Bytes by holder."""
+    signal_bytes: int = 0
+    """Bytes that reach the device from the target's servers or a cache."""
 
 
 def count_step(

@@ -59,7 +59,8 @@ class Sharing:
 @dataclass(frozen=True, kw_only=True)
 class DraftSize:
     weights: int
-    matrices: int  # Those in matrices that Muon moves (`distill.train.muon.split`).
+    matrices: int
+    """Those in matrices that Muon moves (`distill.train.muon.split`)."""
 
     @staticmethod
     def of(module: torch.nn.Module) -> DraftSize:

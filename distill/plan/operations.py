@@ -12,10 +12,12 @@ Kind = Literal["product", "attention", "other"]  # other: moves bytes and comput
 class Operation:
     """One kernel's work."""
 
-    part: str  # The part of the code that ran it, by `Count.begin`.
+    part: str
+    """The part of the code that ran it, by `Count.begin`."""
     kind: Kind
     flops: int
-    num_bytes: int  # Read and written, if nothing is found in a cache.
+    num_bytes: int
+    """Read and written, if nothing is found in a cache."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,11 @@ class Device:
     """A GPU, by the data sheet. Sparsity is not used."""
 
     name: str
-    flops_per_s: float  # Matrix products in bfloat16.
+    flops_per_s: float
+    """Matrix products in bfloat16."""
     bytes_per_s: float
-    memory_bytes: float  # advertised: the chips have 2^30 each, the rest is for CUDA and NCCL
+    memory_bytes: float
+    """Advertised: the chips have 2^30 each, the rest is for CUDA and NCCL."""
 
 
 DEVICES = (

@@ -45,14 +45,20 @@ class Adaptation:
     Forecasts are tau at temperature 0 on the held-out prompts.
     """
 
-    old: str  # Folder of the draft for the earlier version of the target.
+    old: str
+    """Folder of the draft for the earlier version of the target."""
     start: Start
-    tau_old: float  # Forecast of the old draft, untrained.
-    tau_new_start: float | None  # Forecast of the new start, untrained; None if none can be made.
+    tau_old: float
+    """Forecast of the old draft, untrained."""
+    tau_new_start: float | None
+    """Forecast of the new start, untrained; None if none can be made."""
     tau_adapted: float
-    gain: float  # `tau_adapted` - `tau_old`.
-    interval: tuple[float, float]  # 95% interval of the gain, over prompts.
-    draft: str | None  # Folder of the published draft; None if the old draft stays.
+    gain: float
+    """`tau_adapted` - `tau_old`."""
+    interval: tuple[float, float]
+    """95% interval of the gain, over prompts."""
+    draft: str | None
+    """Folder of the published draft; None if the old draft stays."""
 
     @property
     def verdict(self) -> str:

@@ -43,7 +43,8 @@ class Need:
 @dataclass(frozen=True, kw_only=True)
 class Room:
     device: str
-    device_bytes: int | None  # None if the processes compute on the CPU.
+    device_bytes: int | None
+    """None if the processes compute on the CPU."""
     host_bytes: int
     processes: int
 

@@ -197,7 +197,8 @@ def _computed_in(model: Any) -> str | None:
 class EngineProof:
     with_draft: Measurement
     lossless: Lossless
-    runner: Decoder  # vLLM's model runner that served the draft.
+    runner: Decoder
+    """VLLM's model runner that served the draft."""
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:

@@ -74,7 +74,8 @@ class HiddenStates:
     Every token's last hidden state and residual stream after each of `layers`.
     """
 
-    layers: tuple[int, ...]  # Ascending.
+    layers: tuple[int, ...]
+    """Ascending."""
     hidden_size: int
     dtype: HiddenDtype = "bfloat16"
 

@@ -22,9 +22,11 @@ PROBE_TIMEOUT_S = 10.0  # a server taking longer to list its models is as good a
 class Member:
     endpoint: Endpoint
     requests: int = 0
-    tokens: int = 0  # Prompt tokens in flight.
+    tokens: int = 0
+    """Prompt tokens in flight."""
     is_dead: bool = False
-    failures: int = 0  # Probes since the server's last answer.
+    failures: int = 0
+    """Probes since the server's last answer."""
 
     @property
     def is_free(self) -> bool:

@@ -68,7 +68,8 @@ class Description:
 
     dtype: Literal["float64", "float32", "bfloat16", "float16", "float8"]
     shape: tuple[Size, Size, Size]
-    layers: tuple[int, ...]  # Ascending; k is the residual stream after k layers.
+    layers: tuple[int, ...]
+    """Ascending; k is the residual stream after k layers."""
     crc32: int
     target: tuple[str, str, str | None] = ("", "", "")
     """Lineage and fingerprint of the folder that the server loaded, and the version of weights that

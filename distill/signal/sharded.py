@@ -43,7 +43,8 @@ for draft and activations.
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes:
-    outside: int  # Embeddings, final norm and head.
+    outside: int
+    """Embeddings, final norm and head."""
     layers: tuple[int, ...]
 
     @property

@@ -83,8 +83,10 @@ class Content(Protocol):
 class CacheHeader:
     """Identity and layout of a cache. Two caches with equal headers are interchangeable."""
 
-    target: str  # Fingerprint of the target's folder.
-    data: str  # `data_hash` of the samples.
+    target: str
+    """Fingerprint of the target's folder."""
+    data: str
+    """`data_hash` of the samples."""
     content: dict[str, Any]
     bytes_per_row: int
     batch_size: int

@@ -56,8 +56,10 @@ class LoadedData:
     prompts: list[Prompt]
     stats: SampleStats
     hash: str
-    end_ids: tuple[int, ...]  # Token ids that end an answer.
-    date: datetime.date = field(default_factory=datetime.date.today)  # for templates with today's
+    end_ids: tuple[int, ...]
+    """Token ids that end an answer."""
+    date: datetime.date = field(default_factory=datetime.date.today)
+    """For templates with today's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,8 @@ class TrainingCost:
     tokens_per_s: float
     peak_rss_mib: float
     skipped_steps: int
-    exported_step: int  # The step whose draft is exported: the last one, or the best evaluation's.
+    exported_step: int
+    """The step whose draft is exported: the last one, or the best evaluation's."""
 
 
 def write_offline_unless_logged_in() -> None:

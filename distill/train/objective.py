@@ -28,7 +28,8 @@ class StepResult:
     loss: Tensor
     """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the
     losses."""
-    sums_S3: Tensor  # of each draft step: alpha, alpha_greedy, labelled rows; detached
+    sums_S3: Tensor
+    """Sums of alpha, alpha_greedy and labelled rows for each draft step, detached."""
 
 
 def distill_loss(
@@ -99,14 +100,18 @@ def distill_loss(
 class StepRows:
     """The labelled rows of a draft step, ascending."""
 
-    place_M: Tensor  # Flat rows of the batch.
-    target_row_M: Tensor  # The kept row of the target to compare each with, ascending and distinct.
-    bounds: Sequence[int]  # The first row of each chunk of target rows, and the number of rows.
+    place_M: Tensor
+    """Flat rows of the batch."""
+    target_row_M: Tensor
+    """The kept row of the target to compare each with, ascending and distinct."""
+    bounds: Sequence[int]
+    """The first row of each chunk of target rows, and the number of rows."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    kept_N: Tensor  # Flat rows of the target that some step is compared with.
+    kept_N: Tensor
+    """Flat rows of the target that some step is compared with."""
     of_steps: Sequence[StepRows]
 
 

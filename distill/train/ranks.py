@@ -116,9 +116,8 @@ def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
     config: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     config["gradient_clipping"] = max_grad_norm
     config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
-    config["train_micro_batch_size_per_gpu"] = (
-        1  # required, without effect: the loss is divided by labels, not by rows
-    )
+    # required, without effect: the loss is divided by labels, not by rows
+    config["train_micro_batch_size_per_gpu"] = 1
     # Torch's fused AdamW on the CPU too: the same arithmetic in every way of training, and no
     # compiler needed.
     config["zero_force_ds_cpu_optimizer"] = False

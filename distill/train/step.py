@@ -44,19 +44,25 @@ MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it sto
 class StepOutcome:
     """The numbers of a step that every rank knows as soon as it is taken."""
 
-    tokens: int  # Tokens read on all ranks, padding excluded.
-    labels: int  # Labels of all ranks and micro-batches.
-    grad_norm: float  # Norm of the gradient before it is clipped; 0 for a skipped step.
+    tokens: int
+    """Tokens read on all ranks, padding excluded."""
+    labels: int
+    """Labels of all ranks and micro-batches."""
+    grad_norm: float
+    """Norm of the gradient before it is clipped; 0 for a skipped step."""
     lr: float
-    skipped: bool  # The loss or the gradient was not finite, so the weights stayed as they were.
+    skipped: bool
+    """The loss or the gradient was not finite, so the weights stayed as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadStats(StepOutcome):
     """A step whose results are still on the device, summed over this rank's micro-batches."""
 
-    loss: Tensor  # This rank's part of the loss per label, float64 [].
-    sums_S3: Tensor  # For each draft step: sum of alpha, sum of alpha_greedy, labelled rows.
+    loss: Tensor
+    """This rank's part of the loss per label, float64 []."""
+    sums_S3: Tensor
+    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,8 @@ class StepStats(StepOutcome):
     Lists have an entry per draft step.
     """
 
-    loss: float  # Loss per label, of the micro-batches before the first whose loss was not finite.
+    loss: float
+    """Loss per label, of the micro-batches before the first whose loss was not finite."""
     alpha: list[float]
     alpha_greedy: list[float]
 
@@ -192,9 +199,8 @@ class Distillation:
             optim,
             accelerator,
         )
-        self.draft = (
-            draft  # the parameters are whole unless the ranks shard them (`shards_parameters`)
-        )
+        # the parameters are whole unless the ranks shard them (`shards_parameters`)
+        self.draft = draft
         module = DistillStep(draft, divergence)
         if uses_deepspeed():
             fit_deepspeed(accelerator, optim.max_grad_norm)

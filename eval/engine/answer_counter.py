@@ -15,9 +15,8 @@ from redraft.heads.families.retrieval import Live, Text
 
 # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
 LEAST_HEAD = 0.2
-TRIED = (
-    32  # once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
-)
+# once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
+TRIED = 32
 FIRST = 64  # drafts of a new head before it is judged
 REMEMBERED = 256  # drafts; then both sums halve
 COUNTED_AT_ONCE = 48  # counting steps per engine step
@@ -134,7 +133,8 @@ class FirstTokens:
 
     hits: float = 0.5
     drafts: float = 1.0
-    waiting: dict[str, int] = field(default_factory=dict)  # the token, by request
+    waiting: dict[str, int] = field(default_factory=dict)
+    """The token, by request."""
     _num_asked: int = 0
 
     @property

@@ -69,17 +69,22 @@ class Lookups:
     """How tokens are looked up, alone or before a head."""
 
     ngram: Ngram = field(default_factory=Ngram)
-    verify_cost: float | None = None  # of one more token, for counted answers; None: the folder's
-    head_requests: int | None = None  # most in a step for which the head drafts; None: any
+    verify_cost: float | None = None
+    """Cost of verifying one more token, for counted answers. None takes the folder's."""
+    head_requests: int | None = None
+    """Most in a step for which the head drafts; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
     """A draft by its name; with `lookup`, a head that is asked if the lookup finds nothing."""
 
-    source: str  # folder, hub name, or name of a draft without a folder; with `lookup`, the head's
-    lookup: str | None = None  # `ngram`, `live`, or the folder of counted answers.
-    head_tokens: int | None = None  # most of the head in a step; None: as many as the lookup
+    source: str
+    """Folder, hub name, or name of a draft without a folder; with `lookup`, the head's."""
+    lookup: str | None = None
+    """`ngram`, `live`, or the folder of counted answers."""
+    head_tokens: int | None = None
+    """Most of the head in a step; None: as many as the lookup."""
     given_name: str | None = None
 
     @staticmethod

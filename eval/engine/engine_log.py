@@ -36,8 +36,10 @@ _CAUSE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    process: str  # Empty for a line of uvicorn, of a parser or of another program.
-    level: str  # Empty for a traceback, and for whatever is printed.
+    process: str
+    """Empty for a line of uvicorn, of a parser or of another program."""
+    level: str
+    """Empty for a traceback, and for whatever is printed."""
     text: str
 
     @property

@@ -17,11 +17,15 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 class Machine:
     """A machine, or a part of one: the first GPU stands for all."""
 
-    gpu: str | None = None  # Name of the GPU; None on a machine without one.
-    gpu_has_bfloat16: bool = False  # matrix units for bfloat16, as from compute capability 8.0 on
-    gpu_shared_bytes: int = 0  # Shared memory that one program of the GPU may have.
+    gpu: str | None = None
+    """Name of the GPU; None on a machine without one."""
+    gpu_has_bfloat16: bool = False
+    """Matrix units for bfloat16, as from compute capability 8.0 on."""
+    gpu_shared_bytes: int = 0
+    """Shared memory that one program of the GPU may have."""
     gpu_bytes: int | None = None
-    host_bytes: int = sys.maxsize  # Memory of the machine, or of the container.
+    host_bytes: int = sys.maxsize
+    """Memory of the machine, or of the container."""
     cpu_has_bfloat16: bool = False
     """Whether the CPU has instructions for bfloat16 (AMX, AVX-512). Without them bfloat16 is about
     a hundred times slower than float32.

@@ -36,8 +36,10 @@ VARIABLES = {
 class HeadLimits:
     """Limits on the head's draft: it must compute a token, and may be right less often."""
 
-    tokens: int | None = None  # Most tokens a step; None for as many as a lookup may have.
-    requests: int | None = None  # most in a step; in a larger one only the lookup drafts
+    tokens: int | None = None
+    """Most tokens a step; None for as many as a lookup may have."""
+    requests: int | None = None
+    """Most in a step; in a larger one only the lookup drafts."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -25,11 +25,15 @@ class Difference:
 
     prompt: int
     domain: str
-    position: int  # Index of the first different output token.
-    token_with: int | None  # None if this output had ended.
+    position: int
+    """Index of the first different output token."""
+    token_with: int | None
+    """None if this output had ended."""
     token_without: int | None
-    logit_gap: float | None  # of the worse token to the target's best logit; None if unknown
-    is_tie: bool  # The gap is within floating-point error.
+    logit_gap: float | None
+    """Distance of the worse token's logit from the target's best logit. None if unknown."""
+    is_tie: bool
+    """The gap is within floating-point error."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,8 @@ FAST_STEPS = 0.1  # share of fastest steps that show a half's speed: longer draf
 @dataclass(frozen=True, kw_only=True)
 class Output:
     token_ids: list[int]
-    counts: AcceptanceCounts | None  # Counts of this request; None if nothing is drafted.
+    counts: AcceptanceCounts | None
+    """Counts of this request; None if nothing is drafted."""
     arrivals: tuple[tuple[float, int], ...] = ()
     """(time by our clock, number of tokens): of the request, with 0, then of every step."""
 
@@ -41,21 +42,27 @@ class Output:
 class Measurement:
     prompts: Sequence[Prompt]
     outputs: list[Output]
-    full_s: float  # From the first request until one ends that no other follows.
-    full_tokens: int  # Tokens in this time.
+    full_s: float
+    """From the first request until one ends that no other follows."""
+    full_tokens: int
+    """Tokens in this time."""
     dtype: str
-    counts: AcceptanceCounts | None  # over the whole run, by the engine's counters
+    counts: AcceptanceCounts | None
+    """Over the whole run, by the engine's counters."""
     decode_s: float | None = None
     """Time of all requests after the first token, in seconds, by the engine's clock; None if other
     requests ran too.
     """
-    step_s: float | None = None  # median of a step without a prefill; None if there are few
-    ttft_s: float | None = None  # mean time to the first token
+    step_s: float | None = None
+    """Median of a step without a prefill; None if there are few."""
+    ttft_s: float | None = None
+    """Mean time to the first token."""
     half_step_s: tuple[float, float] | None = None
     """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None
     if there are few.
     """
-    repeats: int = 0  # runs of this load discarded, because a server changed speed
+    repeats: int = 0
+    """Runs of this load discarded, because a server changed speed."""
 
     @property
     def num_output_tokens(self) -> int:

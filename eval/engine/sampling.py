@@ -24,10 +24,14 @@ nothing.
 class Sampling:
     """How a request is sampled. The defaults are vLLM's for a target that names none."""
 
-    temperature: float = 1.0  # 0 takes the most probable token, whatever the filters say.
-    top_p: float = 1.0  # sample from the fewest tokens that add up to this; 1 keeps all
-    top_k: int = 0  # Sample from this many tokens. 0 keeps all.
-    min_p: float = 0.0  # sample from tokens with this share of the highest; 0 keeps all
+    temperature: float = 1.0
+    """0 takes the most probable token, whatever the filters say."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that add up to this; 1 keeps all."""
+    top_k: int = 0
+    """Sample from this many tokens. 0 keeps all."""
+    min_p: float = 0.0
+    """Sample from tokens with this share of the highest; 0 keeps all."""
 
     def __post_init__(self) -> None:
         ranges = {

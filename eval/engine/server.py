@@ -52,7 +52,8 @@ class VllmServer:
     url: str
     model: str
     dtype: str
-    num_speculative_tokens: int  # 0 if nothing is drafted.
+    num_speculative_tokens: int
+    """0 if nothing is drafted."""
     mode: Mode = "compiled"
 
 

@@ -38,13 +38,18 @@ SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 @dataclass(frozen=True, kw_only=True)
 class NamedDraft:
     name: str
-    source: str  # Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`.
+    source: str
+    """Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`."""
     family: str
     fingerprint: str
-    forecast: Forecastable | None  # None if it can only be measured in the engine.
-    speculative: Mapping[str, Any] | None  # vLLM's, without num_tokens; None: vLLM has no proposer
-    folder: Path | None = None  # The folder with the weights; None for a lookup.
-    served: Path | None = None  # the folder to serve as the target, if the draft lies in one
+    forecast: Forecastable | None
+    """None if it can only be measured in the engine."""
+    speculative: Mapping[str, Any] | None
+    """VLLM's, without num_tokens; None: vLLM has no proposer."""
+    folder: Path | None = None
+    """The folder with the weights; None for a lookup."""
+    served: Path | None = None
+    """The folder to serve as the target, if the draft lies in one."""
     notes: tuple[str, ...] = ()
 
     def serves(self, num_speculative_tokens: int) -> bool:

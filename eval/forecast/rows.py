@@ -30,7 +30,8 @@ class TargetRows:
     """The target's distribution in N rows."""
 
     p_NM: Tensor
-    ids_NM: Tensor | None = None  # token of each column, distinct in a row; None: the vocabulary
+    ids_NM: Tensor | None = None
+    """Token of each column, distinct in a row; None: the vocabulary."""
 
     def probability(self, token_N: Tensor) -> Tensor:
         """p(token), [N]; 0 if the token was not kept."""
@@ -71,7 +72,8 @@ class StepRates:
 
     target: TargetRows
     q_NW: Tensor
-    draft_ids_W: Tensor | None  # int64, target ids by draft id, ascending; None: they are equal
+    draft_ids_W: Tensor | None
+    """Int64, target ids by draft id, ascending; None: they are equal."""
 
     @functools.cached_property
     def token(self) -> Tensor:
@@ -135,7 +137,8 @@ class ComparedRows:
     mask_BT: Tensor
     alpha_BT: Tensor
     alpha_greedy_BT: Tensor
-    agree_BT: Tensor  # bool, argmax q = argmax p.
+    agree_BT: Tensor
+    """Bool, argmax q = argmax p."""
 
 
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:

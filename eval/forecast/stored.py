@@ -26,10 +26,13 @@ class StoredForecast:
     """The forecast of a draft on the prompts held out in its training, at temperature 0."""
 
     num_speculative_tokens: int
-    max_tokens: int  # Longest answer, in tokens.
+    max_tokens: int
+    """Longest answer, in tokens."""
     end_ids: tuple[int, ...]
-    by_prompt: Mapping[str, tuple[int, int]]  # drafts and accepted tokens, by the prompt's digest
-    dtype: str | None = None  # of the target; None if it is not known, on a server
+    by_prompt: Mapping[str, tuple[int, int]]
+    """Drafts and accepted tokens, by the prompt's digest."""
+    dtype: str | None = None
+    """The target's dtype. None if a server does not report it."""
 
     @property
     def tau(self) -> float:

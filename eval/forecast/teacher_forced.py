@@ -45,18 +45,26 @@ from redraft.heads.progress import Progress
 class Forecastable:
     """A draft with a forecast: a module with draft steps, or n-grams."""
 
-    fingerprint: str  # Identifies the draft in cached results, e.g. the fingerprint of a folder.
+    fingerprint: str
+    """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
     """The draft steps for a number of draft tokens."""
-    first: Lookup | None = None  # before the steps: a block is its tokens, if there are any
-    head_tokens: int | None = None  # most by the steps after a lookup; None: as the lookup
+    first: Lookup | None = None
+    """Before the steps: a block is its tokens, if there are any."""
+    head_tokens: int | None = None
+    """Most by the steps after a lookup; None: as the lookup."""
     is_autoregressive: bool = False
-    is_block: bool = False  # the number of draft tokens changes all: each takes a pass
+    is_block: bool = False
+    """The number of draft tokens changes all: each takes a pass."""
     aux_layer_ids: tuple[int, ...] = ()
-    is_sampled: bool = False  # above temperature 0 serving draws from q, not the best token
-    can_sample: bool = False  # serving could draw from q (`draft_sample_method: probabilistic`)
-    max_tokens: int | None = None  # Largest number of draft tokens; None if there is no limit.
-    module: Any = None  # computes `steps`, for a caller that moves it to another device
+    is_sampled: bool = False
+    """Above temperature 0 serving draws from q, not the best token."""
+    can_sample: bool = False
+    """Serving could draw from q (`draft_sample_method: probabilistic`)."""
+    max_tokens: int | None = None
+    """Largest number of draft tokens; None if there is no limit."""
+    module: Any = None
+    """Computes `steps`, for a caller that moves it to another device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +73,11 @@ class PromptRows:
 
     num_output_tokens: int
     num_rows: int
-    alpha_sum: float  # of a block's first token, over the rows, with p and q as sampled
+    alpha_sum: float
+    """Sum over the rows of alpha at a block's first token, with p and q as sampled."""
     alpha_greedy_sum: float
-    counts: dict[int, ExpectedCounts]  # Counts by number of draft tokens.
+    counts: dict[int, ExpectedCounts]
+    """Counts by number of draft tokens."""
     other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
     """The counts with vLLM's other `draft_sample_method`; empty if that changes nothing."""
 
@@ -82,7 +92,8 @@ class Protocol:
     end_ids: tuple[int, ...]
     seed: int
     batch_size: int
-    filters: Sampling = field(default_factory=Sampling)  # of the answers, at every temperature
+    filters: Sampling = field(default_factory=Sampling)
+    """Sampling filters of the answers, at every temperature."""
 
     @property
     def most_tokens(self) -> int:

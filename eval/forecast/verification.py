@@ -34,17 +34,22 @@ class Labels:
 
     target_rows_N: Tensor
     ids_N: Tensor
-    length: int  # T, the number of rows of one sequence of the batch.
+    length: int
+    """T, the number of rows of one sequence of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedLabels:
     """One draft step at every label, float32 on the CPU, [N] each."""
 
-    accept_greedy_N: Tensor  # P(label drafted and accepted), with the most probable token
-    accept_sampled_N: Tensor  # with a token sampled from q; equal at 0 and for lookups
-    alpha_N: Tensor  # sum_v min(p, q), with p and q as the text was sampled.
-    alpha_greedy_N: Tensor  # p(argmax q), with p and q as the text was sampled.
+    accept_greedy_N: Tensor
+    """P(label drafted and accepted), with the most probable token."""
+    accept_sampled_N: Tensor
+    """With a token sampled from q; equal at 0 and for lookups."""
+    alpha_N: Tensor
+    """sum_v min(p, q), with p and q as the text was sampled."""
+    alpha_greedy_N: Tensor
+    """p(argmax q), with p and q as the text was sampled."""
 
 
 Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]

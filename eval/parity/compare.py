@@ -33,10 +33,13 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of a row's largest entry: ker
 class Pass:
     """One forward pass of a drafter over the rows at `positions_N`."""
 
-    ids_N: Tensor | None  # None if the head reads no tokens.
+    ids_N: Tensor | None
+    """None if the head reads no tokens."""
     positions_N: Tensor
-    feature_ND: Tensor | None  # the target's state as fed in; None on the draft's own state
-    hidden_ND: Tensor  # The input of the draft's head.
+    feature_ND: Tensor | None
+    """The target's state as fed in; None on the draft's own state."""
+    hidden_ND: Tensor
+    """The input of the draft's head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +47,11 @@ class Trained:
     """One block as training computes it."""
 
     passes: list[Pass]
-    logits: list[Tensor]  # Logits of every drafted token, [W] each.
+    logits: list[Tensor]
+    """Logits of every drafted token, [W] each."""
     draft_ids_W: Tensor | None
-    confidence: list[float]  # estimated acceptance of each token; empty without estimates
+    confidence: list[float]
+    """Estimated acceptance of each token; empty without estimates."""
 
 
 def compare(

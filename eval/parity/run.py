@@ -26,13 +26,17 @@ class EngineRun:
     speculative_config: Mapping[str, Any]
     prompts: Sequence[Sequence[int]]
     max_tokens: int = 12
-    end_ids: Sequence[int] = ()  # that end an answer; by default it has `max_tokens`
+    end_ids: Sequence[int] = ()
+    """That end an answer; by default it has `max_tokens`."""
     dtype: str = "float32"
-    blocks_a_prompt: int = 4  # blocks per prompt recorded with passes; then tokens alone
+    blocks_a_prompt: int = 4
+    """Blocks per prompt recorded with passes; then tokens alone."""
     recorded_prompts: int = 4
     kv_cache_bytes: int = 64 << 20
-    engine: Mapping[str, Any] = field(default_factory=dict)  # Further arguments of `LLM`.
-    native_rotary: bool = False  # Rotate in PyTorch instead of in vLLM's CPU kernel.
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `LLM`."""
+    native_rotary: bool = False
+    """Rotate in PyTorch instead of in vLLM's CPU kernel."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -41,8 +45,10 @@ class EngineRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    request: int  # Index of the prompt.
-    num_output: int  # Tokens emitted before it.
+    request: int
+    """Index of the prompt."""
+    num_output: int
+    """Tokens emitted before it."""
     drafted: list[int]
     passes: list[dict[str, Any]]
     """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if

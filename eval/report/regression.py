@@ -73,12 +73,18 @@ class Change:
     num_speculative_tokens: int
     before: float
     after: float
-    loss: float  # (before - after) / before; negative if tau rose.
-    low: float  # Lower end of the 95% interval of before - after, in tokens per target step.
-    high: float  # Upper end of the same interval.
-    is_paired: bool  # Both taus are from the same prompts.
-    num_prompts: int  # Number of prompts compared.
-    fell: bool = False  # Proven, and by more than is allowed.
+    loss: float
+    """(before - after) / before; negative if tau rose."""
+    low: float
+    """Lower end of the 95% interval of before - after, in tokens per target step."""
+    high: float
+    """Upper end of the same interval."""
+    is_paired: bool
+    """Both taus are from the same prompts."""
+    num_prompts: int
+    """Number of prompts compared."""
+    fell: bool = False
+    """Proven, and by more than is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)

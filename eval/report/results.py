@@ -35,7 +35,8 @@ class Measured:
     num_speculative_tokens: Sequence[int]
     forecast: Rows
     engine: EngineCounts = field(default_factory=dict)
-    seed: int = 0  # Seed of the sampled answers.
+    seed: int = 0
+    """Seed of the sampled answers."""
 
     def rows(self, draft: str, temperature: float) -> list[PromptRows] | None:
         """The forecast of a draft, one entry per prompt; None if nothing forecasts this draft."""

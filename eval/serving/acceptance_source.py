@@ -17,9 +17,11 @@ FILTERS = ("top_p", "top_k", "min_p")
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
     draft: str
-    per_position: list[float]  # share of the steps that accept up to each position
+    per_position: list[float]
+    """Share of the steps that accept up to each position."""
     sampling: Sampling
-    is_sampled: bool  # drafts were sampled (`draft_sample_method: probabilistic`), not greedy
+    is_sampled: bool
+    """Drafts were sampled (`draft_sample_method: probabilistic`), not greedy."""
 
 
 def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:

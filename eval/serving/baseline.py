@@ -49,13 +49,20 @@ class Baseline:
 
     mode: Mode
     tokens_s: float
-    threads: int | None  # OpenMP threads that compute; None if vLLM binds none.
-    step_ms: float  # Median time of a step without a prefill.
-    limit_share: float | None  # time to read the weights once, as a share of the step, if known
-    speeds: int  # over all rounds, apart by the factor `CHANGED`; 1 is sound
-    repeated: int  # Loads that were measured again because a server changed speed.
-    modes: Mapping[Mode, float]  # tokens/s of the rounds that chose; empty if the user did
-    not_default: str | None  # Arguments of the server that are not vLLM's defaults, by its log.
+    threads: int | None
+    """OpenMP threads that compute; None if vLLM binds none."""
+    step_ms: float
+    """Median time of a step without a prefill."""
+    limit_share: float | None
+    """Time to read the weights once, as a share of the step, if known."""
+    speeds: int
+    """Over all rounds, apart by the factor `CHANGED`; 1 is sound."""
+    repeated: int
+    """Loads that were measured again because a server changed speed."""
+    modes: Mapping[Mode, float]
+    """Tokens/s of the rounds that chose; empty if the user did."""
+    not_default: str | None
+    """Arguments of the server that are not vLLM's defaults, by its log."""
 
 
 def choose_mode(

@@ -33,20 +33,32 @@ class DraftReport:
 
     name: str
     title: str
-    parameters: int | None  # In its files; None if it has none.
-    tau_forecast: float | None  # By its training, on the prompts of the first rounds.
+    parameters: int | None
+    """In its files; None if it has none."""
+    tau_forecast: float | None
+    """By its training, on the prompts of the first rounds."""
     is_lookup: bool
-    chooses_length: bool  # It decides at every step how many tokens to propose.
-    num_speculative_tokens: int  # Most draft tokens of a step in the first rounds.
+    chooses_length: bool
+    """It decides at every step how many tokens to propose."""
+    num_speculative_tokens: int
+    """Most draft tokens of a step in the first rounds."""
     measured: ByLoad
-    is_acceptance_given: bool  # By --acceptance; else it is the measured one.
-    token_ms: Mapping[int, float]  # Time of a draft token, by requests in flight.
-    by_tokens: Mapping[int, Sequence[Prediction]]  # For 0, 1, 2, ... tokens, by requests in flight.
-    best: Mapping[int, int]  # The fastest number of tokens, by requests in flight.
-    predicted: Mapping[int, float]  # The speed-up with it.
-    advice: str  # The best number of tokens at each batch size, in words.
-    serve: str  # What to append to `vllm serve TARGET`, after the variables to set.
-    confirmed: ByLoad | None  # In the last rounds, as advised; None if it did not take part.
+    is_acceptance_given: bool
+    """By --acceptance; else it is the measured one."""
+    token_ms: Mapping[int, float]
+    """Time of a draft token, by requests in flight."""
+    by_tokens: Mapping[int, Sequence[Prediction]]
+    """For 0, 1, 2, ... tokens, by requests in flight."""
+    best: Mapping[int, int]
+    """The fastest number of tokens, by requests in flight."""
+    predicted: Mapping[int, float]
+    """The speed-up with it."""
+    advice: str
+    """The best number of tokens at each batch size, in words."""
+    serve: str
+    """Arguments to append to `vllm serve TARGET`, after the variables to set."""
+    confirmed: ByLoad | None
+    """In the last rounds, as advised; None if it did not take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +68,23 @@ class LosslessReport:
     num_prompts: int
     lossless: bool
     differences: Sequence[Difference]
-    num_parted_alone: int  # Outputs of the target alone that other batch sizes change.
+    num_parted_alone: int
+    """Outputs of the target alone that other batch sizes change."""
     widest_gap_alone: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    loads: Sequence[int]  # Requests in flight, in ascending order.
-    rounds: int  # Of the last ones.
+    loads: Sequence[int]
+    """Requests in flight, in ascending order."""
+    rounds: int
+    """Number of the last rounds."""
     max_tokens: int
     sampling: Sampling
     penalties: Mapping[str, float]
     draft_sample_method: str
-    minutes: float | None  # Of each training; None if nothing was trained.
+    minutes: float | None
+    """Minutes per training. None if nothing was trained."""
     dtype: str
 
 
@@ -78,10 +94,13 @@ class BenchReport:
     target: str
     command: str
     baseline: Baseline
-    plain: ByLoad  # The target alone in the last rounds.
+    plain: ByLoad
+    """The target alone in the last rounds."""
     drafts: Sequence[DraftReport]
-    served: str | None  # Name of the draft to serve; None for none.
-    lossless: LosslessReport | None  # None if requests are sampled, or no draft should be served.
+    served: str | None
+    """Name of the draft to serve; None for none."""
+    lossless: LosslessReport | None
+    """None if requests are sampled, or no draft should be served."""
     settings: Settings
     environment: Mapping[str, str]
     duration_s: float

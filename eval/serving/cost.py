@@ -55,7 +55,8 @@ class StepCosts:
     """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step
     without a draft.
     """
-    draft_s: Mapping[int, float]  # draft_s[b]: proposing one more token for each of b requests.
+    draft_s: Mapping[int, float]
+    """draft_s[b]: proposing one more token for each of b requests."""
 
     def __post_init__(self) -> None:
         if (
@@ -150,11 +151,15 @@ def _line(points: Mapping[int, float], x: float) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     batch_size: int
-    num_speculative_tokens: int  # 0 for no speculation.
-    tau: float  # Tokens per request in a step.
+    num_speculative_tokens: int
+    """0 for no speculation."""
+    tau: float
+    """Tokens per request in a step."""
     step_s: float
-    tokens_per_s: float  # Output tokens per second of all requests together.
-    speedup: float  # Ratio of tokens_per_s to no speculation at the same batch size.
+    tokens_per_s: float
+    """Output tokens per second of all requests together."""
+    speedup: float
+    """Ratio of tokens_per_s to no speculation at the same batch size."""
 
 
 def predict_speed(
@@ -192,8 +197,10 @@ class Range:
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     acceptance_per_position: tuple[float, ...]
-    table: tuple[Prediction, ...]  # for every measured batch size and number of draft tokens
-    schedule: tuple[Range, ...]  # best number of draft tokens by batch size, as measured
+    table: tuple[Prediction, ...]
+    """For every measured batch size and number of draft tokens."""
+    schedule: tuple[Range, ...]
+    """Best number of draft tokens by batch size, as measured."""
 
     @property
     def sentence(self) -> str:

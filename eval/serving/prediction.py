@@ -19,11 +19,16 @@ from redraft.heads.catalog import find_speculative
 class Candidate:
     name: str
     title: str
-    config: Mapping[str, Any]  # vLLM's --speculative-config without the number of tokens.
-    num_speculative_tokens: int  # Draft tokens of a step in the first rounds: the most to consider.
-    parameters: int | None = None  # In the draft's files; None if it has none.
-    tau_forecast: float | None = None  # By its training, on the prompts of the first rounds.
-    given: Sequence[float] | None = None  # Acceptance by position, in place of the counted one.
+    config: Mapping[str, Any]
+    """VLLM's --speculative-config without the number of tokens."""
+    num_speculative_tokens: int
+    """Draft tokens of a step in the first rounds: the most to consider."""
+    parameters: int | None = None
+    """In the draft's files; None if it has none."""
+    tau_forecast: float | None = None
+    """By its training, on the prompts of the first rounds."""
+    given: Sequence[float] | None = None
+    """Acceptance by position, in place of the counted one."""
 
     def __post_init__(self) -> None:
         if self.given is not None and not self.has_one_acceptance:
@@ -56,14 +61,17 @@ class Candidate:
 @dataclass(frozen=True)
 class Choice:
     candidate: Candidate
-    measured: Mapping[int, Compared]  # by requests in flight
+    measured: Mapping[int, Compared]
+    """By requests in flight."""
     costs: StepCosts
     by_tokens: Mapping[int, Sequence[Prediction]]
     """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if others
     cannot be known.
     """
-    advice: str  # the best number of tokens at each batch size, in words
-    speculative_config: Mapping[str, Any]  # to serve, with the best numbers of tokens
+    advice: str
+    """The best number of tokens at each batch size, in words."""
+    speculative_config: Mapping[str, Any]
+    """To serve, with the best numbers of tokens."""
 
     @property
     def best(self) -> dict[int, Prediction]:

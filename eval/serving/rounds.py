@@ -39,11 +39,15 @@ USED_MEMORY = 0.9  # of a GPU by all servers together; the rest is for CUDA cont
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     rounds: int
-    prompts: Mapping[int, int]  # Number of prompts in a round, by requests in flight.
+    prompts: Mapping[int, int]
+    """Number of prompts in a round, by requests in flight."""
     max_tokens: int
-    sampling: Sampling | None = GREEDY  # None: as the target's generation_config.json says
-    first: int = 0  # Number of the first round, which chooses its prompts.
-    most_repeats: int = MOST_REPEATS  # of a load in which a server changes speed
+    sampling: Sampling | None = GREEDY
+    """None: as the target's generation_config.json says."""
+    first: int = 0
+    """Number of the first round, which chooses its prompts."""
+    most_repeats: int = MOST_REPEATS
+    """Maximum number of repeats of a load in which a server changes speed."""
 
 
 @contextlib.contextmanager
@@ -271,14 +275,18 @@ class Compared:
     """
 
     ratio: float
-    interval: tuple[float, float] | None  # 95%, over rounds; None with fewer than 6
+    interval: tuple[float, float] | None
+    """95%, over rounds; None with fewer than 6."""
     ratios: list[float]
-    ideal: float  # The ratio if every draft token were accepted in steps as long as these.
+    ideal: float
+    """The ratio if every draft token were accepted in steps as long as these."""
     tokens_per_s: float
-    ttft_ms: float | None  # Mean time to the first token.
+    ttft_ms: float | None
+    """Mean time to the first token."""
     tau: float
     acceptance_per_position: list[float]
-    step_ms: float  # with a share of the prefills
+    step_ms: float
+    """With a share of the prefills."""
     tokens_per_request: float
 
 

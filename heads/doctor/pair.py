@@ -31,7 +31,8 @@ class Finding:
 
     problem: str
     cure: str
-    is_doubt: bool = False  # unusual, may be meant: printed, and does not fail the check
+    is_doubt: bool = False
+    """Unusual, may be meant: printed, and does not fail the check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,10 @@ class Pair:
     target: TargetFolder
     draft: Path
     config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]  # Shapes of the draft's tensors, by name.
-    dtypes: Mapping[str, str]  # by tensor, as safetensors spells them (F32, BF16, I64)
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the draft's tensors, by name."""
+    dtypes: Mapping[str, str]
+    """By tensor, as safetensors spells them (F32, BF16, I64)."""
     family: Family
     provenance: Provenance
 

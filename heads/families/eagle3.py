@@ -388,7 +388,8 @@ class Checkpoint:
     """An exported folder of this layout, or of another trainer's, as it was read."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]  # the first layer is `midlayer`; no embeddings and maps
+    tensors: Mapping[str, Tensor]
+    """The first layer is `midlayer`; no embeddings and maps."""
     draft_ids_W: Tensor | None
     shape: LlamaShape
 

@@ -117,9 +117,12 @@ class Rows:
 
     kept_BT: Tensor
     streams_SF: Tensor
-    own_SD: Tensor  # Embedding of x[t], normed.
-    next_SD: Tensor  # Embedding of x[t+1], normed.
-    hidden_SD: Tensor  # State on row t+1, before the weights of the final norm.
+    own_SD: Tensor
+    """Embedding of x[t], normed."""
+    next_SD: Tensor
+    """Embedding of x[t+1], normed."""
+    hidden_SD: Tensor
+    """State on row t+1, before the weights of the final norm."""
 
     @property
     def inputs(self) -> Tensor:

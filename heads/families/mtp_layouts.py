@@ -23,14 +23,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    model: str  # module in `transformers.models` and prefix of its classes: "module:Prefix"
-    prefix: str  # of the layer's tensors; {n} stands for the target's number of layers
-    names: Mapping[str, str]  # Names in the checkpoint, by the names of our modules.
-    embedding_first: bool  # The embedding comes before the hidden state in the concatenation.
-    zero_at_start: bool  # the embedding at position 0, of a second token, becomes zeros
-    reads_normed: bool  # the first feature is the state after the target's final norm
-    count_key: str = "num_nextn_predict_layers"  # Config key for the number of MTP layers.
-    engine_output: int = 0  # output of vLLM's drafter after the final norm, from 0
+    model: str
+    """Module in `transformers.models` and prefix of its classes: "module:Prefix"."""
+    prefix: str
+    """Prefix of the layer's tensors. {n} stands for the target's number of layers."""
+    names: Mapping[str, str]
+    """Names in the checkpoint, by the names of our modules."""
+    embedding_first: bool
+    """The embedding comes before the hidden state in the concatenation."""
+    zero_at_start: bool
+    """The embedding at position 0, of a second token, becomes zeros."""
+    reads_normed: bool
+    """The first feature is the state after the target's final norm."""
+    count_key: str = "num_nextn_predict_layers"
+    """Config key for the number of MTP layers."""
+    engine_output: int = 0
+    """Output of vLLM's drafter after the final norm, from 0."""
 
     def block(self, config: Any) -> nn.Module:
         """The decoder layer, with a `Memory` for attention."""

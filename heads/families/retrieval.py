@@ -48,9 +48,8 @@ MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
 SHARD = 1 << 12  # most runs to drop, or to move in memory, at once
-REMEMBERED = (
-    4096  # live predictions of a kind; then both sums halve, and the rate follows the traffic
-)
+# live predictions of a kind; then both sums halve, and the rate follows the traffic
+REMEMBERED = 4096
 EXPECTED = (
     0.2,
     0.4,
@@ -89,7 +88,8 @@ class Text:
     """A prompt and its answer, as one sequence."""
 
     ids: Ids
-    is_label: NDArray[np.bool_]  # Tokens written by the target.
+    is_label: NDArray[np.bool_]
+    """Tokens written by the target."""
     owner: bytes = b""
     """The name of its owner. Names have one length, and no owner is drafted another's text."""
 

@@ -16,9 +16,12 @@ class Foreign:
     """A kind of draft that redraft has no module for."""
 
     name: str
-    method: str | None  # vLLM's method to serve it with; None if vLLM has none.
-    architecture: str = ""  # pattern in `architectures`, or in `speculators_model_type`
-    tensors: tuple[str, ...] = ()  # patterns, each of which some tensor's name holds
+    method: str | None
+    """VLLM's method to serve it with; None if vLLM has none."""
+    architecture: str = ""
+    """Pattern in `architectures`, or in `speculators_model_type`."""
+    tensors: tuple[str, ...] = ()
+    """Patterns, each of which some tensor's name holds."""
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
     """By config.json and the names of the tensors."""
 

@@ -262,9 +262,8 @@ def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
     # A file has one end token. Many chat models end a turn with another: without it, an answer
     # would run on.
     ends = [token for token in (config.eos_token_id, end_of_turn) if token is not None]
-    model.generation_config._from_model_config = (
-        False  # or the next load takes the config's end token again
-    )
+    # or the next load takes the config's end token again
+    model.generation_config._from_model_config = False
     model.generation_config.eos_token_id = (
         ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None
     )

@@ -17,7 +17,8 @@ from redraft.heads.options import Standalone
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
-    source: str = ""  # empty: not known
+    source: str = ""
+    """Empty: not known."""
     split: str = "train_sft"
     held_out: float = 0.01
     max_prompt_tokens: int = 1024
@@ -50,13 +51,16 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     date: str | None = None
     template_arguments: dict[str, Any] = {}
     label_probe: dict[str, list[int]] | None = None
-    metrics: list[dict[str, Any]] = []  # the last lines of its metrics.jsonl
-    forecast: dict[str, Any] | None = None  # an `eval.forecast.stored.StoredForecast`
+    metrics: list[dict[str, Any]] = []
+    """The last lines of its metrics.jsonl."""
+    forecast: dict[str, Any] | None = None
+    """An `eval.forecast.stored.StoredForecast`."""
     # of a learner's versions and checkpoints
     copied_from: str = ""
     trained_from: str = ""
     trained_through: float = math.inf
-    progress: dict[str, Any] = {}  # an `online.learning.trainer.Progress`
+    progress: dict[str, Any] = {}
+    """An `online.learning.trainer.Progress`."""
     # of a target
     imported_from: dict[str, Any] = {}
     downloaded_from: dict[str, Any] = {}

@@ -25,7 +25,8 @@ OF_SPECULATORS = "speculators_model_type"
 class View:
     """The positions that one layer sees."""
 
-    window: int | None = None  # None: every position of its document
+    window: int | None = None
+    """None: every position of its document."""
     is_causal: bool = False
 
     def __str__(self) -> str:

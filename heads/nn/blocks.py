@@ -24,7 +24,8 @@ class BlockMask:
 
     prefixes: Prefixes
     num_slots: int
-    is_causal: bool = False  # A slot sees itself and earlier ones only.
+    is_causal: bool = False
+    """A slot sees itself and earlier ones only."""
 
     @staticmethod
     def make(

@@ -41,9 +41,12 @@ class LlamaShape:
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
-    attention_bias: bool = False  # of the projections; only heads of other trainers have them
-    qk_norm: bool = False  # of queries and keys, as in Qwen3; only of other trainers
-    logit_scale: float = 1.0  # Factor of the head's logits, as in the target's; vLLM reads it.
+    attention_bias: bool = False
+    """Whether the projections have a bias. Only heads of other trainers have one."""
+    qk_norm: bool = False
+    """Whether queries and keys are normed, as in Qwen3. Only heads of other trainers are."""
+    logit_scale: float = 1.0
+    """Factor of the head's logits, as in the target's; vLLM reads it."""
 
     @property
     def rule(self) -> LogitRule:

@@ -42,10 +42,14 @@ draft.
 class Prefixes:
     """The keys that each row sees."""
 
-    start_BN: Tensor  # int64, the first one.
-    end_BN: Tensor  # int64, behind the last one. No row sees none.
-    is_whole: bool  # row n is key n's, and sees its document up to itself: causal kernels
-    uses_flex: bool  # the form for GPUs
+    start_BN: Tensor
+    """Int64, the first one."""
+    end_BN: Tensor
+    """Int64, behind the last one. No row sees none."""
+    is_whole: bool
+    """Row n is key n's, and sees its document up to itself: causal kernels."""
+    uses_flex: bool
+    """The form for GPUs."""
     order_BN: Tensor | None = None
     """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n.
     Rows that follow each other in the text share blocks of keys, and a kernel computes a block
@@ -443,8 +447,10 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Piece:
-    at: tuple[Any, ...]  # The rows, as an index of [B, H, N]; the batch dimension stays.
-    seen: tuple[slice, ...]  # The keys, as an index of [B, H, T].
+    at: tuple[Any, ...]
+    """The rows, as an index of [B, H, N]; the batch dimension stays."""
+    seen: tuple[slice, ...]
+    """The keys, as an index of [B, H, T]."""
     mask: Tensor | None
 
 

@@ -36,7 +36,8 @@ class Standing:
     current: str
     is_asleep: bool
     steps_saved: int
-    failed_rounds: dict[str, int]  # Failures of the tasks beside the cycle, by task.
+    failed_rounds: dict[str, int]
+    """Failures of the tasks beside the cycle, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class WentBack:
     """The answer to `rollback`."""
 
     version: str
-    behind: str = ""  # The servers that are not there yet, for people; empty if all are.
+    behind: str = ""
+    """The servers that are not there yet, for people; empty if all are."""
 
 
 @dataclass(frozen=True, kw_only=True)

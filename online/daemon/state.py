@@ -88,23 +88,27 @@ class Move(NamedTuple):
     """An event, the candidate it brings and the reason."""
 
     event: Event
-    candidate: str | None = None  # The new candidate, if the event brings one.
-    reason: str = ""  # Why it happened, for people.
+    candidate: str | None = None
+    """The new candidate, if the event brings one."""
+    reason: str = ""
+    """Why it happened, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     phase: Phase = Phase.IDLE
-    candidate: str | None = None  # a checkpoint until published, then a version
-    reason: str = ""  # Reason of the last event, for people.
+    candidate: str | None = None
+    """A checkpoint until published, then a version."""
+    reason: str = ""
+    """Reason of the last event, for people."""
     num_looks: int = 0
     """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs
     more evidence at every look, so a kill must not begin the count again.
     """
-    has_gone_back: bool = False  # an alarm has taken back a version since the last rollout
-    is_by_person: bool = (
-        False  # the running rollout: the draft in training does not descend from the candidate
-    )
+    has_gone_back: bool = False
+    """An alarm has taken back a version since the last rollout."""
+    is_by_person: bool = False
+    """The running rollout: the draft in training does not descend from the candidate."""
 
     @property
     def is_rolling_out(self) -> bool:

@@ -33,14 +33,21 @@ OWNER_BYTES = 12  # of a tenant in the name of its live counts, and of its salt 
 class Batch:
     """The requests of a step in the runner's order, as far as the host knows them."""
 
-    infos: Sequence[RequestInfo | None]  # None for a request that is not recorded.
-    first_reads: Sequence[int]  # each request's first token among those read; one end more
+    infos: Sequence[RequestInfo | None]
+    """None for a request that is not recorded."""
+    first_reads: Sequence[int]
+    """Each request's first token among those read; one end more."""
     num_drafts: Sequence[int]
-    proposers: Sequence[int]  # By request: 0 if the served version drafted, or LOOKUP or PADDING.
-    first_rows: Sequence[int]  # Index of each request's first row of logits.
-    first_drafts: Sequence[int]  # Index of each request's first draft in the step's draft ids.
-    starts: Sequence[int]  # Index in prompt + output of the first token that each request samples.
-    is_partial: Sequence[bool]  # reads a part of a prompt, not its end, and samples nothing
+    proposers: Sequence[int]
+    """By request: 0 if the served version drafted, or LOOKUP or PADDING."""
+    first_rows: Sequence[int]
+    """Index of each request's first row of logits."""
+    first_drafts: Sequence[int]
+    """Index of each request's first draft in the step's draft ids."""
+    starts: Sequence[int]
+    """Index in prompt + output of the first token that each request samples."""
+    is_partial: Sequence[bool]
+    """Reads a part of a prompt, not its end, and samples nothing."""
 
 
 class Feed:

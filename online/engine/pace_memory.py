@@ -33,7 +33,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """The file's fields."""
 
     key: str
-    draft: str  # Hash of the version's manifest; empty if it or the target's weights are unknown.
+    draft: str
+    """Hash of the version's manifest; empty if it or the target's weights are unknown."""
     policy: Known
 
 

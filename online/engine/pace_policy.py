@@ -74,7 +74,8 @@ class Level:
 @dataclass
 class Probe:
     arm: int
-    before: float  # Mean residual of the steps before.
+    before: float
+    """Mean residual of the steps before."""
     residuals: list[tuple[int, int, float]] = field(default_factory=list)
     """(batch size's index, base, residual) of the steady steps."""
     num_steps: int = 0
@@ -86,7 +87,8 @@ class Speed:
     """An arm at a batch size: tokens/s against off."""
 
     mean: float
-    error: float  # Standard error, relative.
+    error: float
+    """Standard error, relative."""
 
     def at(self, errors: float) -> float:
         return self.mean * (1 + errors * self.error)

@@ -63,8 +63,10 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True)
 class States:
-    begin: int  # Index of the first token in prompt + output.
-    words_HLD: NDArray[np.uint16] | NDArray[np.uint8]  # bfloat16 (numpy has none) or float8 bits
+    begin: int
+    """Index of the first token in prompt + output."""
+    words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
+    """Bfloat16 (numpy has none) or float8 bits."""
 
     @property
     def end(self) -> int:
@@ -121,7 +123,8 @@ class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_ids: NDArray[np.int32]
     draft_probs: NDArray[np.float32]
     num_accepted: int
-    proposer: int = 0  # LOOKUP or PADDING if the draft tokens are not the served version's.
+    proposer: int = 0
+    """LOOKUP or PADDING if the draft tokens are not the served version's."""
     rows: Rows
 
     @property
@@ -135,22 +138,33 @@ class RequestLog:
     """State of one running request, from which the next segment is cut."""
 
     info: RequestInfo
-    max_bytes: int  # of a record; of a longer text only the newest tokens keep their states
-    kept_states: int = KEPT_STATES  # of a segment, for the first rows of the next
+    max_bytes: int
+    """Maximum size of a record. Of a longer text, only the newest tokens keep their states."""
+    kept_states: int = KEPT_STATES
+    """Number of states that a segment repeats for the first rows of the next."""
     output: list[int] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
-    draft_version: str = ""  # The version that proposed the draft tokens of the next record.
-    target_version: str = ""  # Version of the weights that verified them.
-    next_version: str = ""  # loaded in the newest step: proposed the step to come
+    draft_version: str = ""
+    """The version that proposed the draft tokens of the next record."""
+    target_version: str = ""
+    """Version of the weights that verified them."""
+    next_version: str = ""
+    """Loaded in the newest step: proposed the step to come."""
     sequence: int = 0
-    num_shipped: int = 0  # Output tokens before the next segment.
-    num_sent: int = 0  # Tokens of prompt and output that earlier records brought.
-    is_complete: bool = False  # The request has ended.
-    is_closed: bool = False  # Nothing more of it can be recorded: it ended, or a step was lost.
-    num_rows: int = 0  # Rows in `verified`, including any forgotten after a preemption.
+    num_shipped: int = 0
+    """Output tokens before the next segment."""
+    num_sent: int = 0
+    """Tokens of prompt and output that earlier records brought."""
+    is_complete: bool = False
+    """The request has ended."""
+    is_closed: bool = False
+    """Nothing more of it can be recorded: it ended, or a step was lost."""
+    num_rows: int = 0
+    """Rows in `verified`, including any forgotten after a preemption."""
     _num_state_bytes: int = 0
-    _num_new_bytes: int = 0  # Bytes of the states since the segment's first row.
+    _num_new_bytes: int = 0
+    """Bytes of the states since the segment's first row."""
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
         """Take one step.

@@ -32,7 +32,8 @@ ReadText = Callable[[str, int, int], Sequence[int] | Tensor]  # (request, from, 
 class _Request:
     blocks: list[int]
     prompt_ids: Sequence[int] | None
-    num_fresh: int = 0  # Blocks at the beginning whose keys are those of the served draft.
+    num_fresh: int = 0
+    """Blocks at the beginning whose keys are those of the served draft."""
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,8 @@ class _Hooks:
         self._propose: Any
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
-        self.step_draft_probs_SV = (
-            None  # set by `draft_probs`, which the runner calls within `_sample`
-        )
+        # set by `draft_probs`, which the runner calls within `_sample`
+        self.step_draft_probs_SV = None
         kept_RV = logits_RV
         if metadata is None and logits_RV is not None and logits_RV.dtype == torch.float32:
             # Temperature and penalties change these in place; the rejection sampler changes copies.

@@ -60,7 +60,8 @@ class Share:
 
     slices: Slices = field(default_factory=dict)
     rank: int = 0
-    num_ranks: int = 1  # Ranks that share out the comparing. 1: this rank compares every file.
+    num_ranks: int = 1
+    """Ranks that share out the comparing. 1: this rank compares every file."""
 
 
 class HostMemory:
@@ -141,15 +142,20 @@ class Part:
     """The part of a tensor that this rank reads: the same bytes of each of `rows`."""
 
     name: str
-    whole: Sequence[int]  # Shape of the tensor in the file.
+    whole: Sequence[int]
+    """Shape of the tensor in the file."""
     slice: Slice | None
     dtype: torch.dtype
     rows: int
     row_bytes: int
-    first_byte: int  # The part's first byte in each row.
-    num_bytes: int  # The part's bytes in each row.
-    begin: int  # In the file's data.
-    at: int  # In memory.
+    first_byte: int
+    """The part's first byte in each row."""
+    num_bytes: int
+    """The part's bytes in each row."""
+    begin: int
+    """In the file's data."""
+    at: int
+    """In memory."""
 
     @property
     def end(self) -> int:

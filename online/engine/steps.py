@@ -40,14 +40,21 @@ REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call beco
 # the time.
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request: RequestInfo
-    start: int  # Index in prompt + output of the first token the step sampled.
-    sampled_row: int | None  # of `EngineStep.sampled_BK`; None: it read a part of a prompt
+    start: int
+    """Index in prompt + output of the first token the step sampled."""
+    sampled_row: int | None
+    """Row of `EngineStep.sampled_BK`. None if the step read a part of a prompt."""
     num_drafts: int
-    proposer: int = 0  # LOOKUP or PADDING if the draft tokens are not the served version's.
-    first_row: int  # First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it.
-    first_draft: int  # First entry in `EngineStep.draft_ids_S`.
-    num_read: int = 0  # Tokens the target read: context tokens, then the `num_drafts` draft tokens.
-    first_read: int = 0  # of the first of them among all tokens read in the step
+    proposer: int = 0
+    """LOOKUP or PADDING if the draft tokens are not the served version's."""
+    first_row: int
+    """First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it."""
+    first_draft: int
+    """First entry in `EngineStep.draft_ids_S`."""
+    num_read: int = 0
+    """Tokens the target read: context tokens, then the `num_drafts` draft tokens."""
+    first_read: int = 0
+    """Index of the request's first token among all tokens read in the step."""
 
     @property
     def begin(self) -> int:
@@ -71,23 +78,33 @@ class EngineStep:
     """References to the tensors of one engine step. Nothing writes to these tensors any more."""
 
     draft_version: str
-    target_version: str | None = ""  # of the weights that verified; None if it is unclear
+    target_version: str | None = ""
+    """Version of the weights that verified. None if it is unclear."""
     parts: list[StepPart]
-    finished: list[str]  # Ids of the requests that ended before this step.
-    sampled_BK: Tensor | None = None  # by request, padded with -1, or by `num_sampled_B`
-    num_sampled_B: Tensor | None = None  # How many of them are valid.
-    starts_B: Tensor | None = None  # StepPart.start, where only the device knows it
+    finished: list[str]
+    """Ids of the requests that ended before this step."""
+    sampled_BK: Tensor | None = None
+    """By request, padded with -1, or by `num_sampled_B`."""
+    num_sampled_B: Tensor | None = None
+    """How many of them are valid."""
+    starts_B: Tensor | None = None
+    """StepPart.start, where only the device knows it."""
     logits_RV: Tensor | None = None
     """Logits before any sampling parameter. None if no request sampled, and with `largest`."""
-    largest: Largest | None = None  # The recorded part of the logits, if the hook has taken it.
-    draft_ids_S: Tensor | None = None  # of all requests, maybe with others in between
-    draft_probs_S: Tensor | None = None  # None if drafting is greedy.
-    states_NLD: Tensor | None = None  # copied bfloat16 states of `parts`' tokens, in order
+    largest: Largest | None = None
+    """The recorded part of the logits, if the hook has taken it."""
+    draft_ids_S: Tensor | None = None
+    """Draft ids of all requests, possibly with others in between."""
+    draft_probs_S: Tensor | None = None
+    """None if drafting is greedy."""
+    states_NLD: Tensor | None = None
+    """Copied bfloat16 states of `parts`' tokens, in order."""
     num_new_tokens: int = 0
     """Prompt tokens of the requests recorded since the step before. The steps of an ended request
     hold its prompt.
     """
-    computed: torch.cuda.Event | None = None  # on the engine's stream; None on a CPU
+    computed: torch.cuda.Event | None = None
+    """On the engine's stream; None on a CPU."""
 
     def read_sampled(self) -> list[list[int]]:
         """The tokens that each request sampled. Waits for the device."""

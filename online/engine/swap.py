@@ -37,8 +37,10 @@ class Layout:
     """
 
     folder: Path
-    settings: Mapping[str, Any]  # The content of config.json, without the keys that change nothing.
-    tensors: Mapping[str, str]  # Shape and kind of every tensor, by name.
+    settings: Mapping[str, Any]
+    """The content of config.json, without the keys that change nothing."""
+    tensors: Mapping[str, str]
+    """Shape and kind of every tensor, by name."""
     shared: Mapping[str, tuple[str, list[int], str]] | None = None
     """Type, shape and SHA-256 of the tensors for modules shared with the target; None until they
     are read.

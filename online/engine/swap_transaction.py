@@ -47,8 +47,10 @@ logger = logging.getLogger("vllm.redraft")
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     version: str
-    manifest_sha256: str = ""  # empty if it may be any
-    registry: str = ""  # the id; empty if it may be any
+    manifest_sha256: str = ""
+    """Empty if it may be any."""
+    registry: str = ""
+    """The id; empty if it may be any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -527,7 +529,8 @@ def can_pause(vllm_config: Any) -> bool:
 class _Found:
     folder: Path
     manifest_sha256: str
-    registry: str  # The registry's id; empty if it has none.
+    registry: str
+    """The registry's id; empty if it has none."""
     provenance: Provenance
 
     @property

@@ -375,9 +375,8 @@ def _set_version(worker: Any, version: str | None) -> None:
     if worker.redraft.capture:
         worker.redraft.capture.target_version = version
     if isinstance(worker.vllm_config.additional_config, dict):
-        worker.vllm_config.additional_config[TARGET_VERSION] = (
-            version  # for the states of `redraft serve-features`
-        )
+        # for the states of `redraft serve-features`
+        worker.vllm_config.additional_config[TARGET_VERSION] = version
 
 
 def update_rank(

@@ -82,9 +82,8 @@ UPDATING = (
     "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 )
 
-SWAP_LEASE_S = (
-    300.0  # then a swap that nobody ends is given up; longer than all deadlines of a swap together
-)
+# then a swap that nobody ends is given up; longer than all deadlines of a swap together
+SWAP_LEASE_S = 300.0
 
 
 @dataclass(kw_only=True)
@@ -92,44 +91,61 @@ class WorkerState(Attached):
     """State of one worker, stored in `worker.redraft`."""
 
     server_id: str
-    runner: str = ""  # vLLM's model runner, and why it is that one, in a line.
-    capture_off: str = ""  # Why nothing is recorded, although it is configured; empty otherwise.
-    swap_off: str = ""  # Why no draft can be swapped; empty if one can.
-    swap_cache: SwapCache | Literal[""] = ""  # fate at a swap; empty on a rank without a draft
-    rereader: Rereader | None = None  # Only with `swap_cache` "draft".
+    runner: str = ""
+    """VLLM's model runner, and why it is that one, in a line."""
+    capture_off: str = ""
+    """Why nothing is recorded, although it is configured; empty otherwise."""
+    swap_off: str = ""
+    """Why no draft can be swapped; empty if one can."""
+    swap_cache: SwapCache | Literal[""] = ""
+    """Fate at a swap; empty on a rank without a draft."""
+    rereader: Rereader | None = None
+    """Only with `swap_cache` "draft"."""
     target_fingerprint: str = ""
     target_lineage: str = ""
     target_checksum: str = ""
-    target_version: str | None = ""  # of the target's weights: "" at the start, None if unclear
-    is_target_intact: bool = True  # False once a swap has overwritten a part of it.
+    target_version: str | None = ""
+    """Version of the target's weights: "" at the start, None if unclear."""
+    is_target_intact: bool = True
+    """False once a swap has overwritten a part of it."""
     target_source: tuple[str, str, str | None] = (
         "",
         "",
         None,
-    )  # model, object storage, revision before a load
-    target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
+    )
+    """Model, object storage, revision before a load."""
+    target_watch: TargetWatch | None = None
+    """None if the target weights move by themselves."""
     target_tensors: dict[str, str] = field(default_factory=dict)
     """Shapes and kinds of the target's tensors, by name; empty if they are not known."""
     draft_version: str = ""
-    draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
-    draft_bytes: dict[str, int] = field(
-        default_factory=dict
-    )  # by rank: weights, as in its files, and KV cache
-    loaded_version: str = (
-        ""  # Of `draft`; the one served is another after a trainer has pushed one.
-    )
-    is_draft_intact: bool = True  # False from a load's beginning to its end on all ranks, or undo
-    manifest_sha256: str = ""  # of the last good draft's manifest; empty outside a registry
-    staging: Staging | None = None  # The draft being read, or in memory.
+    draft: Layout | None = None
+    """The last good draft; None if the server runs without a draft."""
+    draft_bytes: dict[str, int] = field(default_factory=dict)
+    """By rank: weights, as in its files, and KV cache."""
+    loaded_version: str = ""
+    """Version of `draft`. The served version differs after a trainer has pushed one."""
+    is_draft_intact: bool = True
+    """False from a load's beginning to its end on all ranks, or undo."""
+    manifest_sha256: str = ""
+    """Hash of the last good draft's manifest. Empty outside a registry."""
+    staging: Staging | None = None
+    """The draft being read, or in memory."""
     memory: HostMemory = field(default_factory=HostMemory)
-    share: Share = field(default_factory=Share)  # The part of a draft that this rank reads.
-    swapper: str = ""  # id of the API process that swaps, of maybe several; empty if none
-    swapped_from_s: float = 0.0  # Beginning of that swap by the monotonic clock.
-    stuck: list[Staging] = field(default_factory=list)  # reads given up whose threads still run
-    asleep: set[str] = field(default_factory=set)  # parts of the memory that are asleep
+    share: Share = field(default_factory=Share)
+    """The part of a draft that this rank reads."""
+    swapper: str = ""
+    """Id of the API process that swaps, of maybe several; empty if none."""
+    swapped_from_s: float = 0.0
+    """Beginning of that swap by the monotonic clock."""
+    stuck: list[Staging] = field(default_factory=list)
+    """Reads given up whose threads still run."""
+    asleep: set[str] = field(default_factory=set)
+    """Parts of the memory that are asleep."""
     num_swaps: int = 0
     capture: Capture | None = None
-    forget_head: Callable[[], None] | None = None  # of a lookup before a head, which measures that
+    forget_head: Callable[[], None] | None = None
+    """Makes a lookup before a head forget its measurements of the head."""
 
     def name_draft(self, version: str) -> None:
         """Another draft proposes from the next step on."""

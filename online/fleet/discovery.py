@@ -88,7 +88,8 @@ def _has_port(url: str) -> bool:
 
 class ListedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
-    token_file: str = ""  # bearer token's, relative to fleet.toml; empty: the learner's
+    token_file: str = ""
+    """Bearer token's, relative to fleet.toml; empty: the learner's."""
 
     def __post_init__(self) -> None:
         require_address(self.url)

@@ -50,7 +50,8 @@ _Id = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 class _Promoted(msgspec.Struct, frozen=True):
     """The content of promoted.json."""
 
-    registry: _Id = ""  # the registry's id
+    registry: _Id = ""
+    """The registry's id."""
     versions: list[Annotated[str, msgspec.Meta(pattern=rf"^{_VERSION.pattern}\Z")]] = []
 
 

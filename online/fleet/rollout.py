@@ -141,7 +141,8 @@ class RolloutPolicy:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     passed: bool
-    version: str  # that the fleet should serve now: `reconcile` brings it from here on
+    version: str
+    """That the fleet should serve now: `reconcile` brings it from here on."""
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
     """Last error by address, of answering servers with another version. They need a person."""

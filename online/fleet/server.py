@@ -121,9 +121,12 @@ _Positions = Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=
 class Served(NamedTuple):
     """The engine's own counters since it started."""
 
-    counts: AcceptanceCounts  # of every proposer
-    tokens: float  # generated
-    time_s: float  # of the reading, by the monotonic clock
+    counts: AcceptanceCounts
+    """Acceptance counts of every proposer."""
+    tokens: float
+    """Generated."""
+    time_s: float
+    """Time of the reading, by the monotonic clock."""
 
     def since(self, first: Served) -> Served | None:
         """The counts since an earlier reading, and the seconds; None if they fell."""
@@ -184,20 +187,32 @@ class Drafting:
 class Status:
     """The answer to GET /redraft/status."""
 
-    boot: str  # Id of this run of the server; it changes at every start.
+    boot: str
+    """Id of this run of the server; it changes at every start."""
     draft_version: str
-    is_intact: bool  # True if draft and target are as they were loaded, on all ranks.
+    is_intact: bool
+    """True if draft and target are as they were loaded, on all ranks."""
     target_fingerprint: str
-    target_version: str | None = ""  # LABEL@DIGEST; "" for the initial weights, None in an update
-    drafting: Drafting | None = None  # None if it has no draft.
-    lost: Mapping[str, int] = field(default_factory=dict)  # records lost by capture, by reason
-    manifest_sha256: str = ""  # Hash of the draft's manifest; empty if it has none.
-    capture_off: str = ""  # Why the server records nothing although it should; empty otherwise.
-    swap_off: str = ""  # Why no draft can be swapped; empty if one can.
-    notes: Sequence[str] = ()  # Flags of the server, probably mistakes.
-    pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
-    total: AcceptanceCounts | None = None  # since the start, no lookups; None without a draft
-    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)  # The same by domain.
+    target_version: str | None = ""
+    """LABEL@DIGEST; "" for the initial weights, None in an update."""
+    drafting: Drafting | None = None
+    """None if it has no draft."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Records lost by capture, by reason."""
+    manifest_sha256: str = ""
+    """Hash of the draft's manifest; empty if it has none."""
+    capture_off: str = ""
+    """Why the server records nothing although it should; empty otherwise."""
+    swap_off: str = ""
+    """Why no draft can be swapped; empty if one can."""
+    notes: Sequence[str] = ()
+    """Flags of the server, probably mistakes."""
+    pace: str = ""
+    """Draft tokens by batch size, of a server that chooses them live."""
+    total: AcceptanceCounts | None = None
+    """Since the start, no lookups; None without a draft."""
+    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
+    """The same by domain."""
 
     @property
     def is_paced(self) -> bool:
@@ -514,8 +529,10 @@ class Convergence:
     """The result of an attempt to bring servers to one version."""
 
     version: str
-    refused: dict[str, str] = field(default_factory=dict)  # last error by address, they answer
-    absent: dict[str, str] = field(default_factory=dict)  # last error by address, they are silent
+    refused: dict[str, str] = field(default_factory=dict)
+    """Last error by address, they answer."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Last error by address, they are silent."""
 
     @property
     def is_complete(self) -> bool:
@@ -598,9 +615,12 @@ class WindowCounts(NamedTuple):
     """Counts of one server over a window."""
 
     total: AcceptanceCounts
-    by_domain: Mapping[str, AcceptanceCounts]  # empty if the server does not count so, or miscounts
-    target: str | None = ""  # digest at the end; "" for the start's weights, None in an update
-    is_paced: bool = False  # `Status.is_paced`.
+    by_domain: Mapping[str, AcceptanceCounts]
+    """Empty if the server does not count so, or miscounts."""
+    target: str | None = ""
+    """Digest at the end; "" for the start's weights, None in an update."""
+    is_paced: bool = False
+    """`Status.is_paced`."""
 
 
 def _subtract_domains(

@@ -33,16 +33,18 @@ SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     server: FleetServer
-    status: Status | None  # None if it did not answer in time, or not with a status.
+    status: Status | None
+    """None if it did not answer in time, or not with a status."""
     fault: str = ""
     """One of SERVER_FAULTS; empty if it answered as it should."""
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
-    served: Served | None = None  # since the previous look
-    lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
-    is_alarming: bool | None = (
-        None  # hardly a token was accepted over ALARM_DRAFTS drafts; None until they end
-    )
+    served: Served | None = None
+    """Since the previous look."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """By reason, since the previous look."""
+    is_alarming: bool | None = None
+    """Hardly a token was accepted over ALARM_DRAFTS drafts; None until they end."""
 
 
 class Watch:

@@ -79,12 +79,15 @@ class Stored:
 class BufferStatus:
     num_bytes: int
     num_files: int
-    num_training: dict[str, int]  # Records to train on, by domain.
-    num_held_out: dict[str, int]  # Records to judge by, by domain.
+    num_training: dict[str, int]
+    """Records to train on, by domain."""
+    num_held_out: dict[str, int]
+    """Records to judge by, by domain."""
     num_foreign: int
     """Records kept aside: of another target, of weights that no longer count, or of another domain.
     """
-    oldest_s: float | None  # Arrival of the oldest record, seconds since the epoch.
+    oldest_s: float | None
+    """Arrival of the oldest record, seconds since the epoch."""
     counts: dict[str, int]
     """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless,
     forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
@@ -95,9 +98,12 @@ class BufferStatus:
 @dataclass(frozen=True, kw_only=True)
 class TenantRecords:
     num_records: int
-    first_seq: int | None  # Number of the first record that trains; None if there is none.
-    num_examples: int  # Examples in the quarantine, whoever sent them.
-    num_later_files: int  # Files of a later release, which may hold anybody's records.
+    first_seq: int | None
+    """Number of the first record that trains; None if there is none."""
+    num_examples: int
+    """Examples in the quarantine, whoever sent them."""
+    num_later_files: int
+    """Files of a later release, which may hold anybody's records."""
 
 
 class Buffer(AbstractContextManager["Buffer"]):

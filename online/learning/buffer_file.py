@@ -73,16 +73,22 @@ class Row(NamedTuple):
     """The columns of a record: everything known without decoding it."""
 
     record_id: str
-    time_s: float  # Arrival at the learner, seconds since the epoch.
+    time_s: float
+    """Arrival at the learner, seconds since the epoch."""
     domain: str
     tenant: str
-    target: str  # `Record.target`; without versions a fingerprint, other weights another target
+    target: str
+    """`Record.target`; without versions a fingerprint, other weights another target."""
     draft_version: str
-    num_drafted: int  # Draft tokens verified by the target.
-    num_wrong: int  # Verified draft tokens refused by the target.
+    num_drafted: int
+    """Draft tokens verified by the target."""
+    num_wrong: int
+    """Verified draft tokens refused by the target."""
     held_out: bool
-    prompt: int  # Keyed hash of the prompt.
-    request: int  # keyed hash of prompt and request id, the same in all its segments
+    prompt: int
+    """Keyed hash of the prompt."""
+    request: int
+    """Keyed hash of prompt and request id, the same in all its segments."""
 
 
 class BufferFile:

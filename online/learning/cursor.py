@@ -31,7 +31,8 @@ class Commit:
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     """The content of both files; forgotten.json has the tenants only."""
 
-    trained: tuple[Commit, ...] = ()  # newest first
+    trained: tuple[Commit, ...] = ()
+    """Newest first."""
     forgotten: dict[str, float] = {}
     past: frozenset[str] = frozenset()
 

@@ -35,11 +35,16 @@ have fewer, theirs is the number, down to LEAST_FULL: many small ones are not on
 class EvidenceLimits:
     """Bounds of the requests that judge a draft."""
 
-    per_domain: int  # Largest number of requests of one domain.
-    tenant_share: float = 1.0  # Largest share of one tenant, see `take_fairly`.
-    at_least: int = 0  # The share yields if it would leave fewer requests than this.
-    at_least_of_domain: int = 0  # The same within a domain.
-    since_s: float = -math.inf  # Only records that arrived since then, in seconds since the epoch.
+    per_domain: int
+    """Largest number of requests of one domain."""
+    tenant_share: float = 1.0
+    """Largest share of one tenant, see `take_fairly`."""
+    at_least: int = 0
+    """The share yields if it would leave fewer requests than this."""
+    at_least_of_domain: int = 0
+    """The same within a domain."""
+    since_s: float = -math.inf
+    """Only records that arrived since then, in seconds since the epoch."""
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:

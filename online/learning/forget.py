@@ -35,12 +35,17 @@ class Forgotten:
     """The reach of one deletion. Numbers are records if nothing else is said."""
 
     buffer: int
-    arriving: int  # In the spool or the log, dropped on arrival.
+    arriving: int
+    """In the spool or the log, dropped on arrival."""
     anchors: int
-    unattributed: int  # anybody's, unreadable: quarantine, later layouts, torn files
-    learned: tuple[str, ...]  # Versions that may have learned from the records in the buffer.
-    is_in_training: bool  # Whether the draft in training may have learned from them too.
-    clean: str | None  # newest current version whose training ended before these arrived
+    unattributed: int
+    """Anybody's, unreadable: quarantine, later layouts, torn files."""
+    learned: tuple[str, ...]
+    """Versions that may have learned from the records in the buffer."""
+    is_in_training: bool
+    """Whether the draft in training may have learned from them too."""
+    clean: str | None
+    """Newest current version whose training ended before these arrived."""
 
     @property
     def num_records(self) -> int:
@@ -56,8 +61,10 @@ class Reach:
     anchors: Path | None = None
     spool: Spool | None = None
     stream: StreamSource | None = None
-    through: int = 0  # Position of the draft in training.
-    now_s: Callable[[], float] = time.time  # Clock of the arrivals and ages in the buffer.
+    through: int = 0
+    """Position of the draft in training."""
+    now_s: Callable[[], float] = time.time
+    """Clock of the arrivals and ages in the buffer."""
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete the tenant's records; nobody reads spool or log meanwhile.

@@ -53,8 +53,10 @@ MAX_SUMS = 256
 @dataclass(kw_only=True)
 class Taken:
     num_files: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # by fate, as of `Buffer.append`
-    accepted: Sums = field(default_factory=dict)  # Over all records of our target.
+    counts: Counter[str] = field(default_factory=Counter)
+    """By fate, as of `Buffer.append`."""
+    accepted: Sums = field(default_factory=dict)
+    """Over all records of our target."""
 
     def __add__(self, other: Taken) -> Taken:
         accepted = dict(self.accepted)

@@ -65,13 +65,16 @@ class PromptKey:
 @dataclass(frozen=True, kw_only=True)
 class OpenedKey:
     key: PromptKey
-    rehash_through: int  # records up to here had another key: new hashes at every start
-    damage: tuple[str, ...]  # A sentence for every file that was damaged or missing.
+    rehash_through: int
+    """Records up to here had another key: new hashes at every start."""
+    damage: tuple[str, ...]
+    """A sentence for every file that was damaged or missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
-    key_sha256: str  # Empty while a lost key is being replaced: then no key fits.
+    key_sha256: str
+    """Empty while a lost key is being replaced: then no key fits."""
     rehash_through: int
 
 

@@ -29,10 +29,12 @@ class TrainingSequence:
     """A text and the rows labelled by the target."""
 
     input_ids_T: NDArray[np.int32]
-    rows_R: NDArray[np.int64]  # row t predicts token t + 1 after reading tokens 0..t
+    rows_R: NDArray[np.int64]
+    """Row t predicts token t + 1 after reading tokens 0..t."""
     topk_ids_RK: NDArray[np.int32]
     topk_log_probs_RK: NDArray[np.float32]
-    position: int = 0  # of the first token; not 0 for the rest of a text that was cut
+    position: int = 0
+    """Position of the first token. It is not 0 for the rest of a text that was cut."""
     hidden_begin: int = 0
     hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
     """bfloat16 states of the tokens from `hidden_begin` on."""

@@ -80,8 +80,10 @@ Request = tuple[str, str]  # Server and request id.
 @dataclass(frozen=True)
 class RequestScore:
     domain: str
-    counts: AcceptanceCounts  # Sum over the request's segments.
-    target: str = ""  # Weights that verified its last segment, as `Record.target`.
+    counts: AcceptanceCounts
+    """Sum over the request's segments."""
+    target: str = ""
+    """Weights that verified its last segment, as `Record.target`."""
 
 
 def score_requests(

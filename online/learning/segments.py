@@ -28,8 +28,10 @@ its stored segment.
 
 
 class Text(NamedTuple):
-    ids: bytes  # int32, context and output
-    frame_bytes: int  # size of the frame that brought it
+    ids: bytes
+    """Int32, context and output."""
+    frame_bytes: int
+    """Size of the frame that brought it."""
 
 
 class Segments:

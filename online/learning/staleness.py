@@ -65,11 +65,15 @@ class SleepPolicy:
 class Staleness:
     tau_then: float
     tau_now: float
-    loss: float  # tau_then - tau_now; above 0 if acceptance has fallen.
+    loss: float
+    """tau_then - tau_now; above 0 if acceptance has fallen."""
     low: float
-    high: float  # The 95% interval of the loss.
-    num_requests: int  # Number of new held-out requests.
-    reason: str  # The proof that the draft is stale; empty if there is none.
+    high: float
+    """The 95% interval of the loss."""
+    num_requests: int
+    """Number of new held-out requests."""
+    reason: str
+    """The proof that the draft is stale; empty if there is none."""
 
     def __str__(self) -> str:
         return (
@@ -218,14 +222,20 @@ class Sleep:
     Saved on disk, over kills.
     """
 
-    version: str = ""  # that `then` was measured for; empty before the first time
-    drafting: str = ""  # with which: tau depends on the number of draft tokens
-    through: int = 0  # newest held-out record of the reference: newer is independent
+    version: str = ""
+    """That `then` was measured for; empty before the first time."""
+    drafting: str = ""
+    """With which: tau depends on the number of draft tokens."""
+    through: int = 0
+    """Newest held-out record of the reference: newer is independent."""
     then: tuple[Row, ...] = ()
     is_asleep: bool = False
-    num_attempts: int = 0  # trainings that led nowhere since the promotion; pauses double
-    num_passed: int = 0  # Records passed over since the learner fell asleep.
-    num_saved: int = 0  # Records passed over in all.
+    num_attempts: int = 0
+    """Trainings that led nowhere since the promotion; pauses double."""
+    num_passed: int = 0
+    """Records passed over since the learner fell asleep."""
+    num_saved: int = 0
+    """Records passed over in all."""
 
     def is_asleep_at(self, version: str) -> bool:
         """Whether the learner sleeps while it serves `version`.

@@ -42,10 +42,14 @@ def _number(checkpoint_id: str) -> int:
 
 @dataclass(kw_only=True)
 class Progress:
-    through: int = 0  # records up to this number were trained as new, or skipped
-    records: int = 0  # trained as new, also by drafts given up; without a checkpoint 0
-    skipped: int = 0  # because training was slower than traffic, counted as `records`
-    until_s: float = 0.0  # of the last step: no record that arrived later was trained
+    through: int = 0
+    """Records up to this number were trained as new, or skipped."""
+    records: int = 0
+    """Trained as new, also by drafts given up; without a checkpoint 0."""
+    skipped: int = 0
+    """Because training was slower than traffic, counted as `records`."""
+    until_s: float = 0.0
+    """Time of the last step: no record that arrived later was trained."""
 
 
 class Trainer:

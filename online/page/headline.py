@@ -32,10 +32,14 @@ class ServedDraft:
     """The version on most servers, and the engines' counts for it."""
 
     version: str
-    entries: list[AcceptanceEntry]  # Entries of this version in the last RECENT_S with traffic.
-    before: list[AcceptanceEntry]  # of the version before, RECENT_S long; empty: unknown
-    servers: dict[str | None, str]  # The last known version of every server.
-    tokens_per_s: float | None  # Of all servers in the last RECENT_S with traffic.
+    entries: list[AcceptanceEntry]
+    """Entries of this version in the last RECENT_S with traffic."""
+    before: list[AcceptanceEntry]
+    """Acceptance of the version before, over RECENT_S. Empty if unknown."""
+    servers: dict[str | None, str]
+    """The last known version of every server."""
+    tokens_per_s: float | None
+    """Tokens per second of all servers in the last RECENT_S with traffic."""
     shares: tuple[float, float] | None
     """Shares of all servers' tokens that lookups drafted, and that the versions drafted. A draft
     that has not read the text counts as a lookup. None if unknown.

@@ -48,9 +48,11 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    tau: float  # tau over the last RECENT_S of the curve, for the newest version.
+    tau: float
+    """Tau over the last RECENT_S of the curve, for the newest version."""
     points: list[Point]
-    target_version: str  # Newest weights of a server's target; empty for those of its folder.
+    target_version: str
+    """Newest weights of a server's target; empty for those of its folder."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,26 +65,33 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 class Positions(msgspec.Struct, frozen=True, kw_only=True):
     version: str
-    shares: list[float]  # Share of the drafts accepted up to each position.
+    shares: list[float]
+    """Share of the drafts accepted up to each position."""
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
-    begin_s: float  # Start of the curves.
+    begin_s: float
+    """Start of the curves."""
     width_s: float
-    gap_s: float  # Points further apart than this are not joined.
+    gap_s: float
+    """Points further apart than this are not joined."""
     headline: Headline
     state: StateEntry | None
     servers: list[Curve]
-    paces: dict[str, str]  # Draft tokens by batch size, of each server that chooses them live.
+    paces: dict[str, str]
+    """Draft tokens by batch size, of each server that chooses them live."""
     domains: list[Curve]
     marks: list[Mark]
-    positions: list[Positions]  # of the served version, then of the previous one
+    positions: list[Positions]
+    """Positions of the served version, then of the previous one."""
     buffer: list[BufferEntry]
-    drops: list[tuple[float, dict[str, int]]]  # since the previous point, by reason
+    drops: list[tuple[float, dict[str, int]]]
+    """Since the previous point, by reason."""
     training: list[TrainingEntry]
     gates: list[GateEntry]
-    staleness: StalenessEntry | None  # the newest comparison with itself at its promotion
+    staleness: StalenessEntry | None
+    """The newest comparison with itself at its promotion."""
     swaps: list[SwapEntry]
     faults: list[FaultEntry]
 

@@ -17,7 +17,8 @@ class Origin(NamedTuple):
     tenant: str = ""
     domain: str = ""
     opt_out: bool = False
-    cache_salt: str = ""  # `hash_salt` of vLLM's: requests of other salts share no text
+    cache_salt: str = ""
+    """`hash_salt` of vLLM's: requests of other salts share no text."""
 
 
 OPT_OUT_NO = ("", "0", "false", "no")

@@ -199,8 +199,10 @@ class Relayed:
 
     reply: Reply
     chunks: AsyncGenerator[bytes, None]
-    is_changed: bool = False  # not the server's chunks: its Content-Length is wrong
-    length: int | None = None  # Length of changed chunks in bytes, if it is known.
+    is_changed: bool = False
+    """Not the server's chunks: its Content-Length is wrong."""
+    length: int | None = None
+    """Length of changed chunks in bytes, if it is known."""
 
 
 class Proxy:

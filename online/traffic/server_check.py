@@ -78,9 +78,12 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    problem: str = ""  # Why no answer of the server is recorded; empty if they are.
-    models: frozenset[str] = frozenset()  # Names of the target, without adapters.
-    defaults: Mapping[str, float] = field(default_factory=dict)  # that a bare request is sampled by
+    problem: str = ""
+    """Why no answer of the server is recorded; empty if they are."""
+    models: frozenset[str] = frozenset()
+    """Names of the target, without adapters."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """That a bare request is sampled by."""
 
 
 class ServerCheck:

@@ -265,8 +265,10 @@ class _Wait(NamedTuple):
     """The reason why a connection waits. It stays equal until the client makes progress."""
 
     patience_s: float
-    cycle: Any  # uvicorn's state of the newest request of the connection, or None before the first.
-    num_bytes: int = 0  # received of a body, or still to be taken of an answer
+    cycle: Any
+    """Uvicorn's state of the newest request of the connection, or None before the first."""
+    num_bytes: int = 0
+    """Received of a body, or still to be taken of an answer."""
     held_bytes: int = 0
 
 

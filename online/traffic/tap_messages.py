@@ -54,11 +54,14 @@ class Answer:
     """The tokens and probabilities of one answer, as far as it has arrived."""
 
     request_id: str = ""
-    defaults: Mapping[str, float] = field(default_factory=dict)  # of a request without any
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of a request that sends none."""
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)  # log-probability by token id
-    failure: Exception | None = None  # the rest is not read: it would be recorded wrongly
+    top: list[dict[int, float]] = field(default_factory=list)
+    """Log-probability by token id."""
+    failure: Exception | None = None
+    """The rest is not read: it would be recorded wrongly."""
 
     def read(self, message: dict[str, Any]) -> None:
         self.request_id = str(message.get("id") or self.request_id)

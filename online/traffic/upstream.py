@@ -68,10 +68,13 @@ class UnsendableError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class ForwardedRequest:
     method: str
-    path: bytes  # Includes the query.
-    headers: list[Header]  # Without Host, Content-Length and Transfer-Encoding.
+    path: bytes
+    """Includes the query."""
+    headers: list[Header]
+    """Without Host, Content-Length and Transfer-Encoding."""
     body: bytes | AsyncIterable[bytes]
-    length: str | None = None  # Content-Length of a body in pieces; None to send it in chunks.
+    length: str | None = None
+    """Content-Length of a body in pieces; None to send it in chunks."""
 
     def frame(self) -> list[Header]:
         """The header for the end of the body: a length, or chunks."""

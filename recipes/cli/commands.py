@@ -30,11 +30,13 @@ class Command:
     """
 
     group: Group
-    module: str  # The recipe; empty for a command of parts.
+    module: str
+    """The recipe; empty for a command of parts."""
     summary: str
     example: str
     parts: Mapping[str, Part] = field(default_factory=dict)
-    default: str = ""  # The part to run if the first argument names none; empty if it has to.
+    default: str = ""
+    """The part to run if the first argument names none; empty if it has to."""
 
 
 COMMANDS = {

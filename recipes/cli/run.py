@@ -34,9 +34,8 @@ def choose_environment(*, has_terminal: bool) -> dict[str, str]:
     # vLLM's workers (libiomp5) too, which have measured speeds.
     chosen = {"GOMP_SPINCOUNT": "0"}
     if not has_terminal:
-        chosen["TQDM_MININTERVAL"] = (
-            "10"  # seconds; the bars of transformers and datasets, which are not ours
-        )
+        # seconds; the bars of transformers and datasets, which are not ours
+        chosen["TQDM_MININTERVAL"] = "10"
     return chosen
 
 
@@ -101,8 +100,10 @@ class Recipe:
     config_type: type
     description: str | None
     presets: Mapping[str, Any] = field(default_factory=dict)
-    default: Any = None  # The config without any flag; None if `config_type` has defaults for all.
-    common: Container[str] | None = None  # "Class.field" of the flags in `--help`; None for all
+    default: Any = None
+    """The config without any flag; None if `config_type` has defaults for all."""
+    common: Container[str] | None = None
+    """"Class.field" of the flags in `--help`; None for all."""
     prog: str
 
 

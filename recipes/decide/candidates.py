@@ -55,9 +55,12 @@ costs more to verify than it gains.
 class Making:
     cfg: Config
     target: TargetFolder
-    answers: str | None  # Answers of the target; None if nothing is trained or counted.
-    prompts: Path  # Conversations that the trainings forecast on: those of the first rounds.
-    made: set[Path] = field(default_factory=set)  # by this process: each is trained once
+    answers: str | None
+    """Answers of the target; None if nothing is trained or counted."""
+    prompts: Path
+    """Conversations that the trainings forecast on: those of the first rounds."""
+    made: set[Path] = field(default_factory=set)
+    """By this process: each is trained once."""
 
 
 def make_lookups(making: Making) -> Iterator[Candidate]:

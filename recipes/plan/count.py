@@ -124,17 +124,21 @@ def _find_draft(cfg: Config, target: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    memory_bytes: float  # Peak of one device that trains, after sharding.
+    memory_bytes: float
+    """Peak of one device that trains, after sharding."""
     fits: bool
-    targets: int  # Devices that serve the target; with a cache they serve first, and train then.
-    trainers: int  # 0 if the devices are too few to serve the target and to train.
+    targets: int
+    """Devices that serve the target; with a cache they serve first, and train then."""
+    trainers: int
+    """0 if the devices are too few to serve the target and to train."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     plan: Plan
     step: Counted
-    served: Counted | None  # The target's pass elsewhere.
+    served: Counted | None
+    """The target's pass elsewhere."""
     on: dict[str, OnDevice]
 
 

@@ -82,11 +82,13 @@ class Plan:
     cfg: Config
     folder: Path
     target: Path
-    draft: DraftSource | None  # None for a new head.
+    draft: DraftSource | None
+    """None for a new head."""
     url: str
     page_port: int
     flags: Mapping[str, str]
-    has_begun: bool  # The folder has a version, and settings that the user may have changed.
+    has_begun: bool
+    """The folder has a version, and settings that the user may have changed."""
 
     @property
     def name(self) -> str:

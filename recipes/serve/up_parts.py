@@ -48,9 +48,11 @@ class Part:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
-    most_bytes: int = 256 << 20  # Of the log; then it begins again, beside its last `.before`.
+    most_bytes: int = 256 << 20
+    """Maximum size of the log. At that size it begins again, beside its last `.before`."""
     begun_s: float = 0.0
-    takes_requests: bool = False  # From now on clients choose words in its log.
+    takes_requests: bool = False
+    """From now on clients choose words in its log."""
     _read_to: int = 0
 
     def start(self) -> None:

@@ -42,7 +42,8 @@ class Clash:
     reason: str
     way_out: str = "leave it out"
     beside: Beside = "redraft"
-    counts: Callable[[str], bool] = is_on  # Whether a value of the flag clashes.
+    counts: Callable[[str], bool] = is_on
+    """Whether a value of the flag clashes."""
     only_warns: bool = False
 
     @property

@@ -384,7 +384,8 @@ class Traffic:
     """
 
     lookup: float
-    at_easy: float  # the head's
+    at_easy: float
+    """The head's."""
     at_hard: float
     easy: float = 0.6
 

@@ -1009,9 +1009,8 @@ def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
 
 def test_logits_that_v1_changes_in_a_step_without_drafts_are_recorded_as_they_were(tmp_path):
     def sample(logits_RV, metadata):
-        logits_RV /= (
-            0.5  # as vLLM's sampler does with float32; its rejection sampler changes a copy
-        )
+        # as vLLM's sampler does with float32; its rejection sampler changes a copy
+        logits_RV /= 0.5
         return SimpleNamespace(sampled_token_ids=torch.tensor([[7]]))
 
     request = make_request()

@@ -360,7 +360,8 @@ class Asked:
     max_tokens: int
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
-    drafts: int = 0  # Draft tokens to verify in the next step.
+    drafts: int = 0
+    """Draft tokens to verify in the next step."""
 
     @property
     def num_tokens(self) -> int:
