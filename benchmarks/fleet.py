@@ -175,8 +175,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     if "bytes_per_step" in capture:
         yield (
             f"queue, 256 requests, vocabulary 128k: {capture['bytes_per_step'] / 1e6:.2f} MB a "
-            "step on a GPU,"
-            f" {capture['bytes_by_reference'] / 1e6:.0f} MB by reference"
+            f"step on a GPU, {capture['bytes_by_reference'] / 1e6:.0f} MB by reference"
         )
     if "work" in capture:
         yield from format_work(capture["work"])

@@ -72,8 +72,7 @@ def _require_private(path: Path, mode: int) -> None:
     if mode & 0o027:
         raise ValueError(
             f"{path} is a secret, and its mode {mode & 0o777:04o} lets others read or change it: "
-            f"chmod 600 {path} "
-            "(a Kubernetes secret: defaultMode 0440)"
+            f"chmod 600 {path} (a Kubernetes secret: defaultMode 0440)"
         )
 
 

@@ -32,8 +32,7 @@ LEFT_OUT = {
     r"python -m benchmarks.studies.presets": "trains for four minutes and starts vLLM",
     r"python recipes/rl_grpo.py": "needs a running server and trl",
     r"for i in 1 2; do|until curl|python ask.py|redraft fleet rollback": "needs the two servers of "
-    "the "
-    "tutorial",
+    "the tutorial",
     r"kill %1": "the test ends the jobs",
     r"redraft fleet (watch|probe) ": "names machines",
     r"docs/online.md: (redraft learner --config|until)": "reads settings that the reader has "

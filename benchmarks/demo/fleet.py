@@ -305,8 +305,7 @@ def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -
     if not TRITON.is_dir():
         raise FileNotFoundError(
             f"V2 on a CPU needs Triton in {TRITON}: `python -m pytest "
-            "tests/distill/loss/test_kernels.py` installs it "
-            "(700 MB)"
+            "tests/distill/loss/test_kernels.py` installs it (700 MB)"
         )
     path = [str(TRITON), str(TRITON_BACKEND.absolute()), os.environ.get("PYTHONPATH", "")]
     return chosen | {

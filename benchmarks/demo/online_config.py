@@ -103,8 +103,7 @@ class Config:
         if longest > MAX_MODEL_LEN:
             raise ValueError(
                 "--max-prompt-tokens, --max-tokens and --num-speculative-tokens add up to "
-                f"{longest} tokens: the "
-                f"servers take {MAX_MODEL_LEN}"
+                f"{longest} tokens: the servers take {MAX_MODEL_LEN}"
             )
 
 

@@ -132,8 +132,7 @@ def describe_outputs(outputs: Mapping[str, Any], dtype: str) -> str:
         f"{outputs['parted']} of {outputs['answers']} answers part from the target in float32, by "
         "up to "
         f"{outputs['widest_gap']:.2f} in logits; the target in {dtype} alone in {alone['parted']}, "
-        "by up to "
-        f"{alone['widest_gap']:.2f}"
+        f"by up to {alone['widest_gap']:.2f}"
     )
 
 
@@ -227,8 +226,7 @@ def summarise_report(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, trained offline on the "
-            "same answers for "
-            f"as many steps {tau['b_offline']:.3f} (70% of the gap: {when})",
+            f"same answers for as many steps {tau['b_offline']:.3f} (70% of the gap: {when})",
             f"the same training replayed offline, by the forecast: {describe_gap(report['gap'])}",
             f"tau on {a}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
             f"speed on {b}: {describe_speed(report['speed'])}",

@@ -410,8 +410,7 @@ def summarise(up: Mapping[str, Any]) -> str:
             f"{words(up['head_alone'])} by the head alone",
             "no gain is shown" if gain is None else f"faster from {gain:.0f} s on",
             f"{up['requests']} requests, {up['failed']} failed, {up['cut_by_kill']} cut off by the "
-            "kill; "
-            f"{up['explored_share']:.2%} of the time lost in probes",
+            f"kill; {up['explored_share']:.2%} of the time lost in probes",
         ]
     )
 

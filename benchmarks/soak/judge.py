@@ -292,8 +292,7 @@ def write_table(report: Mapping[str, Any]) -> str:
             f"faults: {faults['injected']} of {faults['planned']} injected",
             f"records: {records['acked']} acknowledged, {records['lost']} lost",
             f"requests: {requests['total']}, of which {requests.get('told', 0)} were told why they "
-            "failed, "
-            f"{requests.get('cut', 0)} cut by a kill of a tap, {requests['failed_untold']} "
+            f"failed, {requests.get('cut', 0)} cut by a kill of a tap, {requests['failed_untold']} "
             "untold",
             f"attack: {attack.get('requests', 0)} requests with seed {attack.get('seed')}, "
             f"{attack.get('ended', 0)} processes ended, {attack.get('honest_streams_cut', 0)} of "

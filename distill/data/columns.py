@@ -144,8 +144,7 @@ class RowReader:
         raise UnusableRowError(
             "without a conversation",
             f"the columns {', '.join(sorted(self.row))}: expected `messages`, `conversations`, a "
-            "question "
-            f"({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or `text`",
+            f"question ({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or `text`",
         )
 
     def _read(self, column: str, value: Any, role: str) -> list[Message]:

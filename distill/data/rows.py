@@ -336,8 +336,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
             f"{source} is not a {', '.join(TABLES)} file, not a folder, and cannot be loaded "
-            "from the hub: "
-            f"{reason}"
+            f"from the hub: {reason}"
         ) from error
 
 

@@ -270,8 +270,7 @@ def held_out_prompts(
     if not prompts:
         raise ValueError(
             f"none of {len(conversations):,} conversations has a prompt of at most {max_length} "
-            "tokens: raise "
-            "--data.max-prompt-tokens (of eval, "
+            "tokens: raise --data.max-prompt-tokens (of eval, "
             f"--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
         )
     if left_out:

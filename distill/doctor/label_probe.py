@@ -62,8 +62,7 @@ def compare_probes(
         )
         yield Finding(
             f"the loss mask of training is shifted: its labels {side} (positions {_range(labels)} "
-            "of the probe, as "
-            f"served {_range(served_labels)})",
+            f"of the probe, as served {_range(served_labels)})",
             "train again with labels from the first token that the assistant writes to its end of "
             "turn",
         )

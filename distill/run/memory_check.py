@@ -124,8 +124,7 @@ def require_target_room(
         if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
                 f"{target.name} takes {_gb(sizes.whole)} in this process: more than the "
-                f"{_gb(num_bytes)} of {place}; "
-                f"{way_out}"
+                f"{_gb(num_bytes)} of {place}; {way_out}"
             )
 
 
@@ -150,8 +149,7 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
         if on_host > room.host_bytes:
             raise ValueError(
                 f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} "
-                "in all: more than "
-                f"{_gb(room.host_bytes)}; {ways}"
+                f"in all: more than {_gb(room.host_bytes)}; {ways}"
             )
     elif on_host > room.host_bytes:
         raise ValueError(

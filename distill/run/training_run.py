@@ -512,8 +512,7 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
     num_layers = getattr(options, "num_layers", 1)
     if begins_anew and cfg.init.startswith("last_layer") and num_layers > shape.num_hidden_layers:
         raise ValueError(
-            f"--head.num-layers {num_layers} is more than the target's "
-            f"{shape.num_hidden_layers}: "
+            f"--head.num-layers {num_layers} is more than the target's {shape.num_hidden_layers}: "
             "give fewer, or --init random"
         )
     if cfg.init == "least_squares" and num_layers > 1:

@@ -115,8 +115,7 @@ class HiddenStates:
         if not bool(scales(codes).isfinite().all()):
             raise ValueError(
                 "a hidden state of the target is not finite, and float8 would lose all of its "
-                "numbers: "
-                "choose --signal.cache-dtype bfloat16"
+                "numbers: choose --signal.cache-dtype bfloat16"
             )
         return codes
 

@@ -300,8 +300,7 @@ class EndpointHiddenStates(EndpointTarget):
         if version != "":
             raise ValueError(
                 f"{url} serves weights that have moved since its start "
-                f"({version or 'half-written'!r:.80}): restart it "
-                "with the weights to train on"
+                f"({version or 'half-written'!r:.80}): restart it with the weights to train on"
             )
         opened = self._opened
         if (
@@ -313,8 +312,7 @@ class EndpointHiddenStates(EndpointTarget):
             return
         raise ValueError(
             f"{url} serves another version of {opened.name} ({fingerprint[:12]!r}, not "
-            f"{opened.fingerprint[:12]}): "
-            "start it with the trainer's --target"
+            f"{opened.fingerprint[:12]}): start it with the trainer's --target"
         )
 
     def _find(self, held: list[int], url: str) -> tuple[int, list[int]]:
@@ -322,8 +320,7 @@ class EndpointHiddenStates(EndpointTarget):
         if missing := sorted({*self.layers, self._last_layer} - set(held)):
             raise ValueError(
                 f"{url} sends target layers {held} and not {missing}: start it with "
-                f"`{SERVER_COMMAND} "
-                f"TARGET --layers {' '.join(map(str, self.layers))}`"
+                f"`{SERVER_COMMAND} TARGET --layers {' '.join(map(str, self.layers))}`"
             )
         return held.index(self._last_layer), [held.index(layer) for layer in self.layers]
 

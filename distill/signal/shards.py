@@ -189,8 +189,7 @@ def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None
     written = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
     Progress.write(
         f"caching {content} of {rows:,} tokens: {content.bytes_per_row:,} bytes per token, "
-        f"{num_bytes:,} bytes "
-        f"({num_bytes / 1e6:,.1f} MB) in {folder}"
+        f"{num_bytes:,} bytes ({num_bytes / 1e6:,.1f} MB) in {folder}"
         + (f", {written / 1e6:,.1f} MB of it there already" if written else "")
     )
     require_space(folder, max(0, num_bytes - written))
@@ -288,14 +287,12 @@ class Shards:
             if found != wanted and not (name == "layers" and set(wanted) <= set(found or ())):
                 raise ValueError(
                     f"{folder} is a cache of another {name} ({found!s:.40}, wanted "
-                    f"{wanted!s:.40}): "
-                    "write a cache into another folder"
+                    f"{wanted!s:.40}): write a cache into another folder"
                 )
         if num_missing := _count_missing(folder, self.header):
             raise ValueError(
                 f"{folder} is incomplete ({num_missing} of {self.header.num_shards} shards are "
-                "missing): "
-                "run the command that writes it again"
+                "missing): run the command that writes it again"
             )
         self._tensors = [
             _map_file(folder / _shard_name(shard)) for shard in range(self.header.num_shards)

@@ -230,8 +230,7 @@ def describe_length(loop: Loop, rows: int, num_rows: int) -> str:
     tokens, passes = loop.steps * rows * loop.sequence_length, loop.steps * rows / num_rows
     return (
         f"{loop.steps:,} steps of {rows:,} rows of {loop.sequence_length:,} tokens: up to "
-        f"{tokens:,} tokens, "
-        f"{passes:,.3g} passes over the {num_rows:,} rows of the data"
+        f"{tokens:,} tokens, {passes:,.3g} passes over the {num_rows:,} rows of the data"
     )
 
 

@@ -331,8 +331,7 @@ class Distillation:
             if self.optim.accumulation > 1:
                 raise ValueError(
                     "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at "
-                    "a lower rate, or "
-                    "with --optim.accumulation 1"
+                    "a lower rate, or with --optim.accumulation 1"
                 )
             return False
         # By all ranks or none: they wait for each other in the reduction of the gradients.

@@ -21,8 +21,7 @@ LOG_STATS_OFF = (
 )
 EMBEDS_BESIDE_DRAFT = (
     "--enable-prompt-embeds beside a draft: a prompt of embeddings has no tokens for the draft to "
-    "read, and the first "
-    "such request would end vLLM: leave it out"
+    "read, and the first such request would end vLLM: leave it out"
 )
 NO_COUNTERS = (
     "the server runs without a draft, without its /metrics, or with --disable-log-stats: "

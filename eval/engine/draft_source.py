@@ -292,8 +292,7 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
     if family.is_in_target and any(WHOLE_MODEL.fullmatch(name) for name in names):
         raise ValueError(
             f"{folder} is a target with its {family.title} layer in it: serve it as the target, "
-            "with --draft "
-            f"{family.name}"
+            f"with --draft {family.name}"
         )
     return family.speculative
 

@@ -56,8 +56,7 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
         f"{what} has attention heads of size {size}, for which FlexAttention needs "
         f"{needed / 1e3:.0f} kB of shared "
         f"memory in {str(dtype).removeprefix('torch.')}, and {machine.gpu} has "
-        f"{machine.gpu_shared_bytes / 1e3:.0f} "
-        f"kB: {way_out}"
+        f"{machine.gpu_shared_bytes / 1e3:.0f} kB: {way_out}"
     )
 
 

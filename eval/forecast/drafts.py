@@ -167,8 +167,7 @@ def make_suffix(draft: DraftSource) -> NamedDraft:
         )
     note = (
         "measured in the engine only, and with the text of each request alone: a server would also "
-        "look tokens up in "
-        "its earlier answers"
+        "look tokens up in its earlier answers"
     )
     return NamedDraft(
         name=draft.name,

@@ -178,8 +178,7 @@ def take_draft_steps(
     if len(steps) < needed:
         raise ValueError(
             f"the draft has {len(steps)} draft steps, so num_speculative_tokens can be at most "
-            "that, "
-            f"not {num_speculative_tokens}"
+            f"that, not {num_speculative_tokens}"
         )
     return steps[:needed]
 

@@ -61,11 +61,9 @@ def find_missed_forecast(
         f"the forecast published with the draft is tau {1 + forecast:.3f} on these {len(served)} "
         "prompts, serving sees "
         f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to "
-        f"{high:+.3f}), and "
-        f"{num_apart} prompts count otherwise",
+        f"{high:+.3f}), and {num_apart} prompts count otherwise",
         "these are not the weights that were published, or they are fed other inputs: compare "
-        "model.safetensors and "
-        "config.json with the run's draft folder",
+        "model.safetensors and config.json with the run's draft folder",
     )
 
 
@@ -78,8 +76,7 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(
             f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} "
-            f"({counts.num_drafts} drafts): "
-            f"{served / expected:.0%} of the accepted tokens",
+            f"({counts.num_drafts} drafts): {served / expected:.0%} of the accepted tokens",
             "the draft is fed other inputs than in training: check aux layer ids, norms, chat "
             "template and loss mask",
         )
@@ -102,8 +99,7 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
     if counts.num_draft_tokens >= MIN_DRAFTS and share > TOO_GOOD:
         yield Finding(
             f"{share:.1%} of the draft tokens are accepted: the draft is a copy of the target, or "
-            "these prompts and "
-            "answers were trained on",
+            "these prompts and answers were trained on",
             "serve a smaller draft than the target, or give --prompts that it was not trained on",
         )
 

@@ -128,6 +128,5 @@ def _list_left_out(settings: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"The target's generation_config.json also sets {join_words(penalties)}: measured without, "
-        "so requests that "
-        "do not turn it off may see another acceptance."
+        "so requests that do not turn it off may see another acceptance."
     ]

@@ -99,8 +99,7 @@ def _compare_with_engine(report: Report) -> str:
     if diverging:
         return (
             f"Forecast and engine differ by more than {MAX_DIFFERENCE:.0%} for "
-            f"{join_words(diverging)}: "
-            "trust neither number there."
+            f"{join_words(diverging)}: trust neither number there."
         )
     if errors:
         off = (

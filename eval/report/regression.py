@@ -172,8 +172,7 @@ def match_drafts(
     if new:
         raise ValueError(
             f"cannot tell which draft of the baseline ({', '.join(baseline_families)}) to compare "
-            "with "
-            f"{', '.join(new)}: give both the same name (--draft NAME=FOLDER)"
+            f"with {', '.join(new)}: give both the same name (--draft NAME=FOLDER)"
         )
     return pairs
 
@@ -185,8 +184,7 @@ def compare_reports(report: Report, baseline: Report, max_loss: float) -> Compar
     if missing := sorted(forecast - {change.draft for change, _ in changes}):
         raise ValueError(
             f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at "
-            "temperatures "
-            "and numbers of draft tokens that it has"
+            "temperatures and numbers of draft tokens that it has"
         )
     # Every comparison could fall by chance, so each gets an equal share of the false alarms
     # (Bonferroni). Twice, because a two-sided interval misses on either side, and only the lower

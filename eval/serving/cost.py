@@ -66,8 +66,7 @@ class StepCosts:
         ):
             raise ValueError(
                 "step costs need the same batch sizes for target and draft, got "
-                f"{sorted(self.target_s)} "
-                f"and {sorted(self.draft_s)}"
+                f"{sorted(self.target_s)} and {sorted(self.draft_s)}"
             )
         for batch_size, by_k in self.target_s.items():
             if 0 not in by_k:

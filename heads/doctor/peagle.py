@@ -47,8 +47,7 @@ def stream_norms(pair: Pair) -> Iterator[Finding]:
     if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
         yield Finding(
             "transformer_layer_config lacks fc_norm, the only one that vLLM reads for P-EAGLE: it "
-            "has no place for the "
-            "norms in the checkpoint, and does not start",
+            "has no place for the norms in the checkpoint, and does not start",
             'write "fc_norm": true into transformer_layer_config, or export the head in the layout '
             '"vllm"',
         )

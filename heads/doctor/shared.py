@@ -40,8 +40,7 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
         if distance > SAME_WITHIN:
             yield Finding(
                 f"{name} is not the target's (it differs by {distance:.2g} of its size), and the "
-                "engine would use it: "
-                "a random left-over, or another target's",
+                "engine would use it: a random left-over, or another target's",
                 f"remove {name} from the checkpoint, the engine then shares the target's; or copy "
                 "the target's there",
             )
@@ -166,8 +165,7 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
     if bool(config.get("attention_bias", False)) != has_bias:
         yield Finding(
             f"attention_bias is {str(not has_bias).lower()}, the checkpoint holds "
-            f"{'' if has_bias else 'no '}biases of "
-            "attention",
+            f"{'' if has_bias else 'no '}biases of attention",
             f'write "attention_bias": {str(has_bias).lower()} into {_file(pair)}',
         )
     sizes = _sizes(pair)

@@ -229,8 +229,7 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
     if init.layers and any(p.is_meta or isinstance(p, DTensor) for p in target.parameters()):
         raise ValueError(
             "a draft of the target's layers needs its weights, which the endpoint does not give: "
-            "begin with "
-            "draft.checkpoint or draft.num_layers, or read the target from its folder "
+            "begin with draft.checkpoint or draft.num_layers, or read the target from its folder "
             "(--signal.kind model or cache)"
         )
     if init.layers:
@@ -267,8 +266,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     if target.config.get_text_config() is not target.config:
         raise ValueError(
             f"{type(target).__name__} reads images too, and a draft of the target's layers would: "
-            "begin with "
-            "draft.checkpoint or draft.num_layers"
+            "begin with draft.checkpoint or draft.num_layers"
         )
     prefix, total = _find_layers(target)
     if (

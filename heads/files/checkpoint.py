@@ -226,8 +226,7 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
         other = TEMPLATE if (folder / TEMPLATE).is_file() else "tokenizer_config.json"
         raise ValueError(
             f"{folder / other} and {path} hold different chat templates, and engines do not choose "
-            "alike: remove the "
-            "one that is left over"
+            "alike: remove the one that is left over"
         )
     tokenizer.chat_template = found or template
 

@@ -79,8 +79,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         base = read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise FileNotFoundError(
             f"{folder} is an adapter of {base}: merge it first (peft's merge_and_unload, then "
-            "save_pretrained), and "
-            "give the merged model"
+            "save_pretrained), and give the merged model"
         )
     if not (folder / CONFIG).is_file():
         reason = "it is not a model folder"
@@ -209,8 +208,7 @@ def _refuse_two(folder: Path) -> None:
     ).weight_map.values():
         raise ValueError(
             f"{folder} has both {WEIGHTS} and {INDEX}, which transformers and vLLM do not choose "
-            "alike: remove the one "
-            "that is left over"
+            "alike: remove the one that is left over"
         )
 
 

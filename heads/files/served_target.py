@@ -46,8 +46,7 @@ def require_aux(target: TargetFolder, family: str) -> None:
             f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the "
             f"family {family} on "
             f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for "
-            "another engine with "
-            "--prove.no-engine"
+            "another engine with --prove.no-engine"
         )
 
 
@@ -76,8 +75,7 @@ def _require_one_rope(config: Any, name: str) -> None:
             f"{name} has longrope, of which vLLM takes other factors than training if it serves "
             f"more than {original} "
             f"tokens: set max_position_embeddings to {original} in the config.json of a copy, and "
-            "train for and serve "
-            "the copy"
+            "train for and serve the copy"
         )
 
 
@@ -112,8 +110,7 @@ def require_rows(target: TargetFolder) -> None:
             f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {target.name} "
             f"{rows:,} "
             "embeddings: take the tokens added later out of the tokenizer, or give the target rows "
-            "for them "
-            "(resize_token_embeddings)"
+            "for them (resize_token_embeddings)"
         )
 
 

@@ -17,8 +17,7 @@ def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
         token_id, target, draft = difference
         raise ValueError(
             f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target)} in "
-            "the target and "
-            f"{_shown(draft)} in the draft; choose a draft of the target's family"
+            f"the target and {_shown(draft)} in the draft; choose a draft of the target's family"
         )
 
 

@@ -77,8 +77,7 @@ class LlamaShape:
         if None in (hidden, vocabulary, positions):
             raise ValueError(
                 f"no head can be made for {type(config).__name__}, which does not say hidden_size, "
-                "vocab_size and "
-                "max_position_embeddings"
+                "vocab_size and max_position_embeddings"
             )
         heads, key_heads, head_dim = map(
             read, ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -126,14 +125,12 @@ class LlamaShape:
         if shape.hidden_size % shape.num_attention_heads:
             raise ValueError(
                 f"{shape.num_attention_heads} query heads do not divide the hidden size, "
-                f"{shape.hidden_size}: give "
-                "--head.num-attention-heads"
+                f"{shape.hidden_size}: give --head.num-attention-heads"
             )
         if shape.num_attention_heads % shape.num_key_value_heads:
             raise ValueError(
                 f"{shape.num_attention_heads} query heads do not share {shape.num_key_value_heads} "
-                "key heads evenly: "
-                "give --head.num-key-value-heads"
+                "key heads evenly: give --head.num-key-value-heads"
             )
         return shape
 

@@ -22,8 +22,7 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
     if mask_token_id is not None and not 0 <= mask_token_id < num_embeddings:
         raise ValueError(
             f"mask token {mask_token_id} is not in the target's table of {num_embeddings} "
-            "embeddings: "
-            f"choose an id below {num_embeddings}"
+            f"embeddings: choose an id below {num_embeddings}"
         )
 
 
@@ -44,8 +43,7 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     if pad_id is None or pad_id in target.end_ids or pad_id >= num_embeddings:
         raise ValueError(
             "every row of the target's embeddings is a token, and there is no padding token that "
-            "ends no answer: "
-            "name a token that never occurs in text with --head.mask-token-id"
+            "ends no answer: name a token that never occurs in text with --head.mask-token-id"
         )
     return pad_id
 

@@ -103,8 +103,7 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
         )
         raise ValueError(
             f"{name} differs from the loaded draft in {len(different)} tensors ({different[0]} is "
-            f"{found} "
-            f"instead of {wanted}): {cure}"
+            f"{found} instead of {wanted}): {cure}"
         )
 
 
@@ -121,8 +120,7 @@ def require_same_quantization(
             f"{version} is {found or 'not quantised'}, the loaded draft is "
             f"{served or 'not quantised'}: quantise "
             f"{version} like that one and publish it again, or restart the server with {version}. "
-            "A draft that vLLM "
-            "quantises itself is replaced by plain weights"
+            "A draft that vLLM quantises itself is replaced by plain weights"
         )
 
 

@@ -209,8 +209,7 @@ class Swaps:
             raise RefusedError(
                 409,
                 f"{found.name} has manifest {found.manifest_sha256[:12]} here, not "
-                f"{asked.manifest_sha256[:12]}: "
-                "copy the registry again",
+                f"{asked.manifest_sha256[:12]}: copy the registry again",
             )
         _require_target(found, status["target_fingerprint"], status.get("target_lineage", ""))
         return found
@@ -236,8 +235,7 @@ class Swaps:
             raise RefusedError(
                 409,
                 f"{name} has not the tensors, type and tokenizer of the served target: save all of "
-                "a checkpoint, or "
-                "restart the server with it",
+                "a checkpoint, or restart the server with it",
             )
         return str(folder)
 
@@ -551,8 +549,7 @@ def _no_version(name: str) -> RefusedError:
     return RefusedError(
         404,
         f"no version {name!r} in the registry: ask for one that `redraft fleet versions` lists, "
-        "and copy the registry "
-        "again if this server reads a copy",
+        "and copy the registry again if this server reads a copy",
     )
 
 

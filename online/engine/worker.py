@@ -259,8 +259,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     if family is not None and family.is_in_target and is_target:
         raise ValueError(
             f"the {family.title} layer is served from the target's folder: start the server with "
-            "--registry, where a "
-            "learner has put the layer in a folder of its own"
+            "--registry, where a learner has put the layer in a folder of its own"
         )
     state.loaded_version, state.draft = state.draft_version, Layout.read(folder)
 

@@ -218,8 +218,7 @@ class Registry:
         if current is None and len(versions) > 1:
             raise ValueError(
                 f"{self.folder} has {len(versions)} versions, but neither the link `current` nor "
-                f"{PROMOTED}: "
-                f"choose one, e.g. ln -s {versions[0]} {self.folder / 'current'}"
+                f"{PROMOTED}: choose one, e.g. ln -s {versions[0]} {self.folder / 'current'}"
             )
         self.promote(current or versions[0])
 

@@ -53,14 +53,12 @@ def read_anchors(
         if record.target_fingerprint != target_fingerprint:
             raise ValueError(
                 f"{path} is of target {record.target_fingerprint[:12]}, this one is "
-                f"{target_fingerprint[:12]}: "
-                "make anchors for this target (redraft data anchors)"
+                f"{target_fingerprint[:12]}: make anchors for this target (redraft data anchors)"
             )
         if hidden_shape not in (None, record.hidden_shape):
             raise ValueError(
                 f"{path} holds no hidden states of shape {hidden_shape}, which this head reads: "
-                "remove `anchors`, "
-                "because heads learn without them"
+                "remove `anchors`, because heads learn without them"
             )
         records.append(record)
     if not records:

@@ -135,8 +135,7 @@ def _take_away(folder: Path, problem: str, note: _Note) -> str:
     aside = f" (it is now {set_aside(path).name})" if path.exists() else ""
     return (
         f"{path} {problem}{aside}: a new key holds out other prompts, so until the old records "
-        "have expired, a prompt "
-        "that was trained may judge"
+        "have expired, a prompt that was trained may judge"
     )
 
 

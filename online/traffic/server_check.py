@@ -248,8 +248,7 @@ class ServerCheck:
         if reply.status in (400, 422):
             raise UnfitError(
                 f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM "
-                "with "
-                f"--max-logprobs {self.top_k}, or set fewer logprobs"
+                f"with --max-logprobs {self.top_k}, or set fewer logprobs"
             )
         if reply.status in (401, 403):
             raise NotYetError(self._explain_refusal(reply.status))

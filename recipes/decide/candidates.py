@@ -292,8 +292,7 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
         if not is_same:
             raise ValueError(
                 f"{folder} was made with other flags, or the files of its data or of "
-                f"{making.target.name} have "
-                "changed since: give --overwrite, or another --output"
+                f"{making.target.name} have changed since: give --overwrite, or another --output"
             )
         print(f"{folder} is already done")
         return

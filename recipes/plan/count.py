@@ -279,8 +279,7 @@ def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str
     yield (
         f"{find_family(cfg.family).title} for {cfg.target_name}, --signal {cfg.signal}: a step of "
         f"{plan.batch_size} x {plan.sequence_length} tokens on one device, {plan.documents} "
-        "conversations a row, "
-        f"{cfg.mixed_precision if plan.autocast else 'float32'}"
+        f"conversations a row, {cfg.mixed_precision if plan.autocast else 'float32'}"
     )
     yield "counted, not measured"
     yield ""

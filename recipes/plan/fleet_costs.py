@@ -197,8 +197,7 @@ def fleet_table(cfg: Config, found: list[Costs]) -> Iterator[str]:
             f"| {cost.name} | {format_bytes(cost.captured_bytes * captured_per_s)}/s "
             f"| {format_bytes(stored_per_s * 86400)} "
             f"| {_duration(BufferConfig().max_bytes / stored_per_s)} | {two(flops_per_s / 1e12)} "
-            "TFLOP/s "
-            f"| {two(flops_per_s / H100.flops_per_s / UTILISATION)} |"
+            f"TFLOP/s | {two(flops_per_s / H100.flops_per_s / UTILISATION)} |"
         )
 
 

@@ -43,8 +43,7 @@ class Traffic:
         if not 1 <= self.tau <= self.num_speculative_tokens + 1:
             raise ValueError(
                 f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens a step emits "
-                "1 to "
-                f"{self.num_speculative_tokens + 1}"
+                f"1 to {self.num_speculative_tokens + 1}"
             )
 
 

@@ -152,8 +152,7 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
             f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source}, "
-            f"live+{draft.source} or "
-            f"ANSWERS+{draft.source}"
+            f"live+{draft.source} or ANSWERS+{draft.source}"
         )
 
 

@@ -325,8 +325,7 @@ def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) ->
         return
     raise ValueError(
         f"{DEV_MODE}=1 lets whoever reaches the server replace the weights: add --host 127.0.0.1 "
-        "after the --, or "
-        "leave it out and load weights by POST /redraft/target"
+        "after the --, or leave it out and load weights by POST /redraft/target"
     )
 
 

@@ -246,8 +246,7 @@ NEXT_ROLE_ENDS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% "
     "endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson "
-    "}}</call>"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "}}</call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
 
@@ -305,8 +304,7 @@ def test_nothing_after_a_stop_token_is_learned(inside: str) -> None:
 def test_a_system_prompt_that_the_template_leaves_out_is_a_reason() -> None:
     template = (
         "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|done|>{% "
-        "endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     row = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}
     special = "<|user|> <|assistant|>"

@@ -151,8 +151,7 @@ def test_a_resumed_run_reads_what_was_written(
 
 THINKING = (
     "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>{% "
-    "endif %}{{ m.content }}"
-    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+    "endif %}{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
     "{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}{% endif %}"
 )
 

@@ -34,8 +34,7 @@ TRIMMING = (
     "{{ bos_token }}{% if messages[0].role != 'system' %}<|start|>system<|close|>\n\nBe "
     "brief.<|eot|>{% endif %}"
     "{% for m in messages %}<|start|>{{ m.role }}<|close|>\n\n{{ m.content | trim }}<|eot|>{% "
-    "endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant<|close|>\n\n{% endif %}"
+    "endfor %}{% if add_generation_prompt %}<|start|>assistant<|close|>\n\n{% endif %}"
 )
 # Reasoning is dropped from all turns before the last question, and an empty block opens an answer
 # that has none.
@@ -43,13 +42,11 @@ THINKING = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
     "ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == "
-    "'assistant' %}"
-    "{% set thought, said = '', m.content %}{% if '</think>' in m.content %}"
+    "'assistant' %}{% set thought, said = '', m.content %}{% if '</think>' in m.content %}"
     "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set said = m.content.split('</think>', 1)[1].lstrip('\n') %}{% endif %}"
     "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{{ said.lstrip('\n') }}{% "
-    "else %}{{ said }}"
-    "{% endif %}{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}"
+    "else %}{{ said }}{% endif %}{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% if not enable_thinking | default(true) %}"
     "<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
@@ -64,8 +61,7 @@ REASONING_OPENED = (
 REASONING_KEPT = (  # of the last turn, as Qwen3.5 does
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif "
-    "%}"
-    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt "
+    "%}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt "
     "%}<|start|>assistant\n<think>\n{% endif %}"
 )
 
@@ -316,8 +312,7 @@ def test_what_is_left_out_is_counted() -> None:
     assert max(len(s.input_ids) for s in samples) == 64
     assert str(stats).endswith(
         "2 conversations without an assistant turn; 1 conversations with no answer inside the "
-        "window; "
-        "1 answers cut at the window, with no earlier turn to cut at"
+        "window; 1 answers cut at the window, with no earlier turn to cut at"
     )
 
 
@@ -386,8 +381,7 @@ def test_a_conversation_that_the_template_refuses_is_counted_with_its_reason() -
 
 STRICT = (
     "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == "
-    "0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
+    "0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
 )
 
 

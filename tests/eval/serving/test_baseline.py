@@ -229,8 +229,7 @@ def test_speeds_a_factor_apart_are_counted(steps_ms: tuple[int, ...], speeds: in
 
 SERVED = (
     "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
-    "model='m', "
-    "speculative_config=None, dtype=torch.{dtype}, max_seq_len=623, load_format=auto, "
+    "model='m', speculative_config=None, dtype=torch.{dtype}, max_seq_len=623, load_format=auto, "
     "tensor_parallel_size={tensor}, "
     "pipeline_parallel_size={pipeline}, data_parallel_size={data}, decode_context_parallel_size=1, "
     "quantization={quantization}, quantization_config=None, enforce_eager=False, "

@@ -139,9 +139,7 @@ def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made
     script, answers = tmp_path / "recipe.py", tmp_path / "answers.jsonl"
     # A recipe whose draft is what it was made of.
     script.write_text(
-        "import pathlib, sys\n"
-        "folder, *read = map(pathlib.Path, sys.argv[1:])\n"
-        "folder.mkdir()\n"
+        "import pathlib, sys\nfolder, *read = map(pathlib.Path, sys.argv[1:])\nfolder.mkdir()\n"
         "(folder / 'report.json').write_text(' '.join(path.read_text() for path in read))\n"
     )
 
@@ -185,8 +183,7 @@ def test_an_interrupted_training_starts_again_or_is_resumed(
     # The first run is interrupted after its checkpoint; later ones finish, and report their
     # arguments.
     script.write_text(
-        "import pathlib, sys\n"
-        f"folder = pathlib.Path({str(folder)!r})\n"
+        f"import pathlib, sys\nfolder = pathlib.Path({str(folder)!r})\n"
         "new = not (folder / 'checkpoints').is_dir() or '--overwrite' in sys.argv\n"
         "(folder / 'checkpoints').mkdir(parents=True, exist_ok=True)\n"
         "sys.exit(1) if new else (folder / 'report.json').write_text(' '.join(sys.argv[1:]))\n"
@@ -212,9 +209,7 @@ def test_an_interrupted_training_starts_again_or_is_resumed(
 def test_a_head_behind_two_lookups_is_trained_once(tmp_path: Path, tiny_target: Path) -> None:
     script, folder = tmp_path / "recipe.py", tmp_path / "eagle3-8k"
     script.write_text(
-        "import pathlib\n"
-        f"folder = pathlib.Path({str(folder)!r})\n"
-        "folder.mkdir()\n"
+        f"import pathlib\nfolder = pathlib.Path({str(folder)!r})\nfolder.mkdir()\n"
         "(folder / 'report.json').write_text('{}')\n"
         f"with open({str(tmp_path / 'runs')!r}, 'a') as file: file.write('x')\n"
     )
