@@ -1,4 +1,4 @@
-"""What measures redraft itself: benchmarks against other trainers, the soak, and studies.
+"""Measurements of redraft itself: benchmarks against other trainers, the soak, and studies.
 
 Not a part of the package.
 """

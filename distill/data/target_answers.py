@@ -19,7 +19,7 @@ from redraft.distill.data.messages import Message, Tool, conversation_hash, read
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.heads.files.artifact import naming
-from redraft.heads.files.replaced import PREVIOUS, drop_previous, set_aside, undo_move
+from redraft.heads.files.replaced import PREVIOUS, drop_previous, keep_previous, undo_move
 from redraft.heads.progress import Progress
 
 SKIPPED_STATUS = {
@@ -243,7 +243,7 @@ class _Regeneration:
         if self.file is None:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             if self.replaces:
-                set_aside([self.output], previous_answers(self.output))
+                keep_previous([self.output], previous_answers(self.output))
             self.file = self.output.open("a", encoding="utf-8")
         with naming(self.output):
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -30,7 +30,7 @@ from redraft.heads.files.replaced import (
     PREVIOUS,
     drop_previous,
     find_obstacle,
-    set_aside,
+    keep_previous,
     undo_move,
 )
 
@@ -224,7 +224,7 @@ class RunFolder:
 
     def _begin(self) -> None:
         if self._replaces:
-            set_aside(self._results(), self.folder / PREVIOUS)
+            keep_previous(self._results(), self.folder / PREVIOUS)
             self._describe()
             self._replaces = False
 

@@ -4,7 +4,7 @@
     OUT/.previous/                 those of the earlier run, while the new ones are made
 
     find_obstacle     before any work: what would be lost that is not a result of redraft
-    set_aside         when nothing can be refused any more
+    keep_previous     when nothing can be refused any more
     drop_previous     when the new results are complete
 
 A failed or killed run leaves the earlier results there. The next --overwrite keeps them.
@@ -64,10 +64,10 @@ def start_over(folder: Path, name: str, reads: object) -> None:
     """
     if obstacle := find_obstacle([folder / name], reads, find_not_kept):
         raise ValueError(f"{obstacle}: choose another --output")
-    set_aside([folder / name], folder / PREVIOUS)
+    keep_previous([folder / name], folder / PREVIOUS)
 
 
-def set_aside(results: Iterable[Path], previous: Path) -> None:
+def keep_previous(results: Iterable[Path], previous: Path) -> None:
     """Move `results` into the folder `previous`.
 
     If it is there already, they are those of a replacement that was never completed, and are
@@ -91,7 +91,7 @@ def set_aside(results: Iterable[Path], previous: Path) -> None:
 
 
 def undo_move(previous: Path) -> None:
-    """Undo a `set_aside` that was killed on its way."""
+    """Undo a `keep_previous` that was killed on its way."""
     moving = _moving(previous)
     if moving.is_dir():
         for path in moving.iterdir():

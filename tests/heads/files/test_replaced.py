@@ -14,8 +14,8 @@ from redraft.heads.files.replaced import (
     PREVIOUS,
     drop_previous,
     find_obstacle,
+    keep_previous,
     require_replaceable,
-    set_aside,
     start_over,
     undo_move,
 )
@@ -50,11 +50,11 @@ def test_results_are_set_aside_and_dropped_when_the_new_ones_are_complete(
     (tmp_path / "draft" / "weights").write_text("old")
     (tmp_path / "notes").write_text("mine")
     results, previous = [tmp_path / "report.json", tmp_path / "draft"], tmp_path / PREVIOUS
-    set_aside(results, previous)
+    keep_previous(results, previous)
     assert str(previous) in capsys.readouterr().out
     assert read_tree(previous) == {"draft/weights": "old", "report.json": "old"}
     (tmp_path / "report.json").write_text("interrupted")
-    set_aside(results, previous)  # the complete ones stay, the interrupted ones go
+    keep_previous(results, previous)  # the complete ones stay, the interrupted ones go
     assert read_tree(previous) == {"draft/weights": "old", "report.json": "old"}
     assert not (tmp_path / "report.json").exists()
     drop_previous(previous)
