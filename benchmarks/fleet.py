@@ -40,15 +40,15 @@ from benchmarks.demo.fleet import Server, measure_rates, start_server
 from benchmarks.demo.online_report import describe_cost, estimate_overhead
 from benchmarks.results import write_results
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.eval.engine.counters import parse_counts, read_samples
-from redraft.eval.engine.process import free_port
-from redraft.eval.engine.server import IDLE_S
-from redraft.eval.machine import environment
-from redraft.eval.prompts import Prompt
+from redraft.engine.counters import parse_counts, read_samples
+from redraft.engine.machine import environment
+from redraft.engine.process import free_port
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import IDLE_S
+from redraft.files.artifact import MANIFEST, publish
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.progress import Progress
 from redraft.heads.catalog import detect_family
-from redraft.heads.files.artifact import MANIFEST, publish
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.progress import Progress
 from redraft.online.engine.config import SwapCache
 from redraft.online.engine.feed import Feed
 from redraft.online.tokens import write_token

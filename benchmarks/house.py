@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from redraft.eval.engine.hooks import TABLE
+from redraft.engine.hooks import TABLE
 from redraft.heads.catalog import find_family, list_trained
 from redraft.recipes.cli.commands import COMMANDS
 from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.broker import find_broker
 from benchmarks.results import write_results
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.intake import Spool

@@ -32,12 +32,12 @@ from benchmarks.demo.up import list_arguments
 from benchmarks.results import write_results
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.eval.engine.process import free_port, start_group, stop_group
-from redraft.eval.engine.server import wait_until_healthy
+from redraft.engine.process import free_port, start_group, stop_group
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import wait_until_healthy
 from redraft.eval.intervals import median_interval
-from redraft.eval.prompts import Prompt
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.online.tokens import read_token, write_token
 from redraft.recipes.cli.run import run_recipe
 

@@ -28,17 +28,17 @@ from torch import Tensor
 from redraft.distill.doctor.check_draft import check_folder
 from redraft.distill.doctor.in_engine import Plan, Served, ask_fallback, judge_acceptance
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.parity.run import EngineRun
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import forecast_prompt, greedy_continuations
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
-from redraft.eval.parity.run import EngineRun
-from redraft.eval.prompts import Prompt
+from redraft.files.artifact import PROVENANCE
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.folder import fingerprint
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.files.artifact import PROVENANCE
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
 from redraft.heads.target import Target
 
 Kind = Literal["ours", "theirs"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.machine import environment
-from redraft.heads.files.artifact import write_whole
+from redraft.engine.machine import environment
+from redraft.files.artifact import write_whole
 
 
 def write_results(output: Path, results: Mapping[str, Any]) -> None:

@@ -22,21 +22,21 @@ import torch
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.draft_source import SampleMethod
-from redraft.eval.engine.measure import Output, measure
-from redraft.eval.engine.sampling import Sampling, read_sampling
-from redraft.eval.engine.server import vllm_server
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.measure import Output, measure
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import Sampling, read_sampling
+from redraft.engine.server import vllm_server
+from redraft.eval.forecast.draft_source import SampleMethod
 from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.intervals import estimate_gain
-from redraft.eval.prompts import Prompt
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.folder import GENERATION_CONFIG
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import GENERATION_CONFIG
-from redraft.heads.files.target_folder import TargetFolder
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 """Those of Qwen2.5."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.demo.online_config import SMOLLM2
 from benchmarks.results import write_results
-from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.files.checkpoint import load_tokenizer
 from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.parts import make_target
 

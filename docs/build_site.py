@@ -39,19 +39,19 @@ GUIDES = {
 PUBLIC = {
     "Drafts": ["heads.draft", "heads.family", "heads.catalog", "heads.target", "heads.options"],
     "Files": [
-        "heads.files.artifact",
-        "heads.files.folder",
-        "heads.files.target_folder",
-        "heads.files.gguf",
+        "files.artifact",
+        "files.folder",
+        "files.target_folder",
+        "files.gguf",
     ],
     "Losses": ["distill.loss.choice", "distill.loss.outcomes", "distill.loss.fused"],
     "Training": [
-        "distill.run.run_config",
+        "distill.train.run_config",
         "distill.run.training_run",
         "distill.train.optim",
         "distill.signal.sources",
     ],
-    "Measuring": ["eval.acceptance", "eval.counts", "eval.intervals", "eval.forecast.greedy"],
+    "Measuring": ["eval.acceptance", "engine.counts", "eval.intervals", "eval.forecast.greedy"],
     "Records": [
         "online.records.record",
         "online.records.spool",

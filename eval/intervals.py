@@ -20,7 +20,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 
 Array = NDArray[np.float64]
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from redraft.files.folder import CONFIG, find_quantization, read_config, tensor_files
+from redraft.files.foreign import find_foreign
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.folder import CONFIG, find_quantization, read_config, tensor_files
-from redraft.heads.files.foreign import find_foreign
-from redraft.heads.files.provenance import read_provenance
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.provenance import read_provenance
 
 IN_PARALLEL = Training(
     starts=("last_layers", "random"),
@@ -379,7 +379,7 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
     """Raise ValueError if a draft's provenance names a target of another lineage
-    (`heads.files.folder.lineage`). A draft of another trainer names none. Another version of the
+    (`files.folder.lineage`). A draft of another trainer names none. Another version of the
     target, such as a fine-tune, passes.
     """
     made = read_provenance(folder)

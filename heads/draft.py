@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from redraft.heads.nn.logits import PLAIN, LogitRule
+from redraft.heads.logits import PLAIN, LogitRule
 
 if TYPE_CHECKING:
     from redraft.heads.target import Target

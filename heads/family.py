@@ -166,7 +166,7 @@ class Family:
     @property
     def takes_lookup(self) -> bool:
         """A server can look tokens up first, and ask this draft if it finds none
-        (`eval.engine.lookup_first`).
+        (`engine.lookup_first`).
         """
         return self.is_head and self.varies_tokens and "v1" in self.decoders
 

@@ -7,7 +7,7 @@ Standard library only, because help texts and control planes read them without t
 
 from dataclasses import dataclass, fields
 
-from redraft.heads.files.windows import View, make_views
+from redraft.files.windows import View, make_views
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.tensors import list_tensors, read_tensors
+from redraft.files.checkpoint import load_text_config
+from redraft.files.tensors import list_tensors, read_tensors
 
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Short names of a target's shared tensors."""

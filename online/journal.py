@@ -38,7 +38,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from redraft.heads.files.printable import printable
+from redraft.files.printable import printable
 
 logger = logging.getLogger("redraft.journal")
 

@@ -22,12 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.distill.run.run_config import HeadConfig, StandaloneConfig, make_config
+from redraft.distill.train.run_config import HeadConfig, StandaloneConfig, make_config
+from redraft.files.folder import fetch_model, read_config, tensor_files
 from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
-from redraft.heads.files.folder import fetch_model, read_config, tensor_files
-from redraft.heads.files.provenance import read_provenance
 from redraft.heads.options import Standalone
+from redraft.heads.provenance import read_provenance
 from redraft.recipes.cli.run import Recipe
 from redraft.recipes.train import COMMON
 
@@ -95,7 +95,7 @@ def _defaults(family: Family, old: Path) -> Any:
 
 def _count_vocabulary(old: Path) -> int:
     """Size of a head's own vocabulary; 0 for the target's."""
-    from redraft.heads.files.artifact import safetensors_header
+    from redraft.files.artifact import safetensors_header
 
     path = tensor_files(old).get("d2t")
     return 0 if path is None else int(safetensors_header(path)["d2t"]["shape"][0])
@@ -119,7 +119,7 @@ def _answer(old: Path, cfg: Any) -> Path:
 
     A killed run continues there.
     """
-    from redraft.heads.files.kept import hash_key
+    from redraft.files.kept import hash_key
     from redraft.recipes.data import regenerate
     from redraft.recipes.data.regenerate_config import Config
 

@@ -10,7 +10,7 @@ the devices, which leaves no room for an engine: run `redraft eval` afterwards.
 
 from dataclasses import replace
 
-from redraft.distill.run.run_config import StandaloneConfig, make_config
+from redraft.distill.train.run_config import StandaloneConfig, make_config
 from redraft.heads.catalog import find_family
 from redraft.recipes import train
 from redraft.recipes.cli.run import run_recipe

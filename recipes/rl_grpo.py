@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.heads.files.folder import INDEX
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.folder import INDEX
+from redraft.files.target_folder import TargetFolder
 from redraft.online.tokens import read_token
 from redraft.recipes.cli.run import run_recipe
 

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from redraft.distill.run.run_config import HeadConfig, StandaloneConfig, make_config
+from redraft.distill.train.run_config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.heads.family import Family
 from redraft.recipes.cli.run import Recipe, run_choice

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
-from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.engine.server import VllmServer, vllm_server
 
 # Importing TRL sets this to ERROR if it is unset, and servers started later would not print their
 # INFO lines.

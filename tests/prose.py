@@ -16,7 +16,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("distill", "eval", "heads", "online", "recipes")
+PACKAGES = ("distill", "eval", "heads", "online", "recipes", "redraft/engine", "redraft/files")
 
 WRONG = re.compile(
     r"\bcan not\b|\bfor ever\b|\banew\b|\bhas not\b(?= (a|any|the)\b)", re.IGNORECASE

@@ -28,18 +28,18 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
-from redraft.eval.engine.hardware import this_machine
-from redraft.eval.engine.measure import Measurement, find_full_load
-from redraft.eval.engine.process import process_group
-from redraft.eval.engine.sampling import GREEDY, PENALTIES
-from redraft.eval.engine.server import EAGER, Mode, VllmServer, wait_until_healthy
-from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.eval.machine import ENGINE_IS_CPU, environment
-from redraft.eval.prompts import Prompt
+from redraft.engine.hardware import this_machine
+from redraft.engine.machine import ENGINE_IS_CPU, environment
+from redraft.engine.measure import Measurement, find_full_load
+from redraft.engine.process import process_group
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import GREEDY, PENALTIES
+from redraft.engine.server import EAGER, Mode, VllmServer, wait_until_healthy
+from redraft.engine.target_dtype import TargetDtype
+from redraft.files.artifact import write_whole
+from redraft.files.progress import Progress
+from redraft.files.replaced import find_obstacle
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.replaced import find_obstacle
-from redraft.heads.progress import Progress
 from redraft.online.daemon import control
 
 SETTINGS = "demo.json"

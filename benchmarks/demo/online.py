@@ -58,13 +58,13 @@ from benchmarks.demo.online_report import (
 )
 from benchmarks.demo.online_stage import Stage, make_scene
 from redraft.distill.data.day import choose_day
-from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.prompts import Prompt
+from redraft.engine.measure import Measurement, measure
+from redraft.engine.prompts import Prompt
 from redraft.eval.report.page import write_page
+from redraft.files.artifact import PROVENANCE
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.progress import Progress
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.artifact import PROVENANCE
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.progress import Progress
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.demo.fleet import Runner, fastest_precision
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.engine.target_dtype import TargetDtype
 from redraft.online.daemon.config import LearnerConfig
 
 SMALL = Path("tests/assets/tiny-target")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
-from redraft.heads.progress import Progress
+from redraft.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
+from redraft.files.progress import Progress
 
 Text = tuple[Sequence[int], Sequence[int]]
 """The tokens of a prompt, and those of its answer."""

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from benchmarks.demo.online_report import estimate_share
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import forecast, greedy_continuations
-from redraft.eval.prompts import Prompt
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import read_anchors

@@ -27,14 +27,14 @@ from benchmarks.demo.online_config import MAX_MODEL_LEN, SMALL, SMOLLM2, Config,
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
 from redraft.distill.data.samples import build_samples, held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.engine.process import free_port
-from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
-from redraft.eval.machine import ENGINE_IS_CPU
-from redraft.eval.prompts import Prompt
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.process import free_port
+from redraft.engine.prompts import Prompt
+from redraft.engine.target_dtype import TargetDtype, default_target_dtype
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.folder import check_model_folder
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import Init, make_draft
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import check_model_folder
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry

@@ -49,17 +49,17 @@ from benchmarks.demo.rl_judge import Judged, Policy, build_charts, decide, judge
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.eval.engine.hardware import this_machine
-from redraft.eval.engine.process import free_port
-from redraft.eval.engine.sampling import Sampling
+from redraft.engine.hardware import this_machine
+from redraft.engine.process import free_port
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation, generate_answers
-from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.kept import compute_once
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.eagle3 import Eagle3
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.kept import compute_once
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
 from redraft.heads.target import Target
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.opening import open_buffer, provide_first_version

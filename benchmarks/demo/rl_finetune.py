@@ -22,13 +22,13 @@ from redraft.distill.data.samples import Sample
 from redraft.distill.signal.parts import last_layers
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.optim import Optim
-from redraft.eval.engine.sampling import GREEDY, Sampling
+from redraft.engine.sampling import GREEDY, Sampling
 from redraft.eval.forecast.greedy import Continuation, Forecast, forecast
 from redraft.eval.intervals import estimate_tau_gain
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.eagle3 import Eagle3
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
 from redraft.heads.target import Target
 
 LINES = 24

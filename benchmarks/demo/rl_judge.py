@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.demo.online_config import MAX_MODEL_LEN
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate, estimate_ratio, estimate_tau_gain
 from redraft.eval.report.charts import Spec, color, panel, tips, to_spec
+from redraft.files.checkpoint import load_causal_lm
 from redraft.heads.catalog import detect_family
-from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.target import Target
 from redraft.online.learning import gate
 from redraft.online.learning.candidate import choose_reads

@@ -40,16 +40,16 @@ from benchmarks.demo.online_outputs import compare_with_target, spread
 from benchmarks.demo.online_stage import count_kv_bytes, make_scene, to_torch
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.eval.engine.process import free_port, start_group, stop_group
-from redraft.eval.engine.server import wait_until_healthy
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.engine.process import free_port, start_group, stop_group
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import wait_until_healthy
+from redraft.engine.target_dtype import TargetDtype
 from redraft.eval.intervals import UNBOUNDED, median_interval
-from redraft.eval.prompts import Prompt
 from redraft.eval.report.charts import PANEL_HEIGHT, Spec, to_spec
 from redraft.eval.report.page import write_page
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.registry import Registry

@@ -64,7 +64,7 @@ class Config:
 
     @property
     def device(self) -> str:
-        from redraft.eval.engine.hardware import this_machine
+        from redraft.engine.hardware import this_machine
 
         return this_machine().device
 

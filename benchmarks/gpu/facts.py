@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results, median_s
-from redraft.eval.engine.hardware import this_machine
-from redraft.eval.machine import environment
+from redraft.engine.hardware import this_machine
+from redraft.engine.machine import environment
 
 PACKAGES = (
     "torch",

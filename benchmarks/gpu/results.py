@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 
 
 class Results:

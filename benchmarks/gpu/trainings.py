@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
-from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.files.checkpoint import load_tokenizer
 
 ASSET = Path(__file__).parents[2] / "tests/assets/tiny-target"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from redraft.eval.prompts import Prompt
+from redraft.engine.prompts import Prompt
 
 SILENCE_S = 90.0
 """Longest wait for a byte. No fault of the soak takes longer, so a longer silence is a request

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from redraft.eval.engine.process import start_group
+from redraft.engine.process import start_group
 
 FILLER = "filler"
 

@@ -31,7 +31,7 @@ from benchmarks.soak import poison
 from benchmarks.soak.stage import NATS, NO_SHIFT, Stage
 from benchmarks.soak.supervisor import Supervised
 from benchmarks.soak.witness import Witness
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 from redraft.online.daemon import control
 from redraft.online.records.nats_link import BrokerError, connect, probe
 from redraft.online.records.publisher import MESSAGE_ID

@@ -51,7 +51,7 @@ from benchmarks.soak.stage import NATS, Stage, set_stage
 from benchmarks.soak.supervisor import Supervised
 from benchmarks.soak.witness import Witness
 from redraft.distill.data.day import choose_day
-from redraft.eval.engine.process import exiting_on_sigterm
+from redraft.engine.process import exiting_on_sigterm
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import GOES_ON
 from redraft.online.journal import BufferEntry, Journal, StateEntry

@@ -24,12 +24,12 @@ from benchmarks.soak.disks import Disk, mounted
 from benchmarks.soak.supervisor import Supervised
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.samples import held_out_prompts
-from redraft.eval.engine.process import free_port
-from redraft.eval.prompts import Prompt
+from redraft.engine.process import free_port
+from redraft.engine.prompts import Prompt
+from redraft.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
-from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry

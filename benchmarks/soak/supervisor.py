@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from redraft.eval.engine.process import start_group, stop_group
+from redraft.engine.process import start_group, stop_group
 
 POLL_S = 0.2
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 8.0

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine import wait
-from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import Mode, vllm_server
-from redraft.eval.machine import environment
-from redraft.eval.prompts import Prompt
+from redraft.engine import wait
+from redraft.engine.machine import environment
+from redraft.engine.measure import Measurement, measure
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import Mode, vllm_server
 from redraft.eval.serving.baseline import count_speeds
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 from redraft.recipes.cli.run import run_recipe
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"

@@ -27,11 +27,11 @@ import tyro
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.day import keep_day
 from redraft.distill.loss.choice import Divergence
+from redraft.engine.machine import environment
 from redraft.eval.intervals import Estimate, estimate_gain, subtract_independent
-from redraft.eval.machine import environment
 from redraft.eval.report.page import write_page
+from redraft.files.artifact import write_whole
 from redraft.heads.catalog import find_family
-from redraft.heads.files.artifact import write_whole
 from redraft.recipes.cli.run import run_recipe
 
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.run_config import (
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import (
     Data,
     HeadConfig,
     Loop,
@@ -21,7 +22,6 @@ from redraft.distill.run.run_config import (
     StandaloneConfig,
     make_config,
 )
-from redraft.distill.train.optim import Optim
 from redraft.heads.catalog import find_family
 from redraft.heads.options import Standalone
 from redraft.recipes import train

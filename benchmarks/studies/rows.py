@@ -31,9 +31,9 @@ from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.objective import distill_loss
 from redraft.eval.intervals import median_interval
+from redraft.files.checkpoint import load_tokenizer, new_model
 from redraft.heads.draft import Batch
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import load_tokenizer, new_model
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import run_recipe
 

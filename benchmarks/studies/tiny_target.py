@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.progress import Progress
+from redraft.files.artifact import write_whole
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.progress import Progress
 from redraft.recipes.cli.run import run_recipe
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -54,9 +54,9 @@ from benchmarks.training.measure import (
     profile,
     round_ratios,
 )
-from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.machine import environment
-from redraft.heads.files.artifact import write_whole
+from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.machine import environment
+from redraft.files.artifact import write_whole
 from redraft.recipes.cli.run import run_recipe
 
 

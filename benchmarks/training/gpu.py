@@ -38,9 +38,9 @@ from redraft.distill.plan.counted_step import (
 from redraft.distill.plan.operations import DEVICES, Device, Operation
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.step import compile_layers
-from redraft.eval.machine import environment
+from redraft.engine.machine import environment
+from redraft.files.artifact import write_whole
 from redraft.heads.catalog import FamilyName
-from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.count import fit, make_plan
 from redraft.recipes.plan.plan import Config as Counting
 

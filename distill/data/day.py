@@ -6,7 +6,7 @@ One for a whole run, and the same when the run is continued.
 import datetime
 from pathlib import Path
 
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 
 
 def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:

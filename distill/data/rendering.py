@@ -40,7 +40,7 @@ from redraft.distill.data.template import (
     reads_parts,
 )
 from redraft.distill.data.turns import PROBE, QUESTION, RefusedAnswerError, TurnWriter
-from redraft.heads.files.target_folder import writes_date
+from redraft.files.target_folder import writes_date
 
 T = TypeVar("T")
 

@@ -33,10 +33,10 @@ from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
 from redraft.distill.data.template import Arguments
-from redraft.eval.engine.process import LIBC, PR_SET_PDEATHSIG
-from redraft.eval.machine import count_cores
-from redraft.eval.prompts import Prompt
-from redraft.heads.progress import Progress
+from redraft.engine.machine import count_cores
+from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
+from redraft.engine.prompts import Prompt
+from redraft.files.progress import Progress
 
 CHUNK, CHUNK_CHARS = 256, 1 << 20
 """Most conversations, and about the most characters, tokenised in one call: a fast tokenizer works

@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
-from redraft.eval.prompts import Prompt
-from redraft.heads.files.artifact import manifest, publish, require_sizes
-from redraft.heads.files.lock import wait_for
-from redraft.heads.files.target_folder import writes_date
+from redraft.engine.prompts import Prompt
+from redraft.files.artifact import manifest, publish, require_sizes
+from redraft.files.lock import wait_for
+from redraft.files.target_folder import writes_date
 
 ABOUT = "about.json"
 PARTS = ("train", "held-out")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
-from redraft.eval.engine.draft_source import NUM_TOKENS
-from redraft.eval.engine.server import require_runner
-from redraft.eval.parity.run import run_engine
+from redraft.engine.parity.run import run_engine
+from redraft.engine.server import require_runner
+from redraft.eval.forecast.draft_source import NUM_TOKENS
+from redraft.files.folder import model_folder
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.files.folder import model_folder
-from redraft.heads.files.target_folder import TargetFolder
 
 
 @dataclass(kw_only=True)

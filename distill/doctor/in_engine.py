@@ -19,14 +19,15 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
-from redraft.distill.run.memory_check import require_target_room
+from redraft.distill.plan.memory_check import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.head_size import head_size, require_model_heads
-from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.head_size import head_size, require_model_heads
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.parity.run import Dump, EngineRun
+from redraft.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
-from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.parity.acceptance import (
     MIN_DRAFTS,
     find_dead,
@@ -35,12 +36,11 @@ from redraft.eval.parity.acceptance import (
     find_too_good,
 )
 from redraft.eval.parity.compare import compare
-from redraft.eval.parity.run import Dump, EngineRun
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.served_target import visible_length
+from redraft.files.windows import served_views
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Draft
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.served_target import visible_length
-from redraft.heads.files.windows import served_views
 from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64

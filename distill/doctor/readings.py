@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import Continuation, forecast_prompt
 from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain
-from redraft.eval.prompts import Prompt
+from redraft.files.progress import Progress
+from redraft.files.windows import SECTION
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.peagle import PEagle
-from redraft.heads.files.windows import SECTION
 from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
-from redraft.heads.progress import Progress
 
 MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
 MIN_GAIN_TOKENS = 0.02  # And in tokens per target step: a dead head gains any share by chance.

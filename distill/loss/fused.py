@@ -47,7 +47,7 @@ from redraft.distill.loss.products import (
     matmul_dtype,
 )
 from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
-from redraft.heads.nn.logits import PLAIN, LogitRule
+from redraft.heads.logits import PLAIN, LogitRule
 from redraft.heads.nn.precision import autocast_kind
 
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 2048

@@ -19,10 +19,10 @@ from redraft.distill.train.muon import Muon
 from redraft.distill.train.objective import distill_loss
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import make_optimizers
+from redraft.files.checkpoint import new_model
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.checkpoint import new_model
 from redraft.heads.nn import prefix
 from redraft.heads.target import Target
 

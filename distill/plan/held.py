@@ -17,9 +17,9 @@ import torch
 
 from redraft.distill.plan.choices import ShardingKind
 from redraft.distill.train.muon import split
+from redraft.files.checkpoint import load_text_config, new_model
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
-from redraft.heads.files.checkpoint import load_text_config, new_model
 from redraft.heads.target import Target
 
 TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (

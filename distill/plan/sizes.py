@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from redraft.heads.files.checkpoint import load_config, model_class
-from redraft.heads.files.folder import CONFIG, quantization_section
+from redraft.files.checkpoint import load_config, model_class
+from redraft.files.folder import CONFIG, quantization_section
 
 
 def _llama(

@@ -18,19 +18,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from redraft.distill.launch.ranks import leave
 from redraft.distill.run.proof import check_num_tokens
-from redraft.distill.run.run_config import HeadConfig
 from redraft.distill.run.start import start
 from redraft.distill.run.training_run import Config, Run, refuse
-from redraft.distill.train.ranks import leave
-from redraft.eval.engine.hardware import Machine
+from redraft.distill.train.run_config import HeadConfig
+from redraft.engine.hardware import Machine
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain
+from redraft.files.artifact import write_whole
+from redraft.files.folder import is_hub_name
+from redraft.files.kept import compute_once
 from redraft.heads.family import Family
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.folder import is_hub_name
-from redraft.heads.files.kept import compute_once
-from redraft.heads.files.provenance import read_provenance
+from redraft.heads.provenance import read_provenance
 
 VERDICT = "adapt.json"
 CANDIDATE = "candidate"  # Folder of the trained draft in the run, until the gain is proven.

@@ -22,8 +22,6 @@ from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
-from redraft.distill.run.run_config import Data, Loop, Signal
-from redraft.distill.run.run_folder import TOKENS, RunFolder
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
@@ -33,14 +31,16 @@ from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.shards import is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData
-from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.head_size import require_model_heads
+from redraft.distill.train.run_config import Data, Loop, Signal
+from redraft.distill.train.run_folder import TOKENS, RunFolder
+from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.head_size import require_model_heads
 from redraft.eval.forecast.greedy import SignalFunction
-from redraft.heads.files.checkpoint import load_causal_lm, refuse_quantised
-from redraft.heads.files.folder import fetch_model
-from redraft.heads.files.served_target import require_served_alike, visible_length
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.nn.logits import LogitRule
+from redraft.files.checkpoint import load_causal_lm, refuse_quantised
+from redraft.files.folder import fetch_model
+from redraft.files.served_target import require_served_alike, visible_length
+from redraft.files.target_folder import TargetFolder
+from redraft.heads.logits import LogitRule
 
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 

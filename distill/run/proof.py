@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from redraft.distill.doctor.label_probe import label_probe
-from redraft.distill.run.run_config import Prove
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
-from redraft.eval.engine.lossless import Lossless, compare_lossless
-from redraft.eval.engine.measure import Measurement
-from redraft.eval.engine.server import read_runner
-from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
+from redraft.distill.train.run_config import Prove
+from redraft.distill.train.run_folder import RunFolder
+from redraft.engine.lossless import Lossless, compare_lossless
+from redraft.engine.machine import ENGINE_IS_CPU, engine_environment, environment
+from redraft.engine.measure import Measurement
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import read_runner
+from redraft.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import (
     Continuation,
     Forecast,
@@ -36,8 +38,6 @@ from redraft.eval.forecast.greedy import (
     greedy_continuations,
 )
 from redraft.eval.forecast.stored import StoredForecast, store_forecast
-from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
-from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
     domain_section,
     engine_section,
@@ -45,11 +45,11 @@ from redraft.eval.report.page import (
     write_report,
 )
 from redraft.eval.serving.rounds import Plan, Results, keep_rounds, measure_servers
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.kept import compute_once
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.kept import compute_once
-from redraft.heads.files.target_folder import TargetFolder
 
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.inputs import live_signal, require_finite
-from redraft.distill.run.run_config import HeadConfig, StandaloneConfig
 from redraft.distill.signal.parts import (
     is_whole,
     last_layers,
@@ -24,14 +23,15 @@ from redraft.distill.signal.parts import (
     stream_scales,
 )
 from redraft.distill.signal.transfer import to_device
+from redraft.distill.train.run_config import HeadConfig, StandaloneConfig
+from redraft.files.progress import Progress
+from redraft.files.windows import target_window
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.families.standalone import make_draft
-from redraft.heads.files.provenance import read_provenance
-from redraft.heads.files.windows import target_window
 from redraft.heads.nn.causal_lm import final_norm
 from redraft.heads.nn.masks import choose_mask_token
-from redraft.heads.progress import Progress
+from redraft.heads.provenance import read_provenance
 
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run

@@ -23,8 +23,10 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from redraft.distill.data.vocabulary import require_smaller
+from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import count_head, count_standalone, standalone_config
+from redraft.distill.plan.memory_check import require_room
 from redraft.distill.run.inputs import (
     live_signal,
     load_data,
@@ -32,7 +34,6 @@ from redraft.distill.run.inputs import (
     require_no_engine,
     target_signal,
 )
-from redraft.distill.run.memory_check import require_room
 from redraft.distill.run.proof import (
     EngineProof,
     Forecaster,
@@ -43,35 +44,34 @@ from redraft.distill.run.proof import (
     report,
     store,
 )
-from redraft.distill.run.run_config import HeadConfig, Loop, StandaloneConfig
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.start import start
 from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
-from redraft.distill.train.ranks import leave
+from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
+from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, require_whole_matrices
-from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.head_size import require_draft_heads
-from redraft.eval.engine.server import require_runner
-from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.head_size import require_draft_heads
+from redraft.engine.server import require_runner
+from redraft.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
+from redraft.files.artifact import publish, publishing
+from redraft.files.checkpoint import model_class, refuse_quantised
+from redraft.files.folder import check_model_folder, fetch_model, fingerprint, read_config
+from redraft.files.served_target import require_aux
+from redraft.files.target_folder import TargetFolder
+from redraft.files.windows import View, require_speculators, target_window, trained_views
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.family import Family, Training
-from redraft.heads.files.artifact import publish, publishing
-from redraft.heads.files.checkpoint import model_class, refuse_quantised
-from redraft.heads.files.folder import check_model_folder, fetch_model, fingerprint, read_config
-from redraft.heads.files.provenance import read_provenance
-from redraft.heads.files.served_target import require_aux
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.windows import View, require_speculators, target_window, trained_views
 from redraft.heads.nn.causal_lm import decoder_layers, final_norm
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token
 from redraft.heads.options import LayerSizes, Windows
+from redraft.heads.provenance import read_provenance
 from redraft.heads.target import Target, aux_layers
 
 Config = HeadConfig[Any] | StandaloneConfig

@@ -26,8 +26,8 @@ from redraft.distill.signal.sources import recorded, top_k
 from redraft.distill.signal.storage import HiddenDtype
 from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
+from redraft.heads.logits import PLAIN, LogitRule
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, scales
-from redraft.heads.nn.logits import PLAIN, LogitRule
 
 
 @dataclass(frozen=True)

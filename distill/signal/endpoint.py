@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import httpx
 
-from redraft.eval.engine.proxies import describe_proxy, is_local_url
+from redraft.engine.proxies import describe_proxy, is_local_url
 
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}  # overloaded or restarting; others do not heal
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redraft.distill.signal.endpoint import Endpoint
-from redraft.heads.progress import Progress
+from redraft.files.progress import Progress
 
 MAX_DOUBLINGS = 16  # of the pause between probes, which would overflow in a long outage
 PROBE_TIMEOUT_S = 10.0  # a server taking longer to list its models is as good as dead

@@ -25,12 +25,12 @@ from redraft.distill.signal.features_store import Description, StatesLostError, 
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
 from redraft.distill.signal.transfer import host_zeros
+from redraft.files.checkpoint import new_model
+from redraft.files.target_folder import TargetFolder
+from redraft.files.tensors import list_tensors, read_tensors
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
-from redraft.heads.files.checkpoint import new_model
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.tensors import list_tensors, read_tensors
+from redraft.heads.logits import LogitRule
 from redraft.heads.nn.causal_lm import final_norm, language_model
-from redraft.heads.nn.logits import LogitRule
 from redraft.heads.target import HEAD, short_name
 
 SERVER_COMMAND = "redraft serve-features"

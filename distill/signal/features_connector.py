@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.v1.request import RequestStatus
 
 from redraft.distill.signal.features_store import WAIT_S, remove_states, write_states
-from redraft.heads.files.folder import model_folder
-from redraft.heads.files.target_folder import TARGET_VERSION, TargetFolder
+from redraft.files.folder import model_folder
+from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 
 COPY_POLL_S = 0.001  # Between two looks at a copy from the GPU.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from redraft.distill.signal.features import load_part
 from redraft.distill.signal.sharded import is_sharded
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import FINAL_NORMS, decoder_layers, final_norm
 from redraft.heads.target import norm_scale
 

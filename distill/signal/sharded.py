@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from redraft.heads.files.checkpoint import load_causal_lm, new_model
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.checkpoint import load_causal_lm, new_model
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import decoder_layers, language_model
 
 ROOM_FOR_TARGET = 0.4

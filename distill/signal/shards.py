@@ -37,16 +37,16 @@ from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, data_hash
 from redraft.distill.signal.apart import documents
 from redraft.distill.signal.transfer import to_device
-from redraft.heads.draft import Batch, TargetSignal, label_rows
-from redraft.heads.files.artifact import (
+from redraft.files.artifact import (
     ABANDONED_S,
     is_full,
     require_space,
     sync,
     write_whole,
 )
-from redraft.heads.files.folder import read_as
-from redraft.heads.progress import Progress
+from redraft.files.folder import read_as
+from redraft.files.progress import Progress
+from redraft.heads.draft import Batch, TargetSignal, label_rows
 
 SHARD_BYTES = 256 << 20  # in memory while writing, and lost with a killed writer
 KEY_BYTES = 16

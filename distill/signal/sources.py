@@ -23,14 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redraft.distill.launch.compiled import running_compiled
 from redraft.distill.signal.apart import documents, positions, put_back, split_documents
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sharded import is_sharded, most_of_ranks
-from redraft.distill.train.compiled import running_compiled
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 from redraft.heads.families.standalone import ATTENTION_TYPES
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.logits import LogitRule
 from redraft.heads.nn.causal_lm import (
     decoder_layers,
     find_rule,
@@ -38,8 +40,6 @@ from redraft.heads.nn.causal_lm import (
     prefix_arguments,
     take_prefixes,
 )
-from redraft.heads.nn.logits import LogitRule
-from redraft.heads.progress import Progress
 
 CHUNK = 256
 """Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""

@@ -29,21 +29,21 @@ from accelerate.utils import (
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats
-from redraft.distill.run.run_config import Loop
-from redraft.distill.run.run_folder import RunFolder
-from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.ranks import (
+from redraft.distill.launch.ranks import (
     LONGEST_WAIT,
     die_with_launcher,
     join_on_cpu,
     keep_models_whole,
     uses_deepspeed,
 )
+from redraft.distill.signal.transfer import to_device
+from redraft.distill.train.run_config import Loop
+from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
-from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.prompts import Prompt
+from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.prompts import Prompt
+from redraft.files.progress import Progress
 from redraft.heads.draft import Batch
-from redraft.heads.progress import Progress
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,"}
 TIMED_STEPS = 3  # Steps to measure the speed of training by, after a first one that also warms up.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redraft.eval.engine.hardware import this_machine
+from redraft.engine.hardware import this_machine
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between 0.7

@@ -17,21 +17,21 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from redraft.distill.loss.choice import Divergence
-from redraft.distill.signal.ahead import OneAhead
-from redraft.distill.signal.sharded import is_sharded
-from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.compiled import compile_in_place, draft_layers
-from redraft.distill.train.muon import Muon, split
-from redraft.distill.train.objective import distill_loss
-from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import (
+from redraft.distill.launch.compiled import compile_in_place, draft_layers
+from redraft.distill.launch.ranks import (
     describe_layout,
     fit_deepspeed,
     fit_fsdp,
     shards_parameters,
     uses_deepspeed,
 )
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.signal.ahead import OneAhead
+from redraft.distill.signal.sharded import is_sharded
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.muon import Muon, split
+from redraft.distill.train.objective import distill_loss
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
@@ -166,7 +166,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
 
 def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | None = None) -> None:
     """Compile the layers of a draft, and of a target that is whole in this process
-    (`distill.train.compiled`).
+    (`distill.launch.compiled`).
     """
     compile_in_place(draft_layers(draft), recomputed=getattr(draft, "recomputes", False))
     if isinstance(target, InProcessTarget):

@@ -3,8 +3,8 @@
 draft              forecast                                     vLLM's method
 folder, hub name   the draft's steps                            the family's (`heads.catalog`), if there is one
 `ngram`            the same lookup (`eval.forecast.ngram`)      ngram
-counted answers    the same lookup (`redraft retrieval`)        ngram, with `eval.engine.lookups`
-`ngram+FOLDER`     the lookup, and the draft if it finds none   the draft's (`eval.engine.lookup_first`)
+counted answers    the same lookup (`redraft retrieval`)        ngram, with `engine.lookups`
+`ngram+FOLDER`     the lookup, and the draft if it finds none   the draft's (`engine.lookup_first`)
 `ANSWERS+FOLDER`   the same with counted answers                the same
 `suffix`           none                                         suffix
 """
@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.draft_source import DraftSource, Lookups, SampleMethod
-from redraft.eval.engine.hardware import this_machine
-from redraft.eval.engine.head_size import require_draft_heads
+from redraft.engine.hardware import this_machine
+from redraft.engine.head_size import require_draft_heads
+from redraft.eval.forecast.draft_source import DraftSource, Lookups, SampleMethod
 from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
+from redraft.files.checkpoint import load_text_config, load_tokenizer
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
+from redraft.files.tokenizers import check_same_tokenizer
 from redraft.heads.catalog import require_trained_for
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
-from redraft.heads.files.checkpoint import load_text_config, load_tokenizer
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.heads.target import Target
 
 SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.

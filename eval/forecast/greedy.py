@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
-from redraft.eval.engine.sampling import GREEDY, Sampling
+from redraft.engine.counts import AcceptanceCounts, simulate_blocks, tau
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import GREEDY, Sampling
 from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_steps
 from redraft.eval.forecast.sampled import sampled_probabilities
-from redraft.eval.prompts import Prompt
+from redraft.files.progress import Progress
+from redraft.files.served_target import visible_length
 from redraft.heads.draft import Batch, Draft, TargetSignal
-from redraft.heads.files.served_target import visible_length
-from redraft.heads.progress import Progress
 
 SignalFunction = Callable[[Batch], TargetSignal]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redraft.engine.sampling import Sampling
 from redraft.eval.acceptance import alpha, probabilities
-from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from redraft.engine.sampling import Sampling
 from redraft.eval.acceptance import probabilities
-from redraft.eval.engine.sampling import Sampling
 
 PREFIX = 1024  # looked at first: sorting a vocabulary takes longer than a small target's pass
 LOG_ZERO = -1e30  # Logarithm of a probability that counts as 0.

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import Forecast
-from redraft.eval.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from redraft.eval.counts import ExpectedCounts, expected_blocks
-from redraft.eval.engine.sampling import Sampling
+from redraft.engine.counts import ExpectedCounts, expected_blocks
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import (
     Continuation,
     SignalFunction,
@@ -35,10 +36,9 @@ from redraft.eval.forecast.verification import (
     VerifiedLabels,
     verify_labels,
 )
-from redraft.eval.prompts import Prompt
+from redraft.files.kept import compute_once
+from redraft.files.progress import Progress
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
-from redraft.heads.files.kept import compute_once
-from redraft.heads.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

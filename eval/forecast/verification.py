@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.sampling import Sampling
+from redraft.engine.sampling import Sampling
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, target_rows
 from redraft.heads.draft import DraftStep, ExactTarget
 

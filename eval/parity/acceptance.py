@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain
 from redraft.heads.doctor.pair import Finding
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
+from redraft.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
+from redraft.engine.parity.run import Block, Dump, relative_difference
 from redraft.eval.forecast.greedy import SignalFunction
-from redraft.eval.parity.run import Block, Dump, relative_difference
 from redraft.heads.catalog import find_family
 from redraft.heads.doctor.pair import Finding
 from redraft.heads.draft import Batch, DraftStep

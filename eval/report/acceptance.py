@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.lookups import depends_on_load
+from redraft.engine.lookups import depends_on_load
+from redraft.engine.machine import environment
+from redraft.engine.prompts import domains
 from redraft.eval.forecast.drafts import NamedDraft
 from redraft.eval.intervals import CONFIDENCE
-from redraft.eval.machine import environment
-from redraft.eval.prompts import domains
 from redraft.eval.report.answer import compose_answer, join_words
 from redraft.eval.report.page import TEMPLATES, charts_of, render_text, write_page
 from redraft.eval.report.results import Measured, build_results, list_prompt_counts
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.kept import hash_key
+from redraft.files.artifact import write_whole
+from redraft.files.kept import hash_key
 
 SCHEMA_VERSION = 3  # The schema says what each version changed.
 FEW_PROMPTS = 20  # Below this number of prompts in a domain, intervals say little.

@@ -25,11 +25,11 @@ from typing import Any
 
 import jinja2
 
-from redraft.eval.engine.lossless import Lossless
-from redraft.eval.engine.measure import Measurement
+from redraft.engine.lossless import Lossless
+from redraft.engine.measure import Measurement
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.intervals import paired_interval
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 
 REQUIRED = {
     "": (

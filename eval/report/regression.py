@@ -19,8 +19,8 @@ from redraft.eval.intervals import (
     subtract_independent,
 )
 from redraft.eval.report.results import DIGITS
+from redraft.files.folder import read_as
 from redraft.heads.catalog import list_lookups
-from redraft.heads.files.folder import read_as
 
 FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
 MIN_PAIRED_SHARE = 0.5  # of the baseline's prompts, to pair them; below: two samples

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt, domains
 from redraft.eval.forecast.teacher_forced import PromptRows, Rows
 from redraft.eval.intervals import estimate_gain, estimate_ratio
-from redraft.eval.prompts import Prompt, domains
 
 Array = NDArray[np.float64]
 

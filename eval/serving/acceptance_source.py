@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.sampling import GREEDY, Sampling
-from redraft.heads.files.folder import read_as
+from redraft.engine.sampling import GREEDY, Sampling
+from redraft.files.folder import read_as
 
 REPORTS = "give a report of `redraft eval` or of a training run"
 FILTERS = ("top_p", "top_k", "min_p")

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from redraft.eval.engine.measure import CHANGED, Measurement
-from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
-from redraft.eval.machine import ENGINE_IS_CPU, engine_environment
-from redraft.heads.files.artifact import safetensors_header
-from redraft.heads.files.folder import read_config, tensor_files
-from redraft.heads.files.kept import compute_once
+from redraft.engine.machine import ENGINE_IS_CPU, engine_environment
+from redraft.engine.measure import CHANGED, Measurement
+from redraft.engine.process import exiting_on_sigterm
+from redraft.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
+from redraft.files.artifact import safetensors_header
+from redraft.files.folder import read_config, tensor_files
+from redraft.files.kept import compute_once
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 BANDWIDTH_BYTES = 1 << 30  # read to measure the bandwidth: far more than any cache

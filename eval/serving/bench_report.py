@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from redraft.eval.engine.lossless import Difference, Lossless
-from redraft.eval.engine.sampling import Sampling
+from redraft.engine.lossless import Difference, Lossless
+from redraft.engine.sampling import Sampling
 from redraft.eval.report.page import TEMPLATES, charts_of, write_page
 from redraft.eval.serving.baseline import Baseline
 from redraft.eval.serving.cost import Prediction
 from redraft.eval.serving.prediction import Choice
 from redraft.eval.serving.rounds import Compared, Results, compare
-from redraft.heads.files.artifact import write_whole
+from redraft.files.artifact import write_whole
 
 VERSION = 2  # Version of the format. The first was of another command.
 FREE = 0.95  # Rounds differ by several percent: down to this ratio a draft costs nothing.

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redraft.eval.counts import tau
-from redraft.eval.engine.lookups import depends_on_load
+from redraft.engine.counts import tau
+from redraft.engine.lookups import depends_on_load
 from redraft.heads.catalog import find_speculative
 
 

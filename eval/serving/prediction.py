@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.lookup_first import is_mixed
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.lookup_first import is_mixed
 from redraft.eval.serving.cost import Prediction, StepCosts, advise, has_one_acceptance
 from redraft.eval.serving.rounds import PLAIN, Compared, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_speculative

@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, measure
-from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.sampling import GREEDY, Sampling
-from redraft.eval.engine.served import count_steps
-from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, measure
+from redraft.engine.process import exiting_on_sigterm
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import GREEDY, Sampling
+from redraft.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.intervals import median_interval
-from redraft.eval.machine import ENGINE_IS_CPU
-from redraft.eval.prompts import Prompt
-from redraft.heads.files.kept import compute_once
-from redraft.heads.progress import Progress
+from redraft.eval.served import count_steps
+from redraft.files.kept import compute_once
+from redraft.files.progress import Progress
 
 PLAIN = "none"  # Name of the server without a draft.
 MEMORY_SHARE = "--gpu-memory-utilization"

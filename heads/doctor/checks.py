@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from redraft.files.artifact import MANIFEST, PROVENANCE, verify
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.folder import model_folder
+from redraft.files.served_target import visible_length
+from redraft.files.target_folder import TargetFolder
+from redraft.files.tensors import list_tensors, read_tensors
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
-from redraft.heads.files.artifact import MANIFEST, PROVENANCE, verify
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import model_folder
-from redraft.heads.files.served_target import visible_length
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.tensors import list_tensors, read_tensors
 from redraft.heads.target import Target
 
 

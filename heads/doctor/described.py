@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from redraft.files.folder import CONFIG, find_quantization, read_config, tensor_files
+from redraft.files.foreign import match_foreign
+from redraft.files.windows import is_mixed, served_views
 from redraft.heads.catalog import match_tensors
 from redraft.heads.doctor.pair import Finding
 from redraft.heads.doctor.windows import view_findings
 from redraft.heads.family import Family
-from redraft.heads.files.folder import CONFIG, find_quantization, read_config, tensor_files
-from redraft.heads.files.foreign import match_foreign
-from redraft.heads.files.provenance import read_provenance
-from redraft.heads.files.windows import is_mixed, served_views
+from redraft.heads.provenance import read_provenance
 
 
 def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:

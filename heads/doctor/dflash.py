@@ -6,11 +6,11 @@ Target layers, mask token, direction of attention, norms and draft vocabulary.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from redraft.files.windows import SLIDING
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.eagle3 import vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
-from redraft.heads.files.windows import SLIDING
 
 LAYERS, LAYERS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
 """Keys of the target layers in the two layouts: the last layer counted from 0, or the number of

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from redraft.files.tensors import read_tensors
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
 from redraft.heads.families.eagle3 import ARCHITECTURE
-from redraft.heads.files.tensors import read_tensors
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_AUX = "num_aux_hidden_states"

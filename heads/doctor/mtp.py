@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from redraft.files.checkpoint import load_text_config
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
-from redraft.heads.files.checkpoint import load_text_config
 
 FACTS = {
     "reads_normed": "the target's hidden state {} its final norm",

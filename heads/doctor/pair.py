@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.files.artifact import safetensors_header
+from redraft.files.folder import check_model_folder, read_config, tensor_files, trained_with
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.family import Family
-from redraft.heads.files.artifact import safetensors_header
-from redraft.heads.files.folder import check_model_folder, read_config, tensor_files, trained_with
-from redraft.heads.files.provenance import Provenance, read_provenance
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.provenance import Provenance, read_provenance
 
 
 @dataclass(frozen=True)

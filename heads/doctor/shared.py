@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from redraft.files.folder import tensor_files
+from redraft.files.tensors import read_tensors
 from redraft.heads.doctor.pair import Check, Finding, Pair
-from redraft.heads.files.folder import tensor_files
-from redraft.heads.files.tensors import read_tensors
 from redraft.heads.nn.layers import llama_rope, read_layer_config
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 

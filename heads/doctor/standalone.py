@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.tokenizers import check_same_tokenizer
 from redraft.heads.doctor import checks, shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.tokenizers import check_same_tokenizer
 
 
 def tokenizer(pair: Pair) -> Iterator[Finding]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from redraft.files.folder import trained_with
+from redraft.files.windows import served_views, target_window, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.files.folder import trained_with
-from redraft.heads.files.windows import served_views, target_window, trained_views
 
 NEAR = "a head with a window smaller than in training loses the keys that it learned to use"
 

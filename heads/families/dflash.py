@@ -29,19 +29,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
-from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, load_head, read_options
-from redraft.heads.files import speculators
-from redraft.heads.files.folder import TRAINED_WITH, read_config
-from redraft.heads.files.tensors import write_head
-from redraft.heads.files.windows import (
+from redraft.files import speculators
+from redraft.files.folder import TRAINED_WITH, read_config
+from redraft.files.tensors import write_head
+from redraft.files.windows import (
     SECTION,
     beside_target,
     require_speculators,
     write_speculators,
     write_views,
 )
+from redraft.heads import options
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
+from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, load_head, read_options
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import LlamaShape, PreNormLayer, Projections, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows

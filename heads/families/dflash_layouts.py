@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from redraft.heads.files import speculators
-from redraft.heads.files.folder import read_config, tensor_files, trained_with
-from redraft.heads.files.tensors import load_into, read_tensors
-from redraft.heads.files.windows import (
+from redraft.files import speculators
+from redraft.files.folder import read_config, tensor_files, trained_with
+from redraft.files.tensors import load_into, read_tensors
+from redraft.files.windows import (
     SECTION,
     read_block_windows,
     require_trained_window,

@@ -25,12 +25,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from redraft.files import speculators
+from redraft.files.windows import SECTION
 from redraft.heads import options
 from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dflash_layouts import read_options
-from redraft.heads.files import speculators
-from redraft.heads.files.windows import SECTION
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.target import Target

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.files.tensors import load_into, read_tensors, write_head
+from redraft.files.windows import target_window
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
-from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
-from redraft.heads.files.tensors import load_into, read_tensors, write_head
-from redraft.heads.files.windows import target_window
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
 from redraft.heads.nn.recurrent import unroll

@@ -23,18 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
-from redraft.heads.files import speculators
-from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
-from redraft.heads.files.tensors import load_into, read_tensors, write_head
-from redraft.heads.files.windows import (
+from redraft.files import speculators
+from redraft.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
+from redraft.files.tensors import load_into, read_tensors, write_head
+from redraft.files.windows import (
     beside_target,
     read_windows,
     require_trained_window,
     trained_views,
     write_views,
 )
+from redraft.heads import options
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import (
     Attention,
@@ -394,7 +394,7 @@ class Checkpoint:
     shape: LlamaShape
 
     def load_into(self, head: Eagle3, folder: Path) -> None:
-        """Copy the weights. Raises: as `heads.files.tensors.load_into`."""
+        """Copy the weights. Raises: as `files.tensors.load_into`."""
         unused = () if head.config.own_head else ("lm_head.weight",)
         load_into(
             head,

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
@@ -26,9 +28,7 @@ from redraft.heads.draft import (
     final_hidden,
     label_rows,
 )
-from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
-from redraft.heads.files.tensors import load_into, read_tensors, write_head
-from redraft.heads.nn.logits import LogitRule
+from redraft.heads.logits import LogitRule
 from redraft.heads.target import Target
 
 Config = options.Medusa

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from redraft.files.checkpoint import load_text_config
+from redraft.files.folder import TRAINED_WITH, read_config
+from redraft.files.tensors import load_into, write_head
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
 from redraft.heads.families.mtp_folder import read_layer
 from redraft.heads.families.mtp_layouts import MEMORY_ATTENTION, detect_layout
-from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import TRAINED_WITH, read_config
-from redraft.heads.files.tensors import load_into, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Rotary
 from redraft.heads.nn.recurrent import unroll

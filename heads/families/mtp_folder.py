@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from redraft.files.artifact import MANIFEST, PROVENANCE, require_free
+from redraft.files.folder import CONFIG, INDEX, WEIGHTS, read_config
+from redraft.files.tensors import list_tensors, read_tensors
 from redraft.heads.families.mtp_layouts import MIMO, Layout
-from redraft.heads.files.artifact import MANIFEST, PROVENANCE, require_free
-from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS, read_config
-from redraft.heads.files.tensors import list_tensors, read_tensors
 
 
 def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.files.folder import TRAINED_WITH
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.families.eagle3 import Eagle3
-from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token, choose_rows

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from redraft.heads.files.folder import CONFIG, WEIGHTS, read_config
+from redraft.files.folder import CONFIG, WEIGHTS, read_config
 
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.

@@ -18,19 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from redraft.files.checkpoint import (
+    attention_of,
+    load_causal_lm,
+    load_tokenizer,
+    new_model,
+)
+from redraft.files.tokenizers import check_same_tokenizer, fit_vocabulary
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
-from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer, new_model
-from redraft.heads.files.tokenizers import check_same_tokenizer, fit_vocabulary
+from redraft.heads.logits import LogitRule
 from redraft.heads.nn.causal_lm import (
     PREFIX_ATTENTION,
-    attention_of,
     find_rule,
     language_model,
     prefix_arguments,
     take_prefixes,
 )
-from redraft.heads.nn.logits import LogitRule
 from redraft.heads.target import Target
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redraft.heads.files.windows import FULL, View
+from redraft.files.windows import FULL, View
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
 

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from redraft.heads.nn.logits import LogitRule
+from redraft.heads.logits import LogitRule
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
 
@@ -89,15 +89,6 @@ def final_norm(model: Any) -> nn.Module:
             f"{type(model).__name__} has no final norm named one of {', '.join(FINAL_NORMS)}"
         )
     return cast(nn.Module, found)
-
-
-def attention_of(config: Any) -> str | None:
-    """The attention to load a causal LM with; None for that of transformers.
-
-    SDPA, or eager for layers with sinks.
-    """
-    # SDPA drops a cap on the scores without a word.
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 @torch.no_grad()

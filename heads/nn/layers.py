@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from redraft.heads.logits import LogitRule
 from redraft.heads.nn.attention import Memory
-from redraft.heads.nn.logits import LogitRule
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.options import LayerSizes
 

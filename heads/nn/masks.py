@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch
-from redraft.heads.files.target_folder import TargetFolder
 
 
 def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from redraft.heads.draft import Batch, DraftStep, label_rows
+from redraft.heads.logits import PLAIN, LogitRule
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
-from redraft.heads.nn.logits import PLAIN, LogitRule
 
 
 class Step(Protocol):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redraft.distill.train.step import StepStats
-from redraft.eval.counts import AcceptanceCounts
-from redraft.heads.files.artifact import is_full
-from redraft.heads.files.sealed import DamagedError, set_aside
+from redraft.engine.counts import AcceptanceCounts
+from redraft.files.artifact import is_full
+from redraft.files.sealed import DamagedError, set_aside
 from redraft.online.daemon.state import State
 from redraft.online.fleet.server import Served
 from redraft.online.journal import (

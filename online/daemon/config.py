@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from redraft.files.settings import read_toml
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.rollout import RolloutPolicy
 from redraft.online.learning.config import BufferConfig, DraftConfig, Judging, Replay, Training
@@ -14,7 +15,6 @@ from redraft.online.learning.gate import Policy
 from redraft.online.learning.staleness import SleepPolicy
 from redraft.online.page.config import Page
 from redraft.online.records.nats_config import Nats, StreamLimits, parse_addresses
-from redraft.online.settings import read_toml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from redraft.heads.files.printable import printable
+from redraft.files.printable import printable
 from redraft.online.learning.gate import Decision
 
 SOCKET = "control.sock"

@@ -25,8 +25,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redraft.heads.files.artifact import FileEntry, manifest, verify
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.artifact import FileEntry, manifest, verify
+from redraft.files.target_folder import TargetFolder
 from redraft.online.daemon.account import Account
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.heads.files.artifact import verify
+from redraft.engine.counts import AcceptanceCounts
+from redraft.files.artifact import verify
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import Drafting, is_alarming

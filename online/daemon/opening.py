@@ -12,16 +12,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from redraft.files.artifact import is_full
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import read_config, read_quantization, text_sections
+from redraft.files.lock import own
+from redraft.files.target_folder import TargetFolder
+from redraft.files.tokenizers import check_same_tokenizer
 from redraft.heads.catalog import find_family, require_head, require_trained_for
 from redraft.heads.doctor.checks import completeness
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.doctor.shared import require_own_head
-from redraft.heads.files.artifact import is_full
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import read_config, read_quantization, text_sections
-from redraft.heads.files.lock import own
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry, copy_model, read_id
 from redraft.online.learning.buffer import Buffer

@@ -6,7 +6,7 @@ The served draft against itself at the promotion, measured here and saved over k
 from dataclasses import asdict
 from pathlib import Path
 
-from redraft.heads.files.sealed import read_sealed_as, write_sealed
+from redraft.files.sealed import read_sealed_as, write_sealed
 from redraft.online.daemon.account import Account
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.judging import Judge

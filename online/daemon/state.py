@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from redraft.heads.files.sealed import DamagedError, read_sealed_as, write_sealed
+from redraft.files.sealed import DamagedError, read_sealed_as, write_sealed
 
 
 class Phase(Enum):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.hooks import hooked
+from redraft.engine.hooks import hooked
 
 BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `load_weights`
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
-from redraft.eval.engine.hooks import SchedulerState, find_state
+from redraft.engine.hooks import SchedulerState, find_state
 from redraft.online.records.origin import read_origin_arguments
 
 MAX_DOMAINS = 32  # counted apart; clients choose names, so further ones count together

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from redraft.eval.engine import hooks
+from redraft.engine import hooks
 from redraft.online.engine import domains, pace
 
 DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.

@@ -28,8 +28,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
-from redraft.eval.engine.counters import read_samples
-from redraft.eval.engine.hooks import RunnerState, SchedulerState, find_state, hook
+from redraft.engine.counters import read_samples
+from redraft.engine.hooks import RunnerState, SchedulerState, find_state, hook
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory
 from redraft.online.engine.pace_policy import Policy

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from redraft.eval.engine import lookup_first, lookups
-from redraft.eval.machine import VLLM_VERSION, read_processor
-from redraft.heads.files.folder import fingerprint, model_folder
-from redraft.heads.files.sealed import read_sealed_as, write_sealed
+from redraft.engine import lookup_first, lookups
+from redraft.engine.machine import VLLM_VERSION, read_processor
+from redraft.files.folder import fingerprint, model_folder
+from redraft.files.sealed import read_sealed_as, write_sealed
 from redraft.online.engine.pace_policy import Known, Policy
 from redraft.online.fleet.registry import hash_manifest
 

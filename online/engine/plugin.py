@@ -20,7 +20,7 @@ def register() -> None:
         return
     # imported late: vLLM calls this in every process of every server, also of those that do not use
     # redraft
-    from redraft.eval.engine import hooks
+    from redraft.engine import hooks
     from redraft.online.engine.target_watch import register_backend
 
     steps: dict[str, Callable[[], None]] = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.hooks import around, hook
+from redraft.engine.hooks import around, hook
 
 logger = logging.getLogger("vllm.redraft")
 

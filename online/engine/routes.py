@@ -17,9 +17,9 @@ from starlette.datastructures import Headers, State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from redraft.eval.engine import hooks
-from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
-from redraft.eval.engine.proxies import is_local
+from redraft.engine import hooks
+from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.engine.proxies import is_local
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.hooks import RunnerState, around, find_state, hook
+from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_foreign
 from redraft.online.engine.feed import Batch, Feed

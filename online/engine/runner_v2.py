@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.hooks import around, hook
+from redraft.engine.hooks import around, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded
 from redraft.online.engine.feed import Batch, Feed

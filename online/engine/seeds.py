@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from redraft.eval.engine import lookup_first, lookups
+from redraft.engine import lookup_first, lookups
 from redraft.heads.families.retrieval import FOLDER
 
 VARYING = (lookups.VARIABLES[FOLDER], lookup_first.VARIABLES["head_requests"])

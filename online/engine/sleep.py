@@ -8,8 +8,8 @@ nothing but acceptance would tell.
 import logging
 from typing import Any
 
-from redraft.eval.engine.hooks import hook
-from redraft.heads.files.artifact import MANIFEST, verify
+from redraft.engine.hooks import hook
+from redraft.files.artifact import MANIFEST, verify
 from redraft.online.engine.swap import load_draft, read_tensors
 from redraft.online.engine.target_watch import note_move
 

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
-from redraft.heads.files.artifact import (
+from redraft.files.artifact import (
     MANIFEST,
     FileEntry,
     manifest,

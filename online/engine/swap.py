@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from redraft.eval.engine.hooks import hook
-from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
-from redraft.heads.files.folder import find_quantization, read_config
+from redraft.engine.hooks import hook
+from redraft.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
+from redraft.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
 from redraft.online.engine.trainer_files import describe_tensors
 

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redraft.heads.files.folder import lineage
-from redraft.heads.files.provenance import Provenance, read_provenance
+from redraft.files.folder import lineage
+from redraft.heads.provenance import Provenance, read_provenance
 from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
 from redraft.online.engine.trainer_files import OutsideError, list_files, read_through
 from redraft.online.fleet.registry import hash_manifest, read_id

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redraft.eval.engine.hooks import Wrap, hook
-from redraft.heads.files.target_folder import TARGET_VERSION
+from redraft.engine.hooks import Wrap, hook
+from redraft.files.target_folder import TARGET_VERSION
 from redraft.online.engine.copies import repack_tied_heads
 from redraft.online.engine.swap import (
     clear_cache,

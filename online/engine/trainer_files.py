@@ -5,8 +5,8 @@ loaded.
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from redraft.heads.files.artifact import safetensors_header
-from redraft.heads.files.folder import read_config, tensor_files
+from redraft.files.artifact import safetensors_header
+from redraft.files.folder import read_config, tensor_files
 
 CHUNK_BYTES = 16 << 20
 OPTIONAL = ("lm_head.weight", "rotary_emb.inv_freq")

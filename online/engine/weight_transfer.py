@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from redraft.heads.files.artifact import safetensors_header
+from redraft.files.artifact import safetensors_header
 from redraft.online.engine.swap import is_finite, load_draft, read_tensors, shared_modules
 from redraft.online.engine.trainer_files import describe_tensors, list_files, require_whole
 

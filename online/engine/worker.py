@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from redraft.eval.engine.hooks import Attached, RunnerState, attach, find_state, hook
+from redraft.engine.hooks import Attached, RunnerState, attach, find_state, hook
+from redraft.files.folder import model_folder
+from redraft.files.target_folder import TargetFolder
+from redraft.files.windows import count_states
 from redraft.heads.catalog import find_method
-from redraft.heads.files.folder import model_folder
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.windows import count_states
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.feed import find_owner, name_owner

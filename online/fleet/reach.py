@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import httpcore
 import httpx
 
-from redraft.heads.files.printable import printable
+from redraft.files.printable import printable
 
 REFUSED = "nothing listens at this address: start the server, or correct the address"
 UNKNOWN_NAME = "nobody knows this name here: correct the address, or the name server"

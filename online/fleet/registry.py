@@ -32,10 +32,10 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from redraft.heads.files import artifact
-from redraft.heads.files.lock import own
-from redraft.heads.files.provenance import Provenance, read_provenance
-from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
+from redraft.files import artifact
+from redraft.files.lock import own
+from redraft.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
+from redraft.heads.provenance import Provenance, read_provenance
 
 T = TypeVar("T")
 STABLE = "STABLE"

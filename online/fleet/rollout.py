@@ -50,7 +50,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import (
     Estimate,
     estimate_gain,

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import httpx
 import msgspec
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import SPEC_DECODE, find_counts, read_samples
-from redraft.heads.files.printable import printable
+from redraft.engine.counters import SPEC_DECODE, find_counts, read_samples
+from redraft.engine.counts import AcceptanceCounts
+from redraft.files.printable import printable
 from redraft.online.fleet.reach import UNIX_SOCKET, explain, explain_answer
 from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier

@@ -16,8 +16,8 @@ from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget, top_k
 from redraft.distill.signal.transfer import to_device
+from redraft.files.artifact import sync, write_whole
 from redraft.heads.draft import ExactTarget, label_rows
-from redraft.heads.files.artifact import sync, write_whole
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.record import (
     MAGIC,

@@ -37,8 +37,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.heads.files.lock import acquire
-from redraft.heads.files.private import make_private
+from redraft.files.lock import acquire
+from redraft.files.private import make_private
 from redraft.online.learning.buffer_file import (
     TARGETS,
     BufferFullError,

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.heads.files.artifact import is_full
+from redraft.files.artifact import is_full
 
 LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
 PAGE_BYTES = 16 << 10  # above SQLite's 4 KiB: a frame spans many, each page is a write

@@ -19,20 +19,20 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
-from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.head_size import require_draft_heads
+from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.head_size import require_draft_heads
+from redraft.files.checkpoint import load_text_config
+from redraft.files.folder import read_config
+from redraft.files.served_target import visible_length
 from redraft.heads.catalog import find_family, list_learning
 from redraft.heads.draft import Draft
 from redraft.heads.family import Family, Reads
-from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import read_config
-from redraft.heads.files.served_target import visible_length
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
 from redraft.online.learning.replay import make_batches, read_signal, select_texts

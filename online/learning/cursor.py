@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from redraft.heads.files.lock import own
-from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
+from redraft.files.lock import own
+from redraft.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 
 MAX_COMMITS = 1000
 SERVED = "served"  # commit without a checkpoint: training began again from the served version

@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite

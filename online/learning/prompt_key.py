@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
+from redraft.files.artifact import write_whole
+from redraft.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 from redraft.online.records.record import Record
 
 KEY_BYTES = 32

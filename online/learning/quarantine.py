@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from redraft.heads.files.private import make_private
+from redraft.files.private import make_private
 from redraft.online.records.record import CorruptRecordError
 
 MAX_FILES = 256

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from redraft.distill.train.step import StepStats
-from redraft.heads.files.artifact import publishing, verify
-from redraft.heads.files.provenance import read_provenance
+from redraft.files.artifact import publishing, verify
+from redraft.heads.provenance import read_provenance
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import Candidate, Ranks

@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoServersError
 from nats.js.errors import NotFoundError
 
-from redraft.heads.files.printable import printable
+from redraft.files.printable import printable
 from redraft.online.records.nats_config import Nats, hide_credentials, parse_addresses
 
 CONNECT_TIMEOUT_S = 5

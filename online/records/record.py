@@ -25,7 +25,7 @@ import numpy as np
 import zstandard
 from numpy.typing import DTypeLike, NDArray
 
-from redraft.eval.engine import sampling
+from redraft.engine import sampling
 from redraft.online.records.checks import find_fault
 from redraft.online.records.states import HiddenFormat, decode_float8, state_bytes
 

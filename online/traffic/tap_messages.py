@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from redraft.eval.engine.sampling import MIN_TEMPERATURE
+from redraft.engine.sampling import MIN_TEMPERATURE
 from redraft.online.records.checks import find_bad_sampling
 from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling

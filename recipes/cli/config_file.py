@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from redraft.online.settings import NONE, convert, describe_unknown, read_table, render_value
+from redraft.files.settings import NONE, convert, describe_unknown, read_table, render_value
 
 Config = TypeVar("Config")
 

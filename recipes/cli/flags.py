@@ -20,7 +20,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from redraft.online.settings import read_field_docs
+from redraft.files.settings import read_field_docs
 
 
 class RefusedConfigError(Exception):

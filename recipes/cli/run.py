@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.proxies import reach_loopback
-from redraft.heads.files.artifact import is_full
+from redraft.engine.proxies import reach_loopback
+from redraft.files.artifact import is_full
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"

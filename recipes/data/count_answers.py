@@ -51,11 +51,11 @@ def main(cfg: Config) -> None:
     from redraft.distill.data.conversations import load_conversations
     from redraft.distill.data.day import choose_day
     from redraft.distill.data.samples import build_samples
+    from redraft.files.artifact import publish
+    from redraft.files.folder import fetch_model
+    from redraft.files.replaced import require_replaceable
+    from redraft.files.target_folder import TargetFolder
     from redraft.heads.families.retrieval import Text, count_answers
-    from redraft.heads.files.artifact import publish
-    from redraft.heads.files.folder import fetch_model
-    from redraft.heads.files.replaced import require_replaceable
-    from redraft.heads.files.target_folder import TargetFolder
 
     require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
     # Before the counting: the fingerprint reads the weights.

@@ -38,8 +38,8 @@ def main(cfg: Config) -> None:
             not read; or the `gguf` package is not installed.
     """
     # Here, because they import torch.
-    from redraft.heads.files.artifact import publish, sha256
-    from redraft.heads.files.gguf import (
+    from redraft.files.artifact import publish, sha256
+    from redraft.files.gguf import (
         check_gguf,
         load_gguf,
         read_config,
@@ -47,7 +47,7 @@ def main(cfg: Config) -> None:
         require_space_for,
         save,
     )
-    from redraft.heads.files.replaced import require_replaceable
+    from redraft.files.replaced import require_replaceable
 
     check_gguf(cfg.file)
     require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)

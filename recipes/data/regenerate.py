@@ -7,19 +7,19 @@ from contextlib import contextmanager
 import psutil
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.target_answers import (
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.target_answers import (
     Sampling,
     finished_keys,
     previous_answers,
     regenerate,
 )
-from redraft.distill.signal.endpoint import Endpoint
-from redraft.eval.engine.server import vllm_server
-from redraft.heads.files.artifact import sha256
-from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import fetch_model, fingerprint
-from redraft.heads.files.kept import hash_key
-from redraft.heads.files.replaced import find_obstacle
+from redraft.engine.server import vllm_server
+from redraft.files.artifact import sha256
+from redraft.files.checkpoint import load_text_config
+from redraft.files.folder import fetch_model, fingerprint
+from redraft.files.kept import hash_key
+from redraft.files.replaced import find_obstacle
 from redraft.recipes.data.regenerate_config import Config
 
 MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory

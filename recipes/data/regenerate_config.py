@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.distill.data.target_answers import Sampling
+from redraft.distill.signal.target_answers import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

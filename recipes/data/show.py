@@ -31,10 +31,10 @@ from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.reasoning import is_cut, split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.folder import CONFIG
-from redraft.heads.files.served_target import require_rows, visible_length
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.artifact import write_whole
+from redraft.files.folder import CONFIG
+from redraft.files.served_target import require_rows, visible_length
+from redraft.files.target_folder import TargetFolder
 from redraft.recipes.data.show_config import Config
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)

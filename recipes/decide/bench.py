@@ -16,19 +16,19 @@ from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.run.proof import make_logits
-from redraft.eval.engine.draft_source import NGRAM
-from redraft.eval.engine.lookups import lookup_env, needs_plugin
-from redraft.eval.engine.lossless import compare_lossless
-from redraft.eval.engine.sampling import (
+from redraft.engine.lookups import lookup_env, needs_plugin
+from redraft.engine.lossless import compare_lossless
+from redraft.engine.machine import ENGINE_IS_CPU, engine_environment, environment
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import (
     Sampling,
     choose_sampling,
     list_penalties,
     require_served,
 )
-from redraft.eval.engine.server import Mode, VllmServer, vllm_keys
-from redraft.eval.engine.target_dtype import open_target
-from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
-from redraft.eval.prompts import Prompt
+from redraft.engine.server import Mode, VllmServer, vllm_keys
+from redraft.engine.target_dtype import open_target
+from redraft.eval.forecast.draft_source import NGRAM
 from redraft.eval.serving.baseline import (
     MODE_ROUNDS,
     choose_mode,
@@ -60,14 +60,14 @@ from redraft.eval.serving.rounds import (
     run_rounds,
     select_prompts,
 )
+from redraft.files.artifact import write_whole
+from redraft.files.folder import fetch_model
+from redraft.files.kept import fingerprint_path
+from redraft.files.progress import Progress
+from redraft.files.replaced import PREVIOUS, drop_previous, start_over
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.families.retrieval import FOLDER
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.folder import fetch_model
-from redraft.heads.files.kept import fingerprint_path
-from redraft.heads.files.replaced import PREVIOUS, drop_previous, start_over
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.progress import Progress
 from redraft.online.engine.config import PLUGIN_NAME
 from redraft.recipes.decide.bench_config import Config
 from redraft.recipes.decide.candidates import (

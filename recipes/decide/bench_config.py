@@ -26,8 +26,8 @@ from typing import Annotated
 
 import tyro
 
-from redraft.distill.run.run_config import require_least
-from redraft.eval.engine.draft_source import NGRAM, NUM_TOKENS, DraftSource
+from redraft.distill.train.run_config import require_least
+from redraft.eval.forecast.draft_source import NGRAM, NUM_TOKENS, DraftSource
 from redraft.recipes.decide.measure_config import MeasureConfig
 
 LAYERS = re.compile(r"layers-(\d+)")

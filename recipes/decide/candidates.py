@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
-from redraft.eval.engine.hardware import this_machine
-from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.sampling import Sampling
-from redraft.eval.engine.server import forget_requests, require_servable
+from redraft.engine.hardware import this_machine
+from redraft.engine.process import exiting_on_sigterm
+from redraft.engine.sampling import Sampling
+from redraft.engine.server import forget_requests, require_servable
+from redraft.eval.forecast.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.serving.acceptance_source import list_drafts, read_acceptance
 from redraft.eval.serving.prediction import Candidate
 from redraft.eval.serving.rounds import PLAIN
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.folder import count_parameters
-from redraft.heads.files.kept import fingerprint_path
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.artifact import write_whole
+from redraft.files.folder import count_parameters
+from redraft.files.kept import fingerprint_path
+from redraft.files.target_folder import TargetFolder
 from redraft.recipes.decide.bench_config import (
     HEAD,
     LAYERS,

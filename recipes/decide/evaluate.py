@@ -17,19 +17,18 @@ import torch
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.day import keep_day
 from redraft.distill.data.samples import held_out_prompts
+from redraft.distill.plan.memory_check import require_target_room
 from redraft.distill.run.inputs import load_target
-from redraft.distill.run.memory_check import require_target_room
-from redraft.distill.run.run_config import Signal, require_least
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.served import EngineOptions, serve_and_count
-from redraft.eval.engine.server import require_runner
-from redraft.eval.engine.target_dtype import open_target
+from redraft.distill.train.run_config import Signal, require_least
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
+from redraft.engine.server import require_runner
+from redraft.engine.target_dtype import open_target
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
-from redraft.eval.prompts import Prompt
 from redraft.eval.report import regression
 from redraft.eval.report.acceptance import (
     SCHEMA_VERSION,
@@ -37,9 +36,10 @@ from redraft.eval.report.acceptance import (
     write_acceptance_report,
 )
 from redraft.eval.report.results import Measured
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.replaced import PREVIOUS, drop_previous, find_obstacle, start_over
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.eval.served import EngineOptions, serve_and_count
+from redraft.files.artifact import write_whole
+from redraft.files.replaced import PREVIOUS, drop_previous, find_obstacle, start_over
+from redraft.files.target_folder import TargetFolder
 from redraft.recipes.decide.evaluate_config import Config
 
 WRITTEN = ("report.json", "report.html", "report.md", "run.json")

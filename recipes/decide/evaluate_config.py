@@ -16,7 +16,7 @@ run the same command again to continue. The exit status is 1 if acceptance fell 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from redraft.eval.engine.draft_source import MEASURED_TOKENS
+from redraft.eval.forecast.draft_source import MEASURED_TOKENS
 from redraft.eval.forecast.ngram import Ngram
 from redraft.recipes.decide.measure_config import MeasureConfig
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import SampleMethod
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.engine.target_dtype import TargetDtype
+from redraft.eval.forecast.draft_source import SampleMethod
 
 
 @dataclass(frozen=True, kw_only=True)

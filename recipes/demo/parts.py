@@ -20,9 +20,9 @@ from typing import Any
 from huggingface_hub import model_info, snapshot_download
 
 from redraft.distill.data.corpus import ask_to_complete
-from redraft.heads.files.artifact import publish, sha256
-from redraft.heads.files.folder import MODEL_FILES
-from redraft.heads.files.provenance import read_provenance
+from redraft.files.artifact import publish, sha256
+from redraft.files.folder import MODEL_FILES
+from redraft.heads.provenance import read_provenance
 from redraft.recipes.data import import_gguf
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.eval.machine import diagnose, gather, list_facts
+from redraft.engine.machine import diagnose, gather, list_facts
+from redraft.engine.target_dtype import TargetDtype
+from redraft.files.folder import fetch_model
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.described import describe_draft
 from redraft.heads.doctor.pair import Finding
-from redraft.heads.files.folder import fetch_model
 from redraft.recipes.cli.run import Recipe
 
 if TYPE_CHECKING:  # it loads torch, which an environment may lack
@@ -108,7 +108,7 @@ def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
         FileNotFoundError: there is no such draft, here or on the hub.
         ValueError: it lies in the target, or is looked up.
     """
-    from redraft.eval.engine.draft_source import DraftSource
+    from redraft.eval.forecast.draft_source import DraftSource
 
     draft = DraftSource.parse(source)
     if draft.is_without_folder:
@@ -128,7 +128,7 @@ def check_pair(cfg: Config) -> "Checked":
     # torch, which an environment may lack
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck
-    from redraft.eval.engine.draft_source import DraftSource
+    from redraft.eval.forecast.draft_source import DraftSource
 
     assert cfg.target is not None
     draft = DraftSource.parse(cfg.draft or cfg.target)

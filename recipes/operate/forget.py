@@ -139,7 +139,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         return await control.ask(cfg.folder, Forgotten, do="forget", tenant=tenant, dry_run=is_dry)
     except control.NoLearnerError:
         pass
-    from redraft.heads.files.folder import (
+    from redraft.files.folder import (
         fingerprint,
     )  # these load torch: a learner that runs answers without
     from redraft.online.daemon.opening import open_stream, read_vocab_size

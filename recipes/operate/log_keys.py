@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.heads.files.private import make_private
+from redraft.files.private import make_private
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from redraft.heads.files.sealed import DamagedError
+from redraft.files.sealed import DamagedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.state import Phase, State, load, save

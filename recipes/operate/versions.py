@@ -10,8 +10,8 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from redraft.heads.files.folder import read_json
-from redraft.heads.files.provenance import read_provenance
+from redraft.files.folder import read_json
+from redraft.heads.provenance import read_provenance
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.discovery import discover

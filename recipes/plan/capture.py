@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from redraft.distill.run.run_config import require_least
-from redraft.eval.engine.draft_source import NUM_TOKENS
-from redraft.heads.files.artifact import write_whole
+from redraft.distill.train.run_config import require_least
+from redraft.eval.forecast.draft_source import NUM_TOKENS
+from redraft.files.artifact import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)

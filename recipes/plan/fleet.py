@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from redraft.files.artifact import write_whole
 from redraft.heads.catalog import FamilyName, find_family
-from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.traffic import Traffic
 
 

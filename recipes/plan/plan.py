@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from redraft.distill.plan.choices import ShardingKind, SignalKind
-from redraft.distill.run.run_config import require_least
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.distill.train.run_config import require_least
+from redraft.engine.target_dtype import TargetDtype
+from redraft.files.artifact import write_whole
 from redraft.heads.catalog import FamilyName, find_family
-from redraft.heads.files.artifact import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.engine.target_dtype import TargetDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ def main(cfg: Config) -> None:
     from redraft.distill.data.day import choose_day
     from redraft.distill.data.samples import build_samples
     from redraft.distill.run.inputs import load_target
-    from redraft.distill.run.run_config import Signal
     from redraft.distill.signal.sources import InProcessTarget
-    from redraft.eval.engine.target_dtype import open_target
-    from redraft.heads.files.artifact import write_whole
-    from redraft.heads.files.replaced import find_obstacle
-    from redraft.heads.files.served_target import visible_length
-    from redraft.heads.progress import Progress
+    from redraft.distill.train.run_config import Signal
+    from redraft.engine.target_dtype import open_target
+    from redraft.files.artifact import write_whole
+    from redraft.files.progress import Progress
+    from redraft.files.replaced import find_obstacle
+    from redraft.files.served_target import visible_length
     from redraft.online.learning.anchors import is_record_file, write_anchors
 
     if obstacle := find_obstacle([cfg.output], cfg):

@@ -26,9 +26,9 @@ the running learner.
 from dataclasses import dataclass
 from pathlib import Path
 
+from redraft.files.settings import SettingsFile, render_example
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.memory import bound_caches
-from redraft.online.settings import SettingsFile, render_example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.draft_source import DraftSource, Lookups
-from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
-from redraft.eval.machine import ENGINE_IS_CPU, count_cores
-from redraft.heads.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
-from redraft.heads.files.folder import read_config as read_model
-from redraft.heads.files.provenance import read_provenance
+from redraft.engine.command import vllm_command
+from redraft.engine.lookups import lookup_env
+from redraft.engine.machine import ENGINE_IS_CPU, count_cores
+from redraft.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
+from redraft.eval.forecast.draft_source import DraftSource, Lookups
+from redraft.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
+from redraft.files.folder import read_config as read_model
+from redraft.heads.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import (

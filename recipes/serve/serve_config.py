@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import NUM_TOKENS, SampleMethod, require_tokens
+from redraft.eval.forecast.draft_source import NUM_TOKENS, SampleMethod, require_tokens
 from redraft.heads.catalog import Method
 from redraft.online.engine.config import CaptureConfig, SwapConfig
 

@@ -53,8 +53,8 @@ def main(cfg: Config) -> None:
             send.
     """
     # Here, because they import torch.
-    from redraft.eval.engine.wait import ENABLED
-    from redraft.heads.files.checkpoint import load_text_config
+    from redraft.engine.wait import ENABLED
+    from redraft.files.checkpoint import load_text_config
     from redraft.recipes.serve.serve import with_plugin
 
     config = load_text_config(cfg.target)
@@ -78,8 +78,8 @@ def server_command(cfg: Config, num_layers: int) -> list[str]:
         ValueError: for a layer beyond them.
     """
     from redraft.distill.signal.features import server_args
-    from redraft.eval.engine.command import vllm_command
-    from redraft.eval.engine.server import engine_dtype
+    from redraft.engine.command import vllm_command
+    from redraft.engine.server import engine_dtype
 
     states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
     # Before the user's arguments, which win.

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.sampling import read_defaults
-from redraft.heads.files.folder import fingerprint
+from redraft.engine.sampling import read_defaults
+from redraft.files.folder import fingerprint
 from redraft.online.fleet.server import require_address
 from redraft.online.records.guard import Guard
 from redraft.online.traffic.front import FrontConfig, serve

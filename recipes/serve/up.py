@@ -26,21 +26,21 @@ from pathlib import Path
 import httpx
 import psutil
 
-from redraft.eval.engine.draft_source import DraftSource
-from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.proxies import is_local
-from redraft.eval.machine import ENGINE_IS_CPU
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.process import exiting_on_sigterm
+from redraft.engine.proxies import is_local
+from redraft.eval.forecast.draft_source import DraftSource
+from redraft.files.artifact import publish, require_space, write_whole
+from redraft.files.folder import fetch_model, open_folder, read_config, weight_files
+from redraft.files.lock import own
+from redraft.files.private import make_private, require_own
+from redraft.files.settings import render_value
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.families.retrieval import LIVE
-from redraft.heads.files.artifact import publish, require_space, write_whole
-from redraft.heads.files.folder import fetch_model, open_folder, read_config, weight_files
-from redraft.heads.files.lock import own
-from redraft.heads.files.private import make_private, require_own
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
-from redraft.online.settings import render_value
 from redraft.online.tokens import write_token
 from redraft.recipes.serve.serve import list_parts, speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import require_tokens
+from redraft.eval.forecast.draft_source import require_tokens
 from redraft.online.engine.config import ServerSample
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 

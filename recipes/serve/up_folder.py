@@ -13,15 +13,15 @@ from pathlib import Path
 
 import msgspec
 
+from redraft.files.artifact import write_whole
+from redraft.files.folder import read_config
+from redraft.files.lock import AlreadyOwnedError, own
+from redraft.files.settings import render_value
 from redraft.heads.catalog import find_family
-from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.folder import read_config
-from redraft.heads.files.lock import AlreadyOwnedError, own
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.engine.config import ServerSample
 from redraft.online.fleet.discovery import ListedServer, list_servers
 from redraft.online.records.states import state_bytes
-from redraft.online.settings import render_value
 
 SETTINGS, FLEET, TOKEN, LOCK = "learner.toml", "fleet.toml", "token", "up.lock"
 

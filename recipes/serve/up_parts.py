@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import find_counts, read_samples
-from redraft.eval.engine.engine_log import read_line, split_lines, why_ended
-from redraft.eval.engine.process import start_group, stop_group
-from redraft.heads.files.printable import printable
+from redraft.engine.counters import find_counts, read_samples
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.engine_log import read_line, split_lines, why_ended
+from redraft.engine.process import start_group, stop_group
+from redraft.files.printable import printable
 from redraft.online.engine.pace import describe_pace, read_gauges
 from redraft.online.fleet.reach import REFUSED
 from redraft.online.journal import (

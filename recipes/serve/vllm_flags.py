@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
-from redraft.eval.engine.proxies import is_local
+from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.engine.proxies import is_local
+from redraft.files.folder import model_folder, read_generation_config
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Pair
-from redraft.heads.files.folder import model_folder, read_generation_config
-from redraft.heads.files.target_folder import TargetFolder
 
 DEV_MODE, RUST_FRONTEND = "VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"
 

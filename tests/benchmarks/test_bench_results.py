@@ -42,7 +42,7 @@ from benchmarks.training.measure import (
     measure,
 )
 from benchmarks.training.peers import PEERS, Peer, describe_absent, list_sides
-from redraft.eval.engine.hardware import Machine
+from redraft.engine.hardware import Machine
 from redraft.heads import catalog
 
 TINY = dataclasses.replace(

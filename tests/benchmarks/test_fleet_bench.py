@@ -28,7 +28,7 @@ from benchmarks.fleet import (
     summarize,
     turn_keys,
 )
-from redraft.heads.files import artifact
+from redraft.files import artifact
 
 EAGLE3 = Path(__file__).parents[1] / "assets/tiny-eagle3"
 

@@ -19,6 +19,7 @@ from train_on_ranks import FAMILIES, make_family_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.studies.presets import make_preset
+from redraft.distill.plan import memory_check as fit
 from redraft.distill.plan.held import (
     DRAFT_WEIGHTS,
     GRADIENTS,
@@ -27,17 +28,16 @@ from redraft.distill.plan.held import (
     count_head,
     count_standalone,
 )
-from redraft.distill.run import memory_check as fit
-from redraft.distill.run.memory_check import Need, Room, check, read_room, require_room, sharing_of
-from redraft.distill.run.run_config import Signal
+from redraft.distill.plan.memory_check import Need, Room, check, read_room, require_room, sharing_of
 from redraft.distill.run.training_run import run
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import Signal
 from redraft.distill.train.step import make_optimizers
-from redraft.eval.engine.hardware import Machine, read_host_bytes
+from redraft.engine.hardware import Machine, read_host_bytes
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, from_config, prune_layers
-from redraft.heads.files.target_folder import TargetFolder
 
 LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,

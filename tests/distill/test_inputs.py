@@ -21,15 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from redraft.distill.data.conversations import read_conversation, split_held_out
 from redraft.distill.run import proof as prove
 from redraft.distill.run.inputs import load_data, load_target
-from redraft.distill.run.run_config import Data, Loop, Signal, make_config
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.training_run import run as run_training
 from redraft.distill.train.loop import LoadedData
-from redraft.eval.engine.hardware import Machine
-from redraft.eval.engine.target_dtype import open_target
+from redraft.distill.train.run_config import Data, Loop, Signal, make_config
+from redraft.distill.train.run_folder import RunFolder
+from redraft.engine.hardware import Machine
+from redraft.engine.target_dtype import open_target
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Mtp
 from tests.helpers.target_families import MOE, TINY
 

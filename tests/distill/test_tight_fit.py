@@ -10,10 +10,10 @@ import pytest
 from parse_flags import parse
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run import memory_check
+from redraft.distill.plan import memory_check
 from redraft.distill.run.training_run import run
 from redraft.distill.train.optim import Optim
-from redraft.eval.engine.hardware import Machine
+from redraft.engine.hardware import Machine
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import Config as Counting
 
@@ -36,7 +36,7 @@ def test_a_run_that_fits_tightly_prints_the_command_of_its_training(
         raise InterruptedError
 
     monkeypatch.setattr(memory_check, "TIGHT", 0.0)
-    monkeypatch.setattr("redraft.distill.run.run_folder.RunFolder.open", stop)
+    monkeypatch.setattr("redraft.distill.train.run_folder.RunFolder.open", stop)
     cfg = replace(
         make_preset(family), output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon")
     )

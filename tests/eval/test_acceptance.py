@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redraft.engine.counts import AcceptanceCounts, simulate_blocks, tau
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
 
 
 def test_alpha_is_one_minus_total_variation():

@@ -34,17 +34,17 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
-from redraft.eval.engine.draft_source import DraftSource
+from redraft.engine.prompts import Prompt
+from redraft.eval.forecast.draft_source import DraftSource
 from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
 from redraft.eval.forecast.greedy import greedy_continuations
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, evaluate_batch
-from redraft.eval.prompts import Prompt
+from redraft.files.target_folder import TargetFolder
 from redraft.heads import catalog
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Pair
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.learning.candidate import DRAFT, Candidate, read_hidden_shape
 from redraft.online.learning.config import Training

@@ -7,8 +7,8 @@ import torch
 from make_heads import make_target
 from safetensors.torch import save_file
 
-from redraft.heads.files.folder import tensor_files
-from redraft.heads.files.tensors import read_tensors
+from redraft.files.folder import tensor_files
+from redraft.files.tensors import read_tensors
 from redraft.heads.target import Target, aux_layers
 
 

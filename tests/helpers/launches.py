@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,9 +28,9 @@ from waiting import until
 from benchmarks.demo import fleet as demo_fleet
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.prompts import Prompt
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import fingerprint
+from redraft.engine.prompts import Prompt
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import fingerprint
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.learner import learn
 from redraft.online.daemon.opening import opened

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from redraft.heads.files.checkpoint import load_text_config
+from redraft.files.checkpoint import load_text_config
 
 
 def write_gguf(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.broker import find_broker
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 
 
 @dataclass

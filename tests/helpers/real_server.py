@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 from redraft.online.records.record import Record, join_text, read_frames
 from redraft.online.records.spool import spool_files
 

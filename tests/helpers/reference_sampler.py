@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.acceptance import probabilities
-from redraft.eval.counts import AcceptanceCounts
 
 NextLogits = Callable[[Sequence[int]], Tensor]
 """A model: token ids in, the logits of the next token out, [V]."""

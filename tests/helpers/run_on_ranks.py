@@ -13,11 +13,11 @@ import torch
 from make_heads import make_signal, make_target
 from train_on_ranks import make_standalone, micro_batches
 
+from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import leave
+from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation
 
 torch.set_num_threads(1)

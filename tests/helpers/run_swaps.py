@@ -34,7 +34,7 @@ os.environ.setdefault("VLLM_PLUGINS", "redraft")
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from redraft.eval.parity.dump import keep_imports_frozen
+from redraft.engine.parity.dump import keep_imports_frozen
 from redraft.online.engine.swap import load_draft
 
 

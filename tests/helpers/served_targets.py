@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from redraft.heads.files.checkpoint import new_model
+from redraft.files.checkpoint import new_model
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,

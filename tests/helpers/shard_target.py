@@ -13,18 +13,18 @@ import torch
 from accelerate import Accelerator
 from train_on_ranks import micro_batches
 
+from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Distillation
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import greedy_continuations
-from redraft.eval.prompts import Prompt
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 torch.set_num_threads(1)

@@ -25,9 +25,9 @@ from transformers.models.auto.modeling_auto import (
 
 from redraft.distill.signal.apart import documents
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.files.checkpoint import new_model
 from redraft.heads.draft import Batch, ExactTarget
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import new_model
 from redraft.heads.target import Target, aux_layers
 from tests.helpers.vllm_models import passes_inner_layers
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from reference_decoder import Drafted, draw
 from torch import Tensor, nn
 
+from redraft.files.folder import read_config, tensor_files
+from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.folder import read_config, tensor_files
-from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
 
 ROW = Family(

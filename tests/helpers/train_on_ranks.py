@@ -24,11 +24,11 @@ from steady import SteadyAdamW
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from redraft.distill.launch.ranks import describe_layout, leave
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.muon import Muon
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import describe_layout, leave
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families import (

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from redraft.eval.engine import counters
-from redraft.eval.engine.hooks import ENGINE, TABLE, V1_RUNNER, V2_RUNNER, WORKER
+from redraft.engine import counters
+from redraft.engine.hooks import ENGINE, TABLE, V1_RUNNER, V2_RUNNER, WORKER
 from redraft.recipes.serve.serve import RAY_PREFIXES
 
 ROOT = Path(__file__).parents[2]
@@ -167,17 +167,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm_config": (VLLM_CONFIG,),
         "vllm_config.speculative_config": (SPECULATIVE,),
     },
-    "eval/engine/wait.py": {
+    "redraft/engine/wait.py": {
         "current_platform": ("platforms.interface:Platform",),
     },
-    "eval/engine/lookups.py": {
+    "redraft/engine/lookups.py": {
         "self.runner": (V1_RUNNER,),
         "batch": ("v1.worker.gpu_input_batch:InputBatch",),
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
         "self.worker": (WORKER,),
         "runner": (V1_RUNNER,),
     },
-    "eval/engine/lookup_first.py": {
+    "redraft/engine/lookup_first.py": {
         "runner": (V1_RUNNER,),
         "self.runner": (V1_RUNNER,),
         "runner.vllm_config": (VLLM_CONFIG,),
@@ -417,7 +417,7 @@ def list_imports() -> list[tuple[str, str]]:
             str(path.relative_to(ROOT)),
             f"{node.module}.{alias.name}".removeprefix("vllm").lstrip("."),
         )
-        for folder in ("online/engine", "eval/engine")
+        for folder in ("online/engine", "redraft/engine")
         for path in sorted((ROOT / folder).glob("*.py"))
         for node in ast.walk(_parse(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"

@@ -15,7 +15,7 @@ from real_broker import Broker, running_broker
 from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Server, running_server
 from safetensors.torch import load_file, save_file
 
-from redraft.heads.files.artifact import publish
+from redraft.files.artifact import publish
 from redraft.online.learning import prompt_key
 
 

@@ -26,16 +26,16 @@ from redraft.distill.data import day as template_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.doctor.in_engine import ask_fallback
 from redraft.distill.run.inputs import load_data, target_signal
-from redraft.distill.run.run_config import Data, Loop, Prove, Signal, make_config
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.start import start
 from redraft.distill.run.training_run import Run
 from redraft.distill.train.loop import LoadedData
+from redraft.distill.train.run_config import Data, Loop, Prove, Signal, make_config
+from redraft.distill.train.run_folder import RunFolder
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli.run import dispatch
 

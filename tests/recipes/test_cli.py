@@ -18,8 +18,8 @@ from waiting import wait_until
 
 from benchmarks.studies import heads
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run.run_config import Prove
-from redraft.eval.engine.process import free_port
+from redraft.distill.train.run_config import Prove
+from redraft.engine.process import free_port
 from redraft.heads.catalog import list_trained
 from redraft.recipes.cli.commands import list_recipes
 from redraft.recipes.cli.run import (
@@ -227,7 +227,7 @@ def test_the_settings_of_every_command_load_without_torch():
         for name, _ in list_recipes():
             if name not in ("train", "adapt"):
                 find_recipe(*(name.split()[0], name.split()[1:]))
-        import redraft.recipes.adapt, redraft.recipes.train, redraft.distill.run.run_config
+        import redraft.recipes.adapt, redraft.recipes.train, redraft.distill.train.run_config
         assert "torch" not in sys.modules
         """
     assert run_python(code).returncode == 0

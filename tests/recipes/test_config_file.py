@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run.run_config import make_config
+from redraft.distill.train.run_config import make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.recipes import train
 from redraft.recipes.cli.commands import COMMANDS, list_recipes

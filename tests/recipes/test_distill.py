@@ -14,7 +14,7 @@ import torch
 from recipe_runs import build_command, kill_when, run
 from safetensors.torch import load_file
 
-from redraft.heads.files.artifact import verify
+from redraft.files.artifact import verify
 
 
 @pytest.fixture

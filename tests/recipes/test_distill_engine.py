@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recipe_runs import build_command, run_as_user
 
-from redraft.eval.engine.server import VllmServer
+from redraft.engine.server import VllmServer
 
 
 @pytest.mark.vllm

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from redraft.files.artifact import verify
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.artifact import verify
 
 ROOT = Path(__file__).parents[2]
 

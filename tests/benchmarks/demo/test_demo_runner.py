@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.demo import fleet, online
 from benchmarks.demo.fleet import runner_environment, start_server
-from redraft.eval.machine import ENGINE_IS_CPU
+from redraft.engine.machine import ENGINE_IS_CPU
 
 
 @pytest.fixture

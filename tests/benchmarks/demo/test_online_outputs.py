@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.demo.online_outputs import Text, compare_with_target, spread
 from benchmarks.demo.online_report import describe_outputs
-from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.files.checkpoint import load_causal_lm
 
 PROMPT = [5, 6, 7, 8, 9]
 

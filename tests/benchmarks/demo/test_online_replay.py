@@ -20,11 +20,11 @@ from benchmarks.demo.online_report import (
     estimate_share,
 )
 from benchmarks.demo.online_stage import Scene, write_learner_config
+from redraft.engine.prompts import Prompt
 from redraft.eval.intervals import UNBOUNDED, median_interval
-from redraft.eval.prompts import Prompt
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.learning.buffer import Buffer

@@ -18,10 +18,10 @@ from benchmarks.demo import online_stage
 from benchmarks.demo.fleet import KV_CACHE_BYTES, clear
 from benchmarks.demo.online_config import MAX_MODEL_LEN, PRESETS, SMALL, SMOLLM2, Config
 from benchmarks.demo.online_stage import Stage, count_kv_bytes, make_scene
-from redraft.eval.engine.target_dtype import default_target_dtype
-from redraft.eval.machine import ENGINE_IS_CPU
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.target_dtype import default_target_dtype
+from redraft.files.folder import read_config
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.folder import read_config
 from redraft.online.learning.anchors import read_anchors
 
 

@@ -43,9 +43,9 @@ from benchmarks.soak import poison
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.machine import environment
+from redraft.engine.machine import environment
 from redraft.eval.report.page import write_page
-from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.files.checkpoint import load_causal_lm
 from redraft.online.daemon.opening import open_buffer, provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.record import decode_record, encode_record

@@ -25,8 +25,8 @@ from waiting import in_event_loop, until
 
 from benchmarks.demo import up
 from benchmarks.demo.up import Config, Pair, Play, draw, estimate, find_gain, summarise
-from redraft.eval.machine import environment
-from redraft.eval.prompts import Prompt
+from redraft.engine.machine import environment
+from redraft.engine.prompts import Prompt
 from redraft.eval.report.page import write_page
 from redraft.online.daemon import control
 from redraft.online.tokens import write_token

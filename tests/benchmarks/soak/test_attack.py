@@ -15,7 +15,7 @@ from waiting import until
 
 from benchmarks.soak.attack import BURST, MAX_LOG_BYTES, Attack, Door
 from benchmarks.soak.supervisor import Supervised
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 
 HELPER = str(Path(__file__).parents[2] / "helpers" / "attacked.py")
 API = (b"/v1/completions", b"/v1/models", b"/health", b"/redraft/status")

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.soak.attack import MUTATIONS, Door, build_requests, draw_shot, find_broken_rule
 from benchmarks.soak.clients import Clients, Verdict, judge_refusal, judge_stream, judge_whole
-from redraft.eval.prompts import Prompt
+from redraft.engine.prompts import Prompt
 
 DONE = "data: [DONE]\n\n"
 

@@ -28,7 +28,7 @@ from benchmarks.soak.faults import Fault, inject, shuffle
 from benchmarks.soak.soak import take_free
 from benchmarks.soak.supervisor import Supervised
 from benchmarks.soak.witness import Witness, is_acknowledgement
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import connect
 from redraft.online.records.publisher import Publisher

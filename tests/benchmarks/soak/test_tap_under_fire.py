@@ -22,8 +22,8 @@ from waiting import until
 from benchmarks.soak.attack import Attack, Door
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.supervisor import Supervised
-from redraft.eval.engine.process import free_port
-from redraft.eval.prompts import Prompt
+from redraft.engine.process import free_port
+from redraft.engine.prompts import Prompt
 
 
 def build_app():

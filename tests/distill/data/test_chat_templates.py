@@ -25,7 +25,7 @@ from redraft.distill.data.conversations import Conversation, read_conversation
 from redraft.distill.data.messages import REASONING_FIELDS
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import SampleStats, build_samples, held_out_prompts
-from redraft.heads.files.target_folder import writes_date
+from redraft.files.target_folder import writes_date
 
 DAY = datetime.date(2024, 2, 29)
 TOOLS = [

@@ -33,11 +33,11 @@ from redraft.distill.data.samples import (
 from redraft.distill.data.tokens import Content, MappedSamples, keep_tokens, read_tokens
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.inputs import load_data
-from redraft.distill.run.run_config import Data, Loop
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train.loop import LoadedData
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.distill.train.run_config import Data, Loop
+from redraft.distill.train.run_folder import RunFolder
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.target_folder import TargetFolder
 
 DAY = datetime.date(2024, 2, 29)
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE
 from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts
 from redraft.eval.intervals import estimate_ratio
-from redraft.heads.files.target_folder import writes_date
+from redraft.files.target_folder import writes_date
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
 

@@ -16,8 +16,8 @@ from trl_templates import make_tokenizer, template_names
 from redraft.distill.data.conversations import read_conversation
 from redraft.distill.data.messages import Message, with_parts
 from redraft.distill.data.rendering import Renderer
-from redraft.eval.engine.server import VllmServer, vllm_server
-from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.engine.server import VllmServer, vllm_server
+from redraft.files.checkpoint import load_tokenizer
 
 TARGET = "tests/assets/tiny-target"
 FUNCTION = {

@@ -10,7 +10,7 @@ from make_tokenizers import make_byte_tokenizer
 
 from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.samples import build_samples, data_hash
-from redraft.heads.files.checkpoint import end_ids, load_tokenizer
+from redraft.files.checkpoint import end_ids, load_tokenizer
 from redraft.recipes.demo.parts import ANSWERS
 
 TINY_TARGET = "tests/assets/tiny-target"

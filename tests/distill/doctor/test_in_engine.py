@@ -18,16 +18,16 @@ from redraft.distill.doctor.in_engine import (
     judge_acceptance,
     plan_run,
 )
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.hardware import Machine
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.hardware import Machine
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
+from redraft.files.artifact import publish
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.eagle1 import Config, Eagle1
 from redraft.heads.families.eagle3 import Config as Eagle3Config
 from redraft.heads.families.eagle3 import Eagle3
-from redraft.heads.files.artifact import publish
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 NUM_TOKENS = 3

@@ -26,6 +26,7 @@ from redraft.distill.doctor.readings import find_better_readings, list_readings
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.step import DistillStep
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch
 from redraft.heads.families.dflash import Config, DFlash
@@ -33,7 +34,6 @@ from redraft.heads.families.dspark import Config as DSparkConfig
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.peagle import Config as PEagleConfig
 from redraft.heads.families.peagle import PEagle
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import LlamaShape, rotate
 from redraft.heads.target import Target
 

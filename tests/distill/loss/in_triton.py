@@ -27,7 +27,7 @@ from redraft.distill.loss.fused import (
     TopKRows,
     fused_linear_divergence,
 )
-from redraft.heads.nn.logits import LogitRule
+from redraft.heads.logits import LogitRule
 from tests.distill.loss.test_fused import (
     DRAFT_IDS,
     EVERY_FORM,

@@ -14,7 +14,7 @@ from redraft.distill.loss import compiled, products
 from redraft.distill.loss.blocks import Scratch
 from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, fused_linear_divergence
-from redraft.heads.nn.logits import LogitRule
+from redraft.heads.logits import LogitRule
 
 ROWS, WIDTH, VOCABULARY, DRAFT_IDS = 24, 6, 40, torch.arange(0, 40, 3)
 

@@ -31,7 +31,7 @@ from redraft.distill.loss.fused import (
     fused_linear_divergence,
 )
 from redraft.eval.acceptance import alpha, alpha_greedy
-from redraft.heads.nn.logits import LogitRule
+from redraft.heads.logits import LogitRule
 
 V, K, N = 23, 6, 17
 DRAFT_IDS = torch.tensor([0, 2, 3, 7, 8, 11, 16, 20, 22])

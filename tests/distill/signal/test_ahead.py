@@ -22,11 +22,11 @@ from waiting import PATIENCE_S
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.run_config import Loop
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.train.loop import LoadedData, train
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import Loop
+from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, TargetSignal
 

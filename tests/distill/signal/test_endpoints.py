@@ -20,13 +20,13 @@ from test_signals import make_batch
 from waiting import until
 
 from redraft.distill.run.inputs import live_signal
-from redraft.distill.run.run_config import Signal
 from redraft.distill.signal import sources
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sources import EndpointTarget
+from redraft.distill.train.run_config import Signal
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import TopKTarget
-from redraft.heads.files.target_folder import TargetFolder
 
 
 def make_endpoints(teachers: Sequence[Teacher], concurrency: int = 2, **options: Any) -> Endpoints:

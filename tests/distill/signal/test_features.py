@@ -41,7 +41,6 @@ from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.run.inputs import target_signal
 from redraft.distill.run.proof import leave_gpu
-from redraft.distill.run.run_config import Signal
 from redraft.distill.signal.cache import (
     CachedHiddenStates,
     CachedTarget,
@@ -59,11 +58,12 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.storage import StatesFormat
 from redraft.distill.train.loop import LoadedData
 from redraft.distill.train.objective import distill_loss
-from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.distill.train.run_config import Signal
+from redraft.engine.server import VllmServer, vllm_server
+from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.families.eagle3_start import start_by_least_squares
-from redraft.heads.files.target_folder import TARGET_VERSION, TargetFolder
 from redraft.heads.target import Target
 from tests.helpers.target_families import MOE, TINY
 

@@ -22,7 +22,7 @@ from test_signals import make_batch
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sources import EndpointTarget
-from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.engine.server import VllmServer, vllm_server
 from redraft.heads.draft import Batch
 
 ROUNDS = 5

@@ -27,12 +27,12 @@ from redraft.distill.signal.cache import CachedHiddenStates, HiddenDtype, Hidden
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.objective import distill_loss
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import Continuation, Forecast, forecast, greedy_continuations
 from redraft.eval.intervals import estimate_gain
-from redraft.eval.prompts import Prompt
+from redraft.files.checkpoint import load_tokenizer
 from redraft.heads.draft import Batch, ExactTarget
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 
 LAYERS = (2, 4, 7)

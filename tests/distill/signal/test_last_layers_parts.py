@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run import start as starting
-from redraft.distill.run.run_config import Signal
 from redraft.distill.run.start import start as start_draft
 from redraft.distill.run.training_run import Run
 from redraft.distill.signal import features
@@ -27,11 +26,12 @@ from redraft.distill.signal.parts import (
     read_stream_norms,
     stream_scales,
 )
+from redraft.distill.train.run_config import Signal
+from redraft.files.folder import CONFIG, INDEX, WEIGHTS
+from redraft.files.target_folder import TargetFolder
+from redraft.files.tensors import read_tensors
 from redraft.heads.catalog import find_family
 from redraft.heads.families import dflash, dspark, eagle3, peagle
-from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS
-from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
 from tests.helpers.target_families import FAMILIES, make_model
 

@@ -18,12 +18,12 @@ from redraft.distill.data.samples import Sample
 from redraft.distill.signal.apart import documents
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget, top_k
-from redraft.eval.engine.server import VllmServer
+from redraft.engine.server import VllmServer
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TopKTarget, label_rows
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.logits import LogitRule
 from redraft.heads.nn import causal_lm
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
-from redraft.heads.nn.logits import LogitRule
 from tests.helpers.target_families import FAMILIES, TINY
 
 SIZES = {

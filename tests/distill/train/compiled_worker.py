@@ -14,10 +14,10 @@ from accelerate import PartialState
 from make_heads import make_signal, make_target
 from train_on_ranks import FAMILIES, micro_batches
 
+from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Distillation
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from redraft.distill.train.ranks import LONGEST_BUILD_S, refuse_abandoned_build
+from redraft.distill.launch.ranks import LONGEST_BUILD_S, refuse_abandoned_build
 
 
 def make_lock(root, monkeypatch, age_s):

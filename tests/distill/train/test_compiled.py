@@ -15,13 +15,13 @@ from launches import ENVIRONMENT, ROOT, accelerate_launch, run_all
 from make_heads import make_batch, make_ids, make_signal, make_target
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
+from redraft.distill.launch import compiled
+from redraft.distill.launch.compiled import draft_layers
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.run_config import Loop
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train import compiled
-from redraft.distill.train.compiled import draft_layers
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import Loop
 from redraft.distill.train.step import Distillation
 from redraft.heads.families import eagle3
 from redraft.heads.target import Target

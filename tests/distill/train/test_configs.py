@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from redraft.distill.run.run_config import Data, Loop, Prove, Signal
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import Data, Loop, Prove, Signal
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from train_on_ranks import make_standalone
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.run_config import Loop
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train import loop
 from redraft.distill.train.loop import LoadedData, choose_precision
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import Loop
+from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation
-from redraft.eval.engine.hardware import Machine
+from redraft.engine.hardware import Machine
 from redraft.online.learning.config import Training
 
 H100 = Machine(gpu="NVIDIA H100", gpu_has_bfloat16=True)

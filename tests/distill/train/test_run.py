@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from redraft.distill.run import run_folder
-from redraft.distill.run.run_folder import RunFolder
+from redraft.distill.train import run_folder
 from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.run_folder import RunFolder
 
 
 def open_run(folder: Path, **config: Any) -> RunFolder:
@@ -125,7 +125,7 @@ def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:
     code = """
         import sys
         from pathlib import Path
-        from redraft.distill.run.run_folder import RunFolder
+        from redraft.distill.train.run_folder import RunFolder
         from redraft.distill.train.loop import make_accelerator
         for overwrite in (False, True):
             try:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from make_heads import take_rows
 from test_train import make_batch, make_distillation, make_model, weights
 
-from redraft.distill.train.ranks import leave
+from redraft.distill.launch.ranks import leave
 
 if __name__ == "__main__":
     distillation = make_distillation(make_model(1), make_model(0))

@@ -20,7 +20,8 @@ from reference_sampler import NextLogits, Propose, sample
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, Qwen2_5_VLConfig
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import (
     Continuation,
     forecast,
@@ -29,7 +30,6 @@ from redraft.eval.forecast.greedy import (
     quick_metrics,
     require_window,
 )
-from redraft.eval.prompts import Prompt
 from redraft.heads.draft import (
     Batch,
     DraftStep,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from redraft.engine.sampling import Sampling
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.rows import StepRates, TargetRows, compare_rows, step_rates, target_rows
 from redraft.heads.draft import DraftStep, ExactTarget, TopKTarget
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redraft.eval.engine.sampling import Sampling
+from redraft.engine.sampling import Sampling
 from redraft.eval.forecast import sampled
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
 

@@ -18,8 +18,8 @@ from reference_sampler import NextLogits, sample, verify_block
 from scipy.stats import chisquare
 from torch import Tensor
 
+from redraft.engine.counts import AcceptanceCounts, tau
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import AcceptanceCounts, tau
 
 VOCAB = 4
 K = 3

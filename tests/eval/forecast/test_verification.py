@@ -22,15 +22,15 @@ from reference_decoder import draw
 from reference_sampler import Propose, sample
 from torch import Tensor
 
+from redraft.engine.counts import ExpectedCounts, expected_blocks, simulate_blocks
+from redraft.engine.counts import tau as tau_of
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import Sampling
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import ExpectedCounts, expected_blocks, simulate_blocks
-from redraft.eval.counts import tau as tau_of
-from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation
 from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
-from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
 
 VOCAB, K, MAX_TOKENS = 5, 3, 24

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt, store_forecast
 from redraft.eval.parity.acceptance import (
@@ -18,7 +19,6 @@ from redraft.eval.parity.acceptance import (
     find_missed_forecast,
     find_too_good,
 )
-from redraft.eval.prompts import Prompt
 
 
 def make_counts(*accepted: int) -> AcceptanceCounts:

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.parity.run import Block, Dump, EngineRun, relative_difference, run_engine
 from redraft.eval.parity.compare import compare
-from redraft.eval.parity.run import Block, Dump, EngineRun, relative_difference, run_engine
 from redraft.heads.doctor.pair import Finding
 from redraft.heads.families import eagle3, medusa, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch

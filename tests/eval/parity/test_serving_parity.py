@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.engine.parity.run import Dump, EngineRun, run_engine
 from redraft.eval.parity.compare import CURES, compare
-from redraft.eval.parity.run import Dump, EngineRun, run_engine
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft

@@ -25,8 +25,8 @@ from test_serving_parity import (
 )
 
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.engine.parity.run import run_engine
 from redraft.eval.parity.compare import compare
-from redraft.eval.parity.run import run_engine
 from redraft.heads.families import dflash, dspark, eagle1, eagle3
 from redraft.heads.target import Target
 from tests.helpers import served_targets

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from chromium import browser, open_in_chromium
 
-from redraft.eval.counts import AcceptanceCounts, ExpectedCounts
+from redraft.engine.counts import AcceptanceCounts, ExpectedCounts
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.drafts import NamedDraft
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows
-from redraft.eval.prompts import Prompt
 from redraft.eval.report import acceptance as acceptance_report_module
 from redraft.eval.report import regression
 from redraft.eval.report.acceptance import (

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from chromium import browser, open_in_chromium
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.lossless import Difference, Lossless
-from redraft.eval.engine.measure import Measurement, Output
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.lossless import Difference, Lossless
+from redraft.engine.machine import environment
+from redraft.engine.measure import Measurement, Output
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
-from redraft.eval.machine import environment
-from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
     domain_section,
     engine_section,

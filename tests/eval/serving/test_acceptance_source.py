@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redraft.eval.engine.sampling import GREEDY, Sampling
+from redraft.engine.sampling import GREEDY, Sampling
 from redraft.eval.serving.acceptance_source import list_drafts, read_acceptance
 
 

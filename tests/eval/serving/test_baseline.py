@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from redraft.distill.run import proof
-from redraft.eval.engine.measure import (
+from redraft.engine.measure import (
     MOST_REPEATS,
     Measurement,
     Output,
@@ -33,8 +33,8 @@ from redraft.eval.engine.measure import (
     find_full_load,
     time_steps,
 )
-from redraft.eval.engine.server import Mode, VllmServer
-from redraft.eval.prompts import Prompt
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import Mode, VllmServer
 from redraft.eval.serving import baseline, rounds
 from redraft.eval.serving.baseline import (
     choose_mode,
@@ -44,8 +44,8 @@ from redraft.eval.serving.baseline import (
     read_weight_bytes,
 )
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
-from redraft.heads.files.folder import WEIGHTS
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.folder import WEIGHTS
+from redraft.files.target_folder import TargetFolder
 
 PROMPTS = [Prompt(token_ids=[1, 2])]
 

@@ -13,11 +13,11 @@ import jsonschema
 import pytest
 from chromium import browser, open_in_chromium
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.lossless import Difference
-from redraft.eval.engine.measure import Measurement, Output
-from redraft.eval.engine.sampling import GREEDY
-from redraft.eval.prompts import Prompt
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.lossless import Difference
+from redraft.engine.measure import Measurement, Output
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import GREEDY
 from redraft.eval.serving import bench_report
 from redraft.eval.serving.baseline import Baseline
 from redraft.eval.serving.bench_report import (

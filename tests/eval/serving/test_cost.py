@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from positions import cumulative
 
-from redraft.eval.counts import tau
+from redraft.engine.counts import tau
 from redraft.eval.serving.cost import Advice, StepCosts, advise, predict_speed
 
 ACCEPTANCE = (0.8, 0.5, 0.2)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.measure import Measurement, Output, find_full_load
-from redraft.eval.prompts import Prompt
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.measure import Measurement, Output, find_full_load
+from redraft.engine.prompts import Prompt
 from redraft.eval.serving.prediction import Candidate, choose, predict
 from redraft.eval.serving.rounds import PLAIN
 

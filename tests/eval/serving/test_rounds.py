@@ -34,8 +34,8 @@ sys.exit("ValueError: no such draft")
     def command(model: str, arguments: Sequence[str]) -> list[str]:
         return [sys.executable, "-c", fails if "--speculative-config" in arguments else NEVER_READY]
 
-    monkeypatch.setattr("redraft.eval.engine.server.vllm_command", command)
-    monkeypatch.setattr("redraft.eval.engine.server.START_TIMEOUT_S", 40)
+    monkeypatch.setattr("redraft.engine.server.vllm_command", command)
+    monkeypatch.setattr("redraft.engine.server.START_TIMEOUT_S", 40)
     began_s = time.monotonic()
     drafts = {"slow": None, "bad": {"method": "ngram", "num_speculative_tokens": 2}}
     with (
@@ -52,7 +52,7 @@ def test_sigterm_ends_every_server_that_starts(tmp_path: Path) -> None:
     script = f"""
 import pathlib, sys
 from redraft.eval.serving import rounds
-from redraft.eval.engine import server
+from redraft.engine import server
 server.vllm_command = lambda model, arguments: [sys.executable, "-c", {NEVER_READY!r}]
 with rounds.start_servers("t", {{"a": None, "b": None}}, pathlib.Path({str(tmp_path)!r}), dtype="float32"):
     pass

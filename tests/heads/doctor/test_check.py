@@ -19,6 +19,9 @@ from make_tokenizers import make_byte_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from redraft.files.artifact import publish
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.eagle3 import compare_maps
 from redraft.heads.doctor.pair import Finding, Pair
@@ -32,9 +35,6 @@ from redraft.heads.families import (
     peagle,
 )
 from redraft.heads.families.mtp_folder import as_mimo, stitch
-from redraft.heads.files.artifact import publish
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 DRAFT_IDS = torch.arange(3, 90, 2)

@@ -24,8 +24,8 @@ from reference_decoder import propose
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.dflash import DFlash, choose_anchors
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.target import Target

@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from redraft.files.artifact import MANIFEST
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.folder import tensor_files
+from redraft.files.tensors import read_tensors
 from redraft.heads.families.mtp import Config, Mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout, join_experts, split_experts
-from redraft.heads.files.artifact import MANIFEST
-from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import tensor_files
-from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
 
 LAYOUTS = ["mimo", "qwen3_next", "qwen3_5", "deepseek"]

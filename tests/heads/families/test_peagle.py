@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from redraft.files.folder import tensor_files
 from redraft.heads.catalog import detect_family, detect_family_by_tensors
 from redraft.heads.families.peagle import PEagle
-from redraft.heads.files.folder import tensor_files
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.prefix import FLEX_BLOCK, block_mask
 from redraft.heads.target import Target

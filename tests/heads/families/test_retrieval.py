@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from redraft.files.folder import CONFIG
 from redraft.heads.families.retrieval import (
     MOST_VOTES,
     Config,
@@ -24,7 +25,6 @@ from redraft.heads.families.retrieval import (
     find_run,
     is_retrieval,
 )
-from redraft.heads.files.folder import CONFIG
 
 
 def make_ids(tokens: list[int]) -> np.ndarray:

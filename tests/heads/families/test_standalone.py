@@ -31,6 +31,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from redraft.files.checkpoint import new_model
 from redraft.heads.draft import Batch
 from redraft.heads.families import standalone
 from redraft.heads.families.standalone import (
@@ -40,7 +41,6 @@ from redraft.heads.families.standalone import (
     make_draft,
     prune_layers,
 )
-from redraft.heads.files.checkpoint import new_model
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
 from tests.helpers.target_families import FAMILIES, TINY
 

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_dflash import rms
 from torch import Tensor
 
-from redraft.heads.catalog import detect_family, find_family
-from redraft.heads.files.windows import (
+from redraft.files.windows import (
     EVERYTHING,
     SLIDING,
     View,
@@ -31,6 +30,7 @@ from redraft.heads.files.windows import (
     served_views,
     trained_views,
 )
+from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.nn.layers import rotate
 from redraft.heads.target import Target
 

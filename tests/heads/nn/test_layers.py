@@ -16,7 +16,7 @@ from make_families import SIZES, VARIANTS, make_variant
 from make_heads import make_target
 from torch import Tensor
 
-from redraft.heads.files.folder import read_config
+from redraft.files.folder import read_config
 from redraft.heads.nn.layers import LlamaShape, RMSNorm, Rotary, llama_rope
 from redraft.heads.options import Eagle3
 

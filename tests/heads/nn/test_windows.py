@@ -9,8 +9,8 @@ import torch
 import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor
 
+from redraft.files.windows import View, make_views, read_windows, write_views
 from redraft.heads.draft import Batch
-from redraft.heads.files.windows import View, make_views, read_windows, write_views
 from redraft.heads.nn import prefix
 from redraft.heads.nn.attention import StepMemory
 from redraft.heads.nn.blocks import BlockMask, attend_blocks

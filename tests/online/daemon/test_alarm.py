@@ -18,7 +18,7 @@ from fake_fleet import TOKEN
 from learner_world import World, make_draft, make_records, ship
 from waiting import until
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.daemon import alarm
 from redraft.online.daemon.judging import RECENT_S, Judge
 from redraft.online.daemon.state import Event, State, advance, load, save

@@ -14,7 +14,7 @@ from fake_fleet import TOKEN
 from learner_world import ANYTHING, World, make_records, ship
 from waiting import PATIENCE_S, until
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.daemon import control
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.state import Phase, State, load, save

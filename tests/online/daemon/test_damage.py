@@ -20,9 +20,9 @@ from fake_fleet import TOKEN
 from learner_world import World, make_records, ship
 from waiting import PATIENCE_S, until, wait_until
 
-from redraft.heads.files.artifact import publish, verify
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.sealed import write_sealed
+from redraft.files.artifact import publish, verify
+from redraft.files.folder import fingerprint
+from redraft.files.sealed import write_sealed
 from redraft.online.daemon import cycle
 from redraft.online.daemon import learner as learner_module
 from redraft.online.daemon.config import load_config

@@ -18,7 +18,7 @@ from run_learner import start
 from test_learner_kills import assert_every_record_was_trained_once, ended
 from waiting import until
 
-from redraft.heads.files.artifact import verify
+from redraft.files.artifact import verify
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.record import Record
 from redraft.online.records.spool import spool_files
@@ -74,7 +74,7 @@ KILLS = [
     # the checkpoint exists, but does not count yet
     "before 1 redraft.online.learning.buffer:Buffer.commit_trained",
     # while publishing: the version is written, but not yet durable
-    "before 2 redraft.heads.files.artifact:_flush",
+    "before 2 redraft.files.artifact:_flush",
     # the server has the candidate, and nobody knows
     "after 1 redraft.online.fleet.server:FleetServer.swap",
 ]

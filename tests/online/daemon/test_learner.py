@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from waiting import PATIENCE_S, until
 
 from benchmarks.soak import poison
-from redraft.heads.files.artifact import verify
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.lock import AlreadyOwnedError, own
+from redraft.files.artifact import verify
+from redraft.files.folder import fingerprint
+from redraft.files.lock import AlreadyOwnedError, own
 from redraft.online.daemon import control
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import choose_judging

@@ -22,8 +22,8 @@ from test_learner import with_other_tokenizer
 from waiting import until
 
 from benchmarks.demo.fleet import start_server
-from redraft.eval.engine.process import free_port
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.engine.process import free_port
+from redraft.files.target_folder import TargetFolder
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry

@@ -31,15 +31,15 @@ from waiting import until
 from benchmarks.demo.fleet import Traffic
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.rows import take_draft_steps
-from redraft.eval.prompts import Prompt
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import TargetSignal
 from redraft.heads.families import eagle3, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.request_log import States, join_states

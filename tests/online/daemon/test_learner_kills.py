@@ -11,8 +11,8 @@ from learner_world import ANYTHING, World, make_records, ship
 from run_learner import start
 from waiting import until
 
-from redraft.heads.files.artifact import PROVENANCE, manifest, verify
-from redraft.heads.files.folder import fingerprint
+from redraft.files.artifact import PROVENANCE, manifest, verify
+from redraft.files.folder import fingerprint
 from redraft.online.learning.buffer import Buffer
 
 
@@ -43,10 +43,10 @@ RARER_KILLS = [
     # records stored, their file not yet removed
     "after 1 redraft.online.learning.buffer:Buffer.append",
     # the checkpoint is written, but not yet durable
-    "before 2 redraft.heads.files.artifact:_flush",
+    "before 2 redraft.files.artifact:_flush",
     # it counts, but the state does not say so
     "after 1 redraft.online.learning.buffer:Buffer.commit_trained",
-    "before 3 redraft.heads.files.artifact:_flush",  # while publishing
+    "before 3 redraft.files.artifact:_flush",  # while publishing
     "before 1 redraft.online.daemon.cycle:try_canary",
     "before 1 redraft.online.daemon.cycle:roll_waves",
     "before 2 redraft.online.fleet.registry:Registry._point_current_at",  # while promoting

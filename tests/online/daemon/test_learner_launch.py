@@ -17,8 +17,8 @@ from learner_world import World, make_draft, make_records, ship
 from test_learner_kills import assert_every_record_is_there_and_was_trained_once
 from waiting import until
 
-from redraft.eval.engine.process import free_port
-from redraft.heads.files.artifact import verify
+from redraft.engine.process import free_port
+from redraft.files.artifact import verify
 
 ENVIRONMENT = os.environ | {
     "REDRAFT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]),

@@ -17,7 +17,7 @@ from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_draft
 from waiting import until
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.daemon import control
 from redraft.online.fleet import server
 from redraft.online.fleet.discovery import FleetConfig

@@ -21,8 +21,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.soak.poison import i32
 from redraft.distill.train.step import DistillStep
-from redraft.eval.counts import AcceptanceCounts, simulate_blocks
+from redraft.engine.counts import AcceptanceCounts, simulate_blocks
 from redraft.eval.forecast.sampled import sampled_topk
+from redraft.files.settings import render_example
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.learning.intake import count_acceptance, mark_unfit
@@ -41,7 +42,6 @@ from redraft.online.records.record import (
     encode_record,
     read_frames,
 )
-from redraft.online.settings import render_example
 
 # --- replay
 

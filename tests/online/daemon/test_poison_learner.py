@@ -17,7 +17,7 @@ from run_learner import start
 from waiting import until
 
 from benchmarks.soak import poison
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.daemon.memory import CACHES
 from redraft.online.records.spool import spool_files
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from redraft.heads.files.sealed import DamagedError, write_sealed
+from redraft.files.sealed import DamagedError, write_sealed
 from redraft.online.daemon.state import (
     TRANSITIONS,
     Event,

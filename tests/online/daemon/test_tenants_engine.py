@@ -17,8 +17,8 @@ import pytest
 from real_server import COPY, FIRST, RANDOM
 from waiting import until
 
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
 from redraft.online.daemon import alarm
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry, copy_model

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from waiting import wait_until
 
 from benchmarks.fleet import count_queued
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig

@@ -15,8 +15,8 @@ import torch
 from real_server import running_server
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from redraft.eval.engine.process import free_port
-from redraft.heads.files.artifact import publish
+from redraft.engine.process import free_port
+from redraft.files.artifact import publish
 
 EXPERTS = Path(__file__).parents[2] / "helpers/experts_on_cpu"
 POOR, GOOD = "v000001", "v000002"

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from redraft.eval.engine import hooks
-from redraft.eval.engine.hooks import METHODS, TABLE, Attached, Hook, attach, hook, hooked, install
+from redraft.engine import hooks
+from redraft.engine.hooks import METHODS, TABLE, Attached, Hook, attach, hook, hooked, install
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from redraft.heads.files.checkpoint import load_config
+from redraft.files.checkpoint import load_config
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Training
 from redraft.online.records.record import read_frames

@@ -18,9 +18,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from redraft.eval.engine import hooks
-from redraft.eval.engine.hooks import RunnerState
-from redraft.heads.files.folder import fingerprint
+from redraft.engine import hooks
+from redraft.engine.hooks import RunnerState
+from redraft.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.config import CaptureConfig
@@ -130,7 +130,7 @@ def test_a_feature_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplo
     monkeypatch.setenv("VLLM_PLUGINS", "redraft")
     installed = []
     monkeypatch.setattr(hooks, "install", installed.append)
-    broken = hooks.Feature(name="broken", asked="eval.engine.wait:has_no_such_name")
+    broken = hooks.Feature(name="broken", asked="engine.wait:has_no_such_name")
     monkeypatch.setattr(hooks, "FEATURES", (broken, hooks.Feature(name="worker")))
     plugin.register()
     assert installed == ["worker"]

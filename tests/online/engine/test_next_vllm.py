@@ -18,7 +18,7 @@ import pytest
 import vllm_names
 from vllm_names import Vllm
 
-from redraft.eval.engine import counters
+from redraft.engine import counters
 
 VERSION = "0.33.0"
 SHA256 = "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"

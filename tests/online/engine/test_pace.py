@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from real_server import running_server
 from waiting import wait_until
 
-from redraft.eval.engine import hooks
-from redraft.eval.engine.hooks import RunnerState, SchedulerState
+from redraft.engine import hooks
+from redraft.engine.hooks import RunnerState, SchedulerState
 from redraft.online.engine import pace as pace_hooks
 from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.domains import is_counted

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from redraft.heads.files.artifact import MANIFEST
+from redraft.files.artifact import MANIFEST
 from redraft.online.engine.pace_memory import SAVE_S, PaceMemory
 from redraft.online.engine.pace_policy import MOST_STEPS, SHARE, Policy
 

@@ -25,10 +25,10 @@ from safetensors.numpy import save_file
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until
 
-from redraft.eval.engine import hooks
-from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
-from redraft.heads.files.artifact import publish
-from redraft.heads.files.folder import lineage
+from redraft.engine import hooks
+from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.files.artifact import publish
+from redraft.files.folder import lineage
 from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine import swap_transaction
 from redraft.online.engine.config import PluginConfig

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.eval.engine.hooks import RunnerState
-from redraft.eval.engine.lookup_first import HeadLimits, mix
-from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.server import vllm_keys
+from redraft.engine.hooks import RunnerState
+from redraft.engine.lookup_first import HeadLimits, mix
+from redraft.engine.lookups import lookup_env
+from redraft.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from redraft.heads.files.artifact import publish
+from redraft.files.artifact import publish
 from redraft.online.engine import worker as plugin_worker
 from redraft.online.engine.slices import Slice
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, plan_folder

@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from redraft.eval.engine.cpu_patches import expand_kernel
+from redraft.engine.cpu_patches import expand_kernel
+from redraft.files.folder import fingerprint
 from redraft.heads.families.eagle3 import Config, Eagle3
-from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 from redraft.online.engine.config import PluginConfig, read_config
 from redraft.online.engine.copies import refill_columns, refill_projections

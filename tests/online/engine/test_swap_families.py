@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.objective import distill_loss
+from redraft.files.checkpoint import load_tokenizer
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.draft import Batch
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from waiting import in_event_loop
 
-from redraft.heads.files.folder import lineage
-from redraft.heads.files.target_folder import TARGET_VERSION
+from redraft.files.folder import lineage
+from redraft.files.target_folder import TARGET_VERSION
 from redraft.online.engine import swap, target_watch
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.sleep import watch_sleep

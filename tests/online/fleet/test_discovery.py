@@ -13,7 +13,7 @@ from fake_fleet import TOKEN, FakeServer, running
 from learner_world import World, make_draft
 from waiting import until
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.fleet.discovery import (
     FleetConfig,
     Members,

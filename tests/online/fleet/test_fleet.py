@@ -15,7 +15,7 @@ import pytest
 from fake_fleet import TOKEN, FakeServer, Traffic, running
 from waiting import in_event_loop, until
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate, estimate_gain
 from redraft.online.fleet.rollout import (
     Finding,

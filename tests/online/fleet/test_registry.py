@@ -13,8 +13,8 @@ import time
 import pytest
 from other_user import call_as_other, needs_root, reachable_folder
 
-from redraft.heads.files import artifact
-from redraft.heads.files.lock import AlreadyOwnedError
+from redraft.files import artifact
+from redraft.files.lock import AlreadyOwnedError
 from redraft.online.fleet.registry import Identity, Registry, read_id
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from redraft.heads.files.lock import AlreadyOwnedError
+from redraft.files.lock import AlreadyOwnedError
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.buffer_file import PAGE_BYTES, BufferFullError
 from redraft.online.learning.config import BufferConfig, Replay

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.gate import Decision, Policy, find_loss, judge, spent_confidence
 

@@ -39,7 +39,7 @@ from benchmarks.soak.poison import (
     make_record,
     pack,
 )
-from redraft.eval.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.journal import AcceptanceEntry, Journal
 from redraft.online.learning import quarantine as quarantine_module

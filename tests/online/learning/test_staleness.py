@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft.heads.files.sealed import DamagedError
+from redraft.files.sealed import DamagedError
 from redraft.online.daemon.sleep import load_sleep, save_sleep
 from redraft.online.learning.gate import Policy
 from redraft.online.learning.staleness import Row, Sleep, SleepPolicy, compare, find_past

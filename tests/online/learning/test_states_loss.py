@@ -20,9 +20,9 @@ from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.intervals import estimate_gain
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import fingerprint
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import fingerprint
 from redraft.heads.nn.float8 import encode_float8
 from redraft.heads.target import Target
 from redraft.online.learning.anchors import make_anchors

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from starlette.testclient import TestClient
 from waiting import until
 
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 from redraft.online.journal import (
     AcceptanceEntry,
     BufferEntry,

@@ -15,7 +15,7 @@ from run_stream import TARGET, VOCAB, make_record
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until, wait_until
 
-from redraft.eval.engine.process import free_port
+from redraft.engine.process import free_port
 from redraft.online.daemon import alarm, control, learner
 from redraft.online.daemon.alarm import Alarm
 from redraft.online.daemon.learner import Learner

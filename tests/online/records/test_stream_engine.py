@@ -11,7 +11,7 @@ from real_server import running_server
 from run_stream import VOCAB
 from waiting import PATIENCE_S, in_event_loop, until
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.stream import StreamSource

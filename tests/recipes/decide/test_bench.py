@@ -19,19 +19,19 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.lookup_first import HeadLimits, mix
-from redraft.eval.engine.measure import Measurement, Output
-from redraft.eval.engine.sampling import GREEDY
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.lookup_first import HeadLimits, mix
+from redraft.engine.measure import Measurement, Output
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import GREEDY
 from redraft.eval.forecast.ngram import Ngram
-from redraft.eval.prompts import Prompt
 from redraft.eval.serving.bench_report import make_schema
 from redraft.eval.serving.prediction import Candidate
 from redraft.eval.serving.rounds import PLAIN, Plan, Results
+from redraft.files.folder import fingerprint, read_config
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
-from redraft.heads.files.folder import fingerprint, read_config
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes import train
 from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
 from redraft.recipes.decide import bench, candidates
@@ -353,9 +353,7 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
 def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "redraft.heads.files.folder._download", lambda name, *patterns: "no network"
-    )
+    monkeypatch.setattr("redraft.files.folder._download", lambda name, *patterns: "no network")
     monkeypatch.setattr(candidates, "run_once", lambda *_: pytest.fail("a training was started"))
     with pytest.raises(FileNotFoundError, match="redraft-tests/none"):
         main(Config(target="redraft-tests/none", data="answers.jsonl", output=tmp_path))

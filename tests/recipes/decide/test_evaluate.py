@@ -19,18 +19,18 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine import served
-from redraft.eval.engine.measure import WARM_UP_TOKENS, Measurement, Output, measure, read_counters
-from redraft.eval.engine.sampling import Sampling
-from redraft.eval.engine.server import VllmServer
-from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.measure import WARM_UP_TOKENS, Measurement, Output, measure, read_counters
+from redraft.engine.prompts import Prompt
+from redraft.engine.sampling import Sampling
+from redraft.engine.server import VllmServer
+from redraft.engine.target_dtype import default_target_dtype
+from redraft.eval import served
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
-from redraft.eval.prompts import Prompt
+from redraft.files.checkpoint import load_tokenizer
 from redraft.heads.families import eagle1, medusa, retrieval
 from redraft.heads.families.retrieval import Text, count_answers
-from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.decide import evaluate

@@ -6,7 +6,7 @@ from subprocess import CompletedProcess
 import pytest
 from local_hub import NOWHERE, run_with_hub, serve_model
 
-from redraft.heads.files.artifact import MANIFEST, PROVENANCE
+from redraft.files.artifact import MANIFEST, PROVENANCE
 from redraft.recipes.demo.parts import ON_HUB, read_origin
 
 FILES = {

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from redraft.distill.doctor.label_probe import label_probe
-from redraft.eval.machine import BREAK_CPU_ENGINE, Facts, diagnose, gather, list_facts
+from redraft.engine.machine import BREAK_CPU_ENGINE, Facts, diagnose, gather, list_facts
+from redraft.files.artifact import publish
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import fingerprint
 from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
-from redraft.heads.files.artifact import publish
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.operate.doctor import Config, choose_recipe, format_findings, main

@@ -19,7 +19,7 @@ from learner_world import World, make_draft, make_records, ship
 from starlette.datastructures import Headers
 from waiting import until
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.daemon import control
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.learning.anchors import read_anchors

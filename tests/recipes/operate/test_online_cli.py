@@ -11,8 +11,8 @@ from fake_fleet import TOKEN
 from learner_world import World, make_draft
 from waiting import until
 
-from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.lock import AlreadyOwnedError
+from redraft.files.folder import fingerprint
+from redraft.files.lock import AlreadyOwnedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.state import Phase, State, load, save

@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.measure import read_counters
-from redraft.eval.engine.server import VllmServer
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.measure import read_counters
+from redraft.engine.server import VllmServer
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate.watch import (
     Config,

@@ -60,9 +60,9 @@ from redraft.distill.plan.weightless import (
     attention_flops,
     run_weightless,
 )
+from redraft.files.checkpoint import new_model
 from redraft.heads.catalog import FAMILIES, FamilyName, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
-from redraft.heads.files.checkpoint import new_model
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.plan import plan as command
 from redraft.recipes.plan.count import (

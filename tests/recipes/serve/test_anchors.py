@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.heads.files.folder import fingerprint
+from redraft.files.folder import fingerprint
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli.run import dispatch
 

@@ -15,10 +15,10 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
-from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.server import vllm_keys
-from redraft.eval.engine.target_dtype import default_target_dtype
-from redraft.eval.machine import ENGINE_IS_CPU
+from redraft.engine.lookups import lookup_env
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.server import vllm_keys
+from redraft.engine.target_dtype import default_target_dtype
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import CaptureConfig, is_enabled, make_table, read_config
@@ -353,9 +353,7 @@ def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags
 def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
         server_command(parse("target", "--draft", str(tmp_path / "none")))
-    monkeypatch.setattr(
-        "redraft.heads.files.folder._download", lambda name, *patterns: "no network"
-    )
+    monkeypatch.setattr("redraft.files.folder._download", lambda name, *patterns: "no network")
     with pytest.raises(FileNotFoundError, match="owner/name"):
         server_command(parse("target", "--draft", "owner/name"))
 

@@ -34,16 +34,16 @@ from test_serve import write_draft, write_dspark
 from waiting import PATIENCE_S, wait_until
 
 from benchmarks.demo.fleet import Traffic
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import find_counts
-from redraft.eval.engine.engine_log import STARTED, last_error
-from redraft.eval.engine.process import free_port
-from redraft.eval.prompts import Prompt
+from redraft.engine.counters import find_counts
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.engine_log import STARTED, last_error
+from redraft.engine.process import free_port
+from redraft.engine.prompts import Prompt
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import read_config
+from redraft.files.lock import AlreadyOwnedError
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family
-from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import read_config
-from redraft.heads.files.lock import AlreadyOwnedError
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from redraft.distill.run.adaptation import _choose, adapt
-from redraft.distill.run.run_config import make_config
 from redraft.distill.run.training_run import run as train
-from redraft.eval.counts import AcceptanceCounts
+from redraft.distill.train.run_config import make_config
+from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_tau_gain
+from redraft.files.artifact import verify
+from redraft.files.folder import fingerprint, lineage
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family, require_trained_for
-from redraft.heads.files.artifact import verify
-from redraft.heads.files.folder import fingerprint, lineage
-from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Standalone
 from redraft.recipes.adapt import choose_recipe
 from redraft.recipes.cli.run import dispatch

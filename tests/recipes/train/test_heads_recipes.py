@@ -25,21 +25,21 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.distill.run.run_config import Loop, Prove
 from redraft.distill.run.start import read_last_signals, read_scales, start
 from redraft.distill.run.training_run import Run
 from redraft.distill.run.training_run import run as train
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.run_config import Loop, Prove
 from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import QuickMetrics
 from redraft.eval.forecast.stored import StoredForecast
+from redraft.files.artifact import verify
+from redraft.files.folder import fingerprint, read_config
+from redraft.files.tensors import read_tensors
+from redraft.files.windows import View, served_views
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.families import eagle3
-from redraft.heads.files.artifact import verify
-from redraft.heads.files.folder import fingerprint, read_config
-from redraft.heads.files.provenance import read_provenance
-from redraft.heads.files.tensors import read_tensors
-from redraft.heads.files.windows import View, served_views
+from redraft.heads.provenance import read_provenance
 from redraft.heads.target import Target
 from redraft.recipes import adapt
 
@@ -308,7 +308,7 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
         )
 
     monkeypatch.setattr(Distillation, "evaluate", evaluate)
-    monkeypatch.setattr("redraft.distill.run.run_folder.KEPT_CHECKPOINTS", 99)
+    monkeypatch.setattr("redraft.distill.train.run_folder.KEPT_CHECKPOINTS", 99)
     loop = replace(SMALL, steps=12, eval_every=1, save_every=1)
     run("medusa", random_target, data, tmp_path / "plain", loop=loop)
 

@@ -14,11 +14,11 @@ import torch
 from make_gguf import write_gguf
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from redraft.eval.engine.server import vllm_server
-from redraft.heads.files.artifact import PROVENANCE, sha256, verify
-from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
-from redraft.heads.files.folder import check_model_folder, model_folder
-from redraft.heads.files.gguf import read_header
+from redraft.engine.server import vllm_server
+from redraft.files.artifact import PROVENANCE, sha256, verify
+from redraft.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
+from redraft.files.folder import check_model_folder, model_folder
+from redraft.files.gguf import read_header
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.data.import_gguf import Config, main
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from teachers import Teacher, teaching
 
-from redraft.eval.engine.server import VllmServer
+from redraft.engine.server import VllmServer
 from redraft.recipes.data import regenerate
 from redraft.recipes.data.regenerate import Config, main
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from local_hub import NAME, run_with_hub, serve_model
 
-from redraft.eval.engine.draft_source import DraftSource
+from redraft.eval.forecast.draft_source import DraftSource
+from redraft.files.folder import fingerprint, tensor_files
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.families.retrieval import Retrieval
-from redraft.heads.files.folder import fingerprint, tensor_files
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.serve.serve import Config, speculative_config
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 from waiting import wait_until
 
-from redraft.heads.files.artifact import publish
+from redraft.files.artifact import publish
 from redraft.online.records.record import Record
 from redraft.recipes.rl_grpo import Config, main
 

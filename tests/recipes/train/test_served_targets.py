@@ -15,11 +15,11 @@ from swapping import run_engines
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run.run_config import Loop
 from redraft.distill.run.training_run import run as train
+from redraft.distill.train.run_config import Loop
+from redraft.files.checkpoint import load_causal_lm
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.target import Target
 from tests.helpers.served_targets import SERVED, save_served_target
 

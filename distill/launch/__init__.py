@@ -1,0 +1,1 @@
+"""The processes of a launch, and what `torch.compile` compiles in each."""

@@ -1,0 +1,110 @@
+"""Layers of target and draft compiled by `torch.compile`.
+
+What lies between two matrix products becomes one kernel.
+
+target       each transformer layer, in the calls of its signal only (`running_compiled`)
+draft        each layer, in place: forward and backward
+divergence   on a CPU, the operations on a block of logits (`distill.loss.compiled`); a GPU has kernels for them
+as it was    attention over ranges of keys, embeddings, the optimizer
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from redraft.distill.launch.ranks import uses_deepspeed
+from redraft.heads.families import standalone
+from redraft.heads.nn import blocks, causal_lm
+from redraft.heads.nn.attention import StepMemory
+from redraft.heads.nn.compilation import compile_here
+
+LAYERS = ("layers", "midlayer", "block", "blocks")  # attributes with a draft's layers, list or dict
+
+EAGER: Sequence[tuple[Any, str]] = (
+    (StepMemory, "attend"),
+    (blocks, "attend"),
+    (causal_lm, "attend"),
+)
+"""These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and
+the keys grow by a pair with every draft step: each would need another graph.
+"""
+
+
+def require_compiler() -> None:
+    """Raise ValueError if layers cannot be compiled in this launch, or on this machine."""
+    if uses_deepspeed():
+        raise ValueError(
+            "--loop.compile does not work with DeepSpeed: launch with ddp.yaml or fsdp2.yaml, or "
+            "leave it"
+        )
+    compilers = (os.environ.get("CXX", ""), "g++", "clang++")
+    if not any(name and shutil.which(name) for name in compilers):
+        raise ValueError(
+            "--loop.compile needs a C++ compiler, and there is no g++ or clang++ here: install one"
+        )
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        raise ValueError("--loop.compile needs Triton on a GPU: pip install triton")
+
+
+def draft_layers(draft: Any) -> list[nn.Module]:
+    """The layers of a draft, of any family; none of a draft of single matrices."""
+    owner = draft.model.base_model if isinstance(draft, standalone.StandaloneDraft) else draft
+    found = (getattr(owner, name) for name in LAYERS if hasattr(owner, name))
+    return [
+        layer
+        for one in found
+        for layer in (
+            one.values()
+            if isinstance(one, nn.ModuleDict)
+            else one
+            if isinstance(one, nn.ModuleList)
+            else [one]
+        )
+    ]
+
+
+def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
+    """Compile the calls of these layers from now on.
+
+    Parameters and their names stay as they are.
+    """
+    _keep_attention_eager()
+    # Layer by layer there is nothing to overlap within a graph, so DDP's buckets must not cut it.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in layers:
+        # One graph for all shapes, since activations must be computed again by the graph they had.
+        layer.compile(dynamic=True if recomputed else None)
+
+
+@contextmanager
+def running_compiled(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Run these layers compiled, within this context. Hooks stay outside of the graphs."""
+    for layer in layers:
+        vars(layer)["forward"] = MethodType(_compiled(type(layer).forward), layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    _keep_attention_eager()
+    return compile_here(forward)
+
+
+def _keep_attention_eager() -> None:
+    for owner, name in EAGER:
+        # A second time it makes the same of the function inside.
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]

@@ -1,0 +1,172 @@
+"""The processes of one run.
+
+None outlives the launcher, and accelerate shards over CPU ranks as over GPUs.
+
+accelerate launch, torchrun ──► rank 0, 1, ...     `make_accelerator` of `distill.train.loop` joins them
+        killed? the kernel kills these ──┘
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
+
+LONGEST_WAIT = timedelta(hours=24)
+"""Time until the ranks give up on one that is alive but silent: the first rank may be caching the
+target, or proving a draft. A dead rank is noticed at once, by the launcher and by closed
+connections.
+"""
+
+LONGEST_BUILD_S = 1800  # for DeepSpeed to compile its CPU extension; a minute is usual
+LET_GO_S = 0.5  # for gloo's threads to release tensors: microseconds, unless one waits
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when the launcher dies.
+
+    A killed torchrun would leave its ranks training.
+    """
+    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def join_on_cpu() -> None:
+    """Join the ranks of a launch on a machine without a GPU, with the launcher's settings for FSDP
+    or DeepSpeed. Without this, accelerate reads these settings only for GPUs.
+    """
+    if uses_deepspeed():
+        # Before the first import of deepspeed, which reads it.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        refuse_abandoned_build()
+    # All instances of PartialState share one state: the Accelerator finds this one and joins no
+    # second group.
+    state = PartialState(cpu=True, timeout=LONGEST_WAIT)
+    if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("FSDP"):
+        state.distributed_type = (
+            DistributedType.MULTI_GPU
+        )  # accelerate shards for this type; device and backend stay the CPU's
+
+
+def refuse_abandoned_build() -> None:
+    """Look for the lock that a killed build of DeepSpeed's extension leaves.
+
+    PyTorch would wait for it forever.
+
+    Raises:
+        TimeoutError: if a lock is older than any build.
+    """
+    from torch.utils.cpp_extension import (
+        get_default_build_root,
+    )  # slow to import, and only DeepSpeed needs it
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.rglob("lock"):
+        with suppress(FileNotFoundError):  # a build that ends now removes its lock
+            if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
+                raise TimeoutError(
+                    "a build of DeepSpeed's extension was killed and would never end: delete "
+                    f"{lock}"
+                )
+
+
+def leave(accelerator: Accelerator) -> None:
+    """End this rank's part of a successful launch. gloo's threads may still hold tensors of the
+    last collectives, and need the interpreter to release them. If the interpreter ends
+    meanwhile, the process aborts, and the launchers of other machines wait minutes for this one.
+    """
+    if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
+        time.sleep(LET_GO_S)
+    accelerator.end_training()
+
+
+def uses_deepspeed() -> bool:
+    return _is_requested("DEEPSPEED")
+
+
+def _is_requested(plugin: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
+
+
+def keep_models_whole() -> None:
+    """Stop `transformers` from sharding every model under ZeRO-3.
+
+    The target is not trained, and is read whole.
+    """
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
+    """Give DeepSpeed the recipe's settings: it clips and accumulates by itself."""
+    config: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
+    config["gradient_clipping"] = max_grad_norm
+    config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
+    # required, without effect: the loss is divided by labels, not by rows
+    config["train_micro_batch_size_per_gpu"] = 1
+    # Torch's fused AdamW on the CPU too: the same arithmetic in every way of training, and no
+    # compiler needed.
+    config["zero_force_ds_cpu_optimizer"] = False
+    from deepspeed.utils import groups  # an extra
+
+    if groups._WORLD_GROUP is None:  # the default would wait only ten minutes for a rank
+        groups._WORLD_GROUP = torch.distributed.new_group(timeout=LONGEST_WAIT)
+
+
+def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
+    """Tell FSDP2 which modules of this draft to gather one by one.
+
+    It would reuse those of the first draft it saw.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = module._no_split_modules
+    if plugin.mixed_precision_policy is not None:
+        # accelerate's policy also rounds inputs, outputs and reduced gradients to bfloat16, among
+        # them the target's log-probabilities and sums over thousands of rows. Inside, autocast
+        # rounds as under DDP.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=plugin.mixed_precision_policy.param_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+    if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(
+            pin_memory=False
+        )  # there is no device to pin memory for
+
+
+def shards_parameters(accelerator: Accelerator) -> bool:
+    """Whether no rank holds the whole draft outside a forward pass."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Stages 1 and 2 share out the optimizer's state and the gradients, not the parameters.
+        return bool(accelerator.deepspeed_plugin.zero_stage == 3)
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def describe_layout(accelerator: Accelerator) -> str:
+    """The number of ranks and how they shard, e.g. "2 processes of FSDP".
+
+    A checkpoint fits only the same layout.
+    """
+    kind = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed ZeRO"}.get(
+        accelerator.distributed_type
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        kind = f"{kind}-{accelerator.deepspeed_plugin.zero_stage}"
+    num = accelerator.num_processes
+    ranks = "1 process" if num == 1 else f"{num} processes"
+    return f"{ranks} of {kind}" if kind else ranks

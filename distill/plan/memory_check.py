@@ -1,0 +1,214 @@
+"""Whether a training fits into memory, answered before anything is loaded.
+
+every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
+                                4 of gradient, 8 of optimizer state (4 for a matrix under Muon), as
+                                far as the
+                                ranks do not share them out
+every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
+                                with --signal.shard once, for the process that reads it
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from redraft.distill.plan.held import DraftSize, Sharing
+from redraft.distill.signal.sharded import TargetSizes, processes_here, size_weights
+from redraft.distill.train.run_config import Signal
+from redraft.engine.hardware import Machine, this_machine
+from redraft.files.target_folder import TargetFolder
+
+LAUNCHES = Path(__file__).parents[2] / "recipes" / "accelerate"  # the wheel has it too
+TIGHT = 0.7  # Share of the memory from which on a run says that activations come on top.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of one process, before activations."""
+
+    target: int
+    draft: int
+    host: int | None = None
+    """Bytes that one process of a launch reads into host memory, if the target is shared out. Else
+    every process reads the target.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    device: str
+    device_bytes: int | None
+    """None if the processes compute on the CPU."""
+    host_bytes: int
+    processes: int
+
+
+def require_room(
+    target: TargetFolder,
+    signal: Signal,
+    accelerator: Accelerator,
+    count_draft: Callable[[Any], DraftSize],
+    *,
+    machine: Machine | None = None,
+    optimizer: str = "adamw",
+    command: str = "redraft plan",
+) -> None:
+    """Refuse a training that cannot fit.
+
+    One process of each machine tells, the others leave with it. If it fits tightly, the main
+    process says that activations come on top, and which `command` counts them.
+    `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name
+    of its optimizer. `machine` is by default this one.
+
+    Raises:
+        ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
+            config cannot be read.
+    """
+    if target.quantization:  # the loading that follows says what to do with it
+        return
+    sizes = _size(target)
+    draft = count_draft(target.text_config)
+    room = read_room(accelerator, machine)
+    is_shared = signal.shard and accelerator.num_processes > 1
+    target_bytes = sizes.whole
+    if signal.url:
+        target_bytes = sizes.outside
+    elif is_shared:
+        ranks = sizes.choose_ranks(accelerator.num_processes, room.processes, room.device_bytes)
+        target_bytes = sizes.share(ranks)
+    draft_bytes = round(sum(sharing_of(accelerator).share_out(draft.hold(optimizer)).values()))
+    need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
+    try:
+        check(target.name, need, room, has_servers=bool(signal.url))
+    except ValueError:
+        if not accelerator.is_local_main_process:
+            # One message for each machine: the other processes leave without a word.
+            raise SystemExit(2) from None
+        raise
+    taken = need.target + need.draft
+    # A CPU has no memory of its own.
+    if (
+        accelerator.is_main_process
+        and room.device_bytes is not None
+        and taken > TIGHT * room.device_bytes
+    ):
+        print(
+            f"warning: target and draft take {_gb(taken)} of the {_gb(room.device_bytes)} of "
+            f"{room.device}, and activations come on top; this counts them: {command}"
+        )
+
+
+def require_target_room(
+    target: TargetFolder, device: torch.device, *, way_out: str, machine: Machine | None = None
+) -> None:
+    """Refuse a target that does not fit into this one process, before it is loaded.
+
+    The message has the bytes and `way_out`.
+
+    Raises:
+        ValueError: device or host memory is too small.
+    """
+    if target.quantization:
+        return
+    sizes, machine = _size(target), _on(device, machine)
+    for place, num_bytes in (
+        (str(device), machine.gpu_bytes),
+        ("this machine's memory", machine.host_bytes),
+    ):
+        if num_bytes is not None and sizes.whole > num_bytes:
+            raise ValueError(
+                f"{target.name} takes {_gb(sizes.whole)} in this process: more than the "
+                f"{_gb(num_bytes)} of {place}; {way_out}"
+            )
+
+
+def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
+    """Compare need and room.
+
+    Raises:
+        ValueError: device or host memory is too small.
+    """
+    both = need.target + need.draft
+    ways = _ways_out(need, has_servers=has_servers)
+    if room.device_bytes is not None and both > room.device_bytes:
+        raise ValueError(
+            f"{name} takes {_gb(need.target)} in every process, and the draft {_gb(need.draft)} "
+            "(weights, gradients, "
+            f"optimizer state): more than the {_gb(room.device_bytes)} of {room.device}; {ways}"
+        )
+    held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
+    on_host = room.processes * (both if room.device_bytes is None else need.target)
+    if need.host is not None:  # one process reads the target and gives the others a part
+        on_host = need.host + (room.processes * both if room.device_bytes is None else 0)
+        if on_host > room.host_bytes:
+            raise ValueError(
+                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} "
+                f"in all: more than {_gb(room.host_bytes)}; {ways}"
+            )
+    elif on_host > room.host_bytes:
+        raise ValueError(
+            f"{name}: every process reads {held} into this machine's memory, {_gb(on_host)} in all "
+            "for "
+            f"{room.processes}: more than its {_gb(room.host_bytes)}; start fewer processes, or "
+            f"{ways}"
+        )
+
+
+def _ways_out(need: Need, *, has_servers: bool) -> str:
+    if has_servers or need.draft > need.target:
+        return f"shard the draft: accelerate launch --config_file {LAUNCHES}/fsdp2.yaml"
+    share = "" if need.host is not None else "share it out over the processes: --signal.shard; or "
+    return share + (
+        "let vLLM servers hold the target, on other GPUs: --signal.kind endpoint --signal.url URL, "
+        "or --signal.kind cache --signal.url URL to read their answers from disk"
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# sizes
+
+
+def _size(target: TargetFolder) -> TargetSizes:
+    return size_weights(target.config, target.torch_dtype or target.config.dtype or torch.float32)
+
+
+def sharing_of(accelerator: Accelerator) -> Sharing:
+    ranks: int = accelerator.num_processes
+    if accelerator.distributed_type == DistributedType.FSDP:
+        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            # Weights and states stay in host memory: the device holds a layer at a time.
+            return Sharing(weights=0, gradients=0, state=0)
+        return Sharing.of("fsdp2", ranks)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plugin = accelerator.deepspeed_plugin
+        sharing = Sharing.of("fsdp2" if plugin.zero_stage == 3 else "zero2", ranks)
+        offloads = plugin.offload_optimizer_device not in (None, "none")
+        return replace(sharing, state=0) if offloads else sharing
+    return Sharing()
+
+
+def _on(device: torch.device, machine: Machine | None) -> Machine:
+    if machine is not None:
+        return machine
+    return this_machine() if device.type == "cuda" else this_machine().without_gpu
+
+
+def read_room(accelerator: Accelerator, machine: Machine | None = None) -> Room:
+    """The memory of this process's device and machine. A container's limit counts."""
+    here = _on(accelerator.device, machine)
+    return Room(
+        device=str(accelerator.device),
+        device_bytes=here.gpu_bytes,
+        host_bytes=here.host_bytes,
+        processes=processes_here(accelerator.num_processes),
+    )

@@ -1,0 +1,352 @@
+"""Conversations with every answer rewritten by the target.
+
+A draft must not learn another model's text.
+
+conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per
+finished conversation
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from redraft.distill.data.conversations import Conversation, is_plain_text
+from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
+from redraft.distill.data.rows import UnusableRowError
+from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.files.artifact import naming
+from redraft.files.progress import Progress
+from redraft.files.replaced import PREVIOUS, drop_previous, keep_previous, undo_move
+
+SKIPPED_STATUS = {
+    200,
+    400,
+    413,
+    422,
+}  # about one conversation only: it is skipped, the rest continues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the target answers."""
+
+    temperature: float | None = None
+    """Temperature of every request. By default that of the target's generation_config.json, else 1,
+    as vLLM.
+    """
+    max_tokens: int = 2048
+    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this
+    length.
+    """
+    template_options: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options passed to the chat template, e.g. `enable_thinking False`."""
+
+
+@dataclass(kw_only=True)
+class RegenerationStats:
+    done: int = 0
+    already_there: int = 0
+    """Answered by an earlier run with the same output."""
+    cut: int = 0
+    """Answered in this run, with a last answer cut at `max_tokens`."""
+    without_question: int = 0
+    refused: int = 0
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.done:,} conversations regenerated ({self.cut:,} cut at the length limit)"]
+        counts = {
+            "were already there": self.already_there,
+            "hold no question": self.without_question,
+        }
+        parts += [f"{count:,} {what}" for what, count in counts.items() if count]
+        if self.refused:
+            parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
+        return "; ".join(parts)
+
+
+def prompt_key(conversation: Conversation) -> str:
+    """`conversation_hash` of all but the assistant's messages, and of the tools if there are any.
+
+    The same questions with the same tools are answered once.
+    """
+    tools = conversation.get("tools")
+    # As one more message, of a role that no conversation has. Without tools the key is that of the
+    # questions alone.
+    asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
+    return conversation_hash([*_questions(conversation), *asked])
+
+
+def regenerate(
+    conversations: Sequence[Conversation],
+    endpoint: Endpoint,
+    output: Path,
+    sampling: Sampling,
+    target: str = "",
+    *,
+    overwrite: bool = False,
+) -> RegenerationStats:
+    """Answer every assistant turn again, in order, each on the regenerated history, and append to
+    `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run
+    continues where it stopped. `target` identifies what answers, beyond the name of its model.
+    With `overwrite`, new answers replace those in `output`, which are set aside at the first one.
+
+    Raises:
+        ConnectionError: if the server does not answer; it names the URL and how many conversations
+            were finished.
+        ValueError: if `output` was written by another target or with other settings or is damaged,
+            or if the server refuses everything.
+    """
+    settings = {**({"target": target} if target else {}), **asdict(sampling)}
+    work = _Regeneration(endpoint, output, sampling, replaces=overwrite)
+    return asyncio.run(work.run(conversations, settings))
+
+
+class _Regeneration:
+    """One run: `concurrency` workers take conversations from one queue and append to one file."""
+
+    def __init__(
+        self, endpoint: Endpoint, output: Path, sampling: Sampling, *, replaces: bool
+    ) -> None:
+        self.endpoint, self.output, self.sampling = endpoint, output, sampling
+        self.replaces = replaces
+        self.file: TextIO | None = None  # opened for the first answer
+        self.stats = RegenerationStats()
+
+    async def run(
+        self, conversations: Sequence[Conversation], settings: dict[str, Any]
+    ) -> RegenerationStats:
+        # Of conversations with the same questions and tools, only the last is asked: the domain is
+        # not in the key.
+        wanted = {prompt_key(c): c for c in conversations if _questions(c)}
+        self.stats.without_question = sum(not _questions(c) for c in conversations)
+        async with self.endpoint:
+            settings = {"model": await self.endpoint.model(), **settings}
+            undo_move(previous_answers(self.output))
+            there = set() if self.replaces else finished_keys(self.output, settings)
+            pending = {
+                key: conversation for key, conversation in wanted.items() if key not in there
+            }
+            self.stats.already_there = len(wanted) - len(pending)
+            try:
+                await self._answer_all(pending, settings)
+            except ConnectionError as error:
+                without = " without --overwrite" if self.replaces and self.stats.done else ""
+                raise ConnectionError(
+                    f"{error}; {self._num_kept:,} of {len(wanted):,} conversations are in "
+                    f"{self.output}: run the same command again{without} to continue"
+                ) from error
+        if self._num_kept == 0:
+            raise ValueError(f"nothing was regenerated: {self.stats}")
+        drop_previous(previous_answers(self.output))
+        return self.stats
+
+    @property
+    def _num_kept(self) -> int:
+        return self.stats.already_there + self.stats.done
+
+    async def _answer_all(self, pending: dict[str, Conversation], settings: dict[str, Any]) -> None:
+        kept = self.stats.already_there
+        with Progress(
+            total=kept + len(pending), initial=kept, desc="regenerating", unit="conv"
+        ) as bar:
+            queue = iter(pending.items())
+            # One iterator for all workers: each takes the next conversation when it is free.
+            workers = [
+                asyncio.create_task(self._work(queue, settings, bar))
+                for _ in range(self.endpoint.concurrency)
+            ]
+            clock = asyncio.create_task(_show_time(bar))
+            try:
+                await asyncio.gather(*workers)
+            finally:  # the others must not write into a closed file
+                for task in (*workers, clock):
+                    task.cancel()
+                await asyncio.gather(*workers, clock, return_exceptions=True)
+                if self.file is not None:
+                    self.file.close()
+
+    async def _work(
+        self,
+        queue: Iterator[tuple[str, Conversation]],
+        settings: dict[str, Any],
+        bar: Any,
+    ) -> None:
+        for key, conversation in queue:
+            try:
+                messages, cut = await self._answer(conversation)
+            except (RequestRefusedError, UnusableRowError, UnicodeEncodeError) as error:
+                if isinstance(error, RequestRefusedError) and error.status not in SKIPPED_STATUS:
+                    raise
+                self._refuse(str(error))
+            else:
+                sent = [with_parts(message) for message in messages]
+                row = {"key": key, "domain": conversation["domain"], "messages": sent, "cut": cut}
+                if "tools" in conversation:
+                    row["tools"] = conversation["tools"]
+                if any(message["role"] == "assistant" for message in messages):
+                    self._append({**row, "settings": settings})
+                else:
+                    self._refuse("its answer is empty")
+            bar.update()
+
+    async def _answer(self, conversation: Conversation) -> tuple[list[Message], bool]:
+        """(the conversation with the target's answers, whether the last answer was cut).
+
+        It ends before the first result of a tool, which belongs to another call than the target's.
+        """
+        history: list[Message] = []
+        # A last question without an answer gets one too.
+        for message in [*conversation["messages"], {"role": "assistant", "content": ""}]:
+            if message["role"] == "tool":
+                break
+            if message["role"] != "assistant":
+                history.append(message)
+            # Two answers in a row become one. An answer before any question is left out.
+            elif history and history[-1]["role"] != "assistant":
+                answer, cut = await self._ask(history, conversation.get("tools"))
+                is_cut_thought = cut and "reasoning" in answer
+                if (
+                    not answer["content"].strip()
+                    and "tool_calls" not in answer
+                    and not is_cut_thought
+                ):
+                    break
+                history.append(answer)
+                if cut:
+                    return history, True
+        return history, False
+
+    async def _ask(self, history: list[Message], tools: list[Tool] | None) -> tuple[Message, bool]:
+        messages = [_as_sent(message) for message in history]
+        options: dict[str, Any] = {"max_tokens": self.sampling.max_tokens}
+        if self.sampling.temperature is not None:
+            options["temperature"] = self.sampling.temperature
+        if self.sampling.template_options:
+            options["chat_template_kwargs"] = self.sampling.template_options
+        if tools:
+            options["tools"] = tools
+        path = "/v1/chat/completions"
+        reply = await self.endpoint.post(path, messages=messages, **options)
+        choice = _read_choice(reply, self.endpoint.url + path)
+        # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a
+        # character in it.
+        answer = read_message({"role": "assistant", **choice["message"]})
+        json.dumps(answer, ensure_ascii=False).encode()
+        return answer, choice.get("finish_reason") == "length"
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if self.file is None:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            if self.replaces:
+                keep_previous([self.output], previous_answers(self.output))
+            self.file = self.output.open("a", encoding="utf-8")
+        with naming(self.output):
+            self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())  # an answer costs seconds of a server, a sync milliseconds
+        self.stats.done += 1
+        self.stats.cut += row["cut"]
+
+    def _refuse(self, reason: str) -> None:
+        self.stats.refused += 1
+        self.stats.refusal = self.stats.refusal or reason
+
+
+async def _show_time(bar: Progress) -> None:
+    """Draw the bar again every second: the first answer may take minutes."""
+    while True:
+        await asyncio.sleep(1)
+        bar.refresh()
+
+
+def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:
+    """The first choice in a server's reply.
+
+    Raises:
+        RequestRefusedError: there is none, or a filter has cut it.
+    """
+    try:
+        choice: dict[str, Any] = reply["choices"][0]
+        is_filtered = choice.get("finish_reason") == "content_filter"
+        {**choice["message"]}
+    except (LookupError, TypeError, AttributeError):
+        raise RequestRefusedError(url, 200, f"no answer in {str(reply)[:100]}") from None
+    if is_filtered:
+        raise RequestRefusedError(url, 200, "a content filter has cut the answer")
+    return choice
+
+
+def _as_sent(message: Message) -> Message:
+    message = with_parts(message)
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    sent = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+    calls = [
+        {**call, "function": function}
+        for call, function in zip(message["tool_calls"], sent, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def previous_answers(output: Path) -> Path:
+    """Folder of the earlier answers while new ones replace them."""
+    return output.with_name(f".{output.name}{PREVIOUS}")
+
+
+def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
+    """Keys of the conversations in `output`; the torn last line of a killed run is cut off.
+
+    Raises:
+        ValueError: a line is damaged, or of other settings than `settings`; the file stays.
+    """
+    if not output.exists():
+        return set()
+    whole, newline, torn = output.read_bytes().rpartition(b"\n")
+    lines = whole.splitlines()
+    keys = set()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            key, used = row["key"], row["settings"]
+        except (ValueError, KeyError, TypeError):
+            raise _not_ours(output, number) from None
+        if settings is not None and used != settings:
+            raise ValueError(
+                f"{output} was answered with {used}, not {settings}: give --overwrite or another "
+                "--output"
+            )
+        keys.add(key)
+    if not _begins_row(torn):
+        raise _not_ours(output, len(lines) + 1)
+    # Appending after a torn line would damage the next one as well.
+    if torn:
+        os.truncate(output, len(whole) + len(newline))
+    return keys
+
+
+def _not_ours(output: Path, number: int) -> ValueError:
+    return ValueError(
+        f"{output}, line {number}: not a regenerated conversation; choose another output"
+    )
+
+
+def _begins_row(torn: bytes) -> bool:
+    """Whether the bytes are the beginning of a row, however short.
+
+    A mistyped output must not lose its last line.
+    """
+    start, key, rest = torn[:9], torn[9:73], torn[73:86]
+    is_hex = not key.strip(b"0123456789abcdef")
+    return b'{"key": "'.startswith(start) and is_hex and b'", "domain": '.startswith(rest)
+
+
+def _questions(conversation: Conversation) -> list[Message]:
+    if is_plain_text(conversation):
+        return []
+    return [message for message in conversation["messages"] if message["role"] != "assistant"]

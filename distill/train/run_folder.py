@@ -1,0 +1,361 @@
+"""The folder of one training run: config, metrics, checkpoints, and the exported draft.
+
+outputs/NAME/
+  run.json                  resolved config and the date of the start, written first
+  tokens/                   the tokenised data (`distill.data.tokens`)
+  metrics.jsonl             one line per logged step
+  checkpoints/step-000100/  published with a manifest; the newest two are kept
+  best/                     with --loop.stop-by acceptance: the checkpoint of the best evaluation
+  draft/                    the exported draft
+  .previous/                with --overwrite: the earlier run, until this one is complete"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from redraft.distill.data.day import choose_day
+from redraft.files.artifact import find_foreign, naming, publish, verify, write_whole
+from redraft.files.lock import NO_LOCKS, describe_missing
+from redraft.files.replaced import (
+    PREVIOUS,
+    drop_previous,
+    find_obstacle,
+    keep_previous,
+    undo_move,
+)
+
+KEPT_CHECKPOINTS = 2
+MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
+"""Config keys that may differ when a run is resumed: they do not change the training."""
+
+TOKENS = "tokens"  # Folder of the tokenised data in a run.
+LOCK = ".lock"  # File that is locked while a process writes the run.
+RUN = "run.json"
+CHECKPOINTS = "checkpoints"
+PUBLISHED = ("best", "draft", "candidate")
+RESULTS = (
+    *(RUN, "metrics.jsonl", "report.*", "adapt.json", "vllm-*.log"),
+    *("answers-*.json", "mode-*.json", "start-*.json", "without-draft-*.json"),
+    *(CHECKPOINTS, *PUBLISHED, "ce-baseline", "target-cache"),
+)
+"""Names of the results of a run, which --overwrite replaces. Anything else in the folder stays."""
+T = TypeVar("T")
+
+
+def _is_step(checkpoint: Path) -> bool:
+    return checkpoint.name.removeprefix("step-").isdigit()
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config on which a resumed run must agree: not servers, storage, caches."""
+    kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
+    if "signal" in kept:
+        # Whether servers give the signal is a part of the training. The addresses are not.
+        kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
+    if isinstance(kept.get("data"), dict):
+        kept["data"] = {**kept["data"], "cache": None}
+    if isinstance(kept.get("loop"), dict):
+        # Compiling changes the rounding only.
+        kept["loop"] = {**kept["loop"], "compile": None}
+        if kept["loop"].get("stop_by") == "acceptance":
+            # Evaluations of one run are compared, so all are at one number of draft tokens.
+            kept["num_speculative_tokens"] = config["prove"]["num_speculative_tokens"]
+    return kept
+
+
+def _find_foreign(folder: Path) -> Path | None:
+    """The first file that somebody else has put into a folder of a run, or None."""
+    if folder.name in ("target-cache", PREVIOUS):
+        return None
+    if folder.name not in (CHECKPOINTS, "ce-baseline"):
+        return find_foreign(folder)
+    for path in sorted(folder.iterdir()):
+        # A person's copy (step-000100-good) is not ours.
+        is_ours = _is_step(path) or path.name in (CHECKPOINTS, "metrics.jsonl")
+        if not is_ours and not path.name.startswith("."):
+            return path
+        if path.is_dir() and is_ours and (foreign := _find_foreign(path)) is not None:
+            return foreign
+    return None
+
+
+class RunFolder:
+    """A run's folder, opened once by every rank; only the main process writes."""
+
+    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+        self.folder, self.accelerator = folder, accelerator
+        self.config: dict[str, Any] = {}
+        self.date = choose_day()  # of the run's first start, for chat templates that write the date
+        self.metrics: list[dict[str, Any]] = []
+        self.inputs: dict[str, str] = {}
+        self._replaces = False
+
+    @classmethod
+    def open(
+        cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, overwrite: bool
+    ) -> RunFolder:
+        """The run in `folder`, new, or continued if it has this config.
+
+        With `overwrite` a new one, which replaces an earlier run from `begin` on.
+
+        Raises:
+            ValueError: it holds another run and `overwrite` is not set; or files that the run would
+                replace, and that it reads or has not written; or not all ranks see it.
+        """
+        run = cls(folder, accelerator)
+        # As it will be read back: tuples are lists and paths are text, so an equal config compares
+        # equal.
+        run.config = json.loads(json.dumps(config, default=str))
+        # Read by all ranks: midnight may pass between two of them.
+        day = run.on_main(lambda: run._claim(overwrite))
+        if not (folder / LOCK).exists():
+            raise ValueError(
+                f"{folder} is not seen by every machine of this launch: choose a shared one as "
+                "--output"
+            )
+        run.date = datetime.date.fromisoformat(day)
+        return run
+
+    def beside(self, name: str) -> RunFolder:
+        """A run in a subfolder of this one, with separate checkpoints and metrics."""
+        run = RunFolder(self.folder / name, self.accelerator)
+        run.config, run.date = self.config, self.date
+        run.folder.mkdir(exist_ok=True)
+        return run
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Call `work` on the main process while the others wait, and return the result on all.
+
+        Raises on the main process, as `work`; on the others, a ValueError with the same message.
+        """
+        told: list[Any] = [
+            None,
+            None,
+        ]  # error and result, in a list because broadcast_object_list fills it in place
+        if self.accelerator.is_main_process:
+            try:
+                told[1] = work()
+            except Exception as error:
+                told[0] = str(error)
+                raise
+            finally:
+                # Also after an error, because the others wait for this broadcast.
+                broadcast_object_list(told, from_process=0)
+        elif broadcast_object_list(told, from_process=0) and told[0] is not None:
+            raise ValueError(told[0])
+        result: T = told[1]
+        return result
+
+    def _claim(self, overwrite: bool) -> str:
+        """Own the folder, and return the date of the run's start."""
+        started = self.folder / RUN
+        # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
+        previous = self.folder / PREVIOUS
+        early = {RUN, TOKENS, LOCK, PREVIOUS}
+        if self.folder.is_dir():
+            undo_move(previous)
+        holds_work = self.folder.exists() and any(
+            path.name not in early for path in self.folder.iterdir()
+        )
+        if holds_work and not started.exists():
+            raise ValueError(
+                f"{self.folder} is not a run of ours (no {RUN}): choose another --output"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._own()
+        # Without --overwrite, the end of a run publishes again, and removes the run before it.
+        published = [self.folder / name for name in PUBLISHED]
+        replaced = [*(self._results() if overwrite else published), previous]
+        if obstacle := find_obstacle(replaced, self.config, _find_foreign):
+            raise ValueError(f"{obstacle}: choose another --output")
+        self._replaces = overwrite and holds_work
+        if self._replaces:
+            return self.date.isoformat()
+        if started.exists():
+            about = json.loads(started.read_text())
+            before, now = _lasting(about.get("config", {})), _lasting(self.config)
+            changed = [key for key in now if before.get(key) != now[key]]
+            if not changed:
+                return str(about["date"])
+            if holds_work:
+                key, was, is_now = changed[0], before.get(changed[0]), now[changed[0]]
+                while isinstance(was, dict) and isinstance(is_now, dict):
+                    part = next(
+                        part for part in {**was, **is_now} if was.get(part) != is_now.get(part)
+                    )
+                    key, was, is_now = f"{key}.{part}", was.get(part), is_now.get(part)
+                raise ValueError(
+                    f"{self.folder} holds another run, {key} was {was!r} and is now {is_now!r}: "
+                    f"{self._way_out()}"
+                )
+        self._describe()
+        return self.date.isoformat()
+
+    def _results(self) -> list[Path]:
+        return sorted(path for name in RESULTS for path in self.folder.glob(name))
+
+    def _way_out(self) -> str:
+        obstacle = find_obstacle(self._results(), self.config, _find_foreign)
+        return "choose another --output" if obstacle else "give --overwrite, or another --output"
+
+    def _describe(self) -> None:
+        about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
+        if self.inputs:
+            about["inputs"] = self.inputs
+        write_whole(self.folder / RUN, json.dumps(about, indent=2) + "\n")
+
+    def begin(self) -> None:
+        """Set an earlier run aside, which this one replaces: nothing can be refused any more."""
+        self.on_main(self._begin)
+
+    def _begin(self) -> None:
+        if self._replaces:
+            keep_previous(self._results(), self.folder / PREVIOUS)
+            self._describe()
+            self._replaces = False
+
+    def complete(self) -> None:
+        """Remove the run that this one has replaced."""
+        if self.accelerator.is_main_process:
+            drop_previous(self.folder / PREVIOUS)
+
+    def _own(self) -> None:
+        # A lock of the process, which may open its run again; the kernel drops it when the process
+        # ends.
+        self._owner = (self.folder / LOCK).open("a")
+        try:
+            fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(
+                f"another process trains in {self.folder}: choose another --output"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(
+                f"warning: {describe_missing(self.folder / LOCK, error)}: start no other process "
+                "with this --output"
+            )
+
+    def confirm(self, inputs: dict[str, str]) -> None:
+        """Note what the run reads, by hash, on the main process.
+
+        Raises:
+            ValueError: it was trained on others.
+        """
+        self.inputs = inputs
+        if self._replaces:
+            return
+        about = json.loads((self.folder / RUN).read_text())
+        changed = [
+            name
+            for name, value in inputs.items()
+            if about.get("inputs", {}).get(name, value) != value
+        ]
+        if changed and self._checkpoints():
+            raise ValueError(
+                f"the {changed[0]} of the run in {self.folder} has changed since: {self._way_out()}"
+            )
+        write_whole(self.folder / RUN, json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
+
+    def log(self, step: int, **values: float | int | bool | list[float]) -> None:
+        entry = {"step": step, **values}
+        self.metrics.append(entry)
+        self.accelerator.log(values, step=step)
+        if self.accelerator.is_main_process:
+            path = self.folder / "metrics.jsonl"
+            with naming(path), path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """Publish a checkpoint of `step`, and delete all but the newest ones."""
+        self._publish(self.folder / CHECKPOINTS / f"step-{step:06d}", step, write)
+        if self.accelerator.is_main_process:
+            for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+
+    def save_best(self, step: int, write: Callable[[Path], None]) -> None:
+        self._publish(self.folder / "best", step, write)
+
+    def restore_best(self, read: Callable[[Path], None]) -> None:
+        """Read the checkpoint of `save_best`.
+
+        The metrics stay.
+
+        Raises:
+            ValueError: if it is missing, corrupt or truncated, naming the file.
+        """
+        self.on_main(lambda: verify(self.folder / "best"))
+        read(self.folder / "best")
+
+    def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
+        if self.accelerator.is_main_process:
+            publish(
+                final,
+                lambda partial: self._write_together(partial, write),
+                {"step": step},
+                overwrite=True,
+            )
+        else:
+            self._write_together(None, write)
+        self.accelerator.wait_for_everyone()
+
+    def _write_together(self, partial: Path | None, write: Callable[[Path], None]) -> None:
+        # The folder's name is random, and known to the main process only.
+        shared = [str(partial)]
+        broadcast_object_list(shared, from_process=0)
+        write(Path(shared[0]))
+        # The manifest, written next, holds the digests of all ranks' files.
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        # By number: as text, step-1000000 comes before step-999999. A person's copy
+        # (step-000100-good) is not ours.
+        named = (self.folder / CHECKPOINTS).glob("step-*")
+        return sorted(filter(_is_step, named), key=_step_of)
+
+    def restore(self, read: Callable[[Path], None]) -> int:
+        """Read the newest checkpoint and drop later metrics; returns its step, or 0.
+
+        Raises:
+            ValueError: a checkpoint is corrupt or truncated.
+        """
+        newest = self.on_main(self._verify_newest)  # another machine may not see it yet
+        step = 0
+        if newest:
+            read(self.folder / CHECKPOINTS / newest)
+            step = _step_of(Path(newest))
+        self.metrics = self.on_main(lambda: self._cut_metrics(step))
+        return step
+
+    def _verify_newest(self) -> str:
+        checkpoints = self._checkpoints()
+        if not checkpoints:
+            return ""
+        verify(checkpoints[-1])
+        return checkpoints[-1].name
+
+    def _cut_metrics(self, step: int) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = [
+            json.loads(line) for line in lines if line.endswith("}")
+        ]  # a kill may have cut the last line
+        # The steps after the checkpoint will be done, and logged, again.
+        kept = [entry for entry in whole if entry["step"] <= step]
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        return kept

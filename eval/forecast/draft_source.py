@@ -1,0 +1,319 @@
+"""A draft by its name on a command line: what it is, and how vLLM serves it.
+
+    DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft retrieval`)
+    ngram, suffix    a lookup in the text, without a folder
+    live             a lookup in the text and in this server's earlier answers, counted
+    mtp              the layers in the target's own folder
+    ngram+HEAD:2     n-grams first, then a head with at most 2 tokens of its own in a step
+    ANSWERS+HEAD:2   counted answers (or live) first
+    NAME=DRAFT       any of these, under a name for reports
+
+A folder is recognised by its tensors; its config.json may claim another family. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from redraft.engine.lookup_first import HeadLimits, mix
+from redraft.eval.forecast.ngram import Ngram
+from redraft.files.folder import (
+    CONFIG,
+    OLD_WEIGHTS,
+    fetch_model,
+    is_hub_name,
+    read_config,
+    refuse_gguf,
+    tensor_files,
+)
+from redraft.files.foreign import match_foreign
+from redraft.heads.catalog import FAMILIES, detect_family, find_method, list_methods, match_tensors
+from redraft.heads.families.retrieval import LIVE, MEASURE_COUNTED, Retrieval, is_retrieval
+from redraft.heads.family import Family
+
+if TYPE_CHECKING:
+    from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
+
+SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
+
+NUM_TOKENS = 3  # the number of draft tokens of a server, if none is given
+
+
+def require_tokens(num_speculative_tokens: int) -> None:
+    """Raise ValueError for a server that would draft nothing, which vLLM refuses after a minute."""
+    if num_speculative_tokens < 1:
+        raise ValueError(
+            f"--num-speculative-tokens {num_speculative_tokens} drafts nothing: give 1 or more, or "
+            "start vLLM without a draft (vllm serve)"
+        )
+
+
+MEASURED_TOKENS = (NUM_TOKENS, 1, 2, 5)
+
+NGRAM = "ngram"
+NAMED = re.compile(r"([^=/+]+)=(.+)")
+
+WHOLE_MODEL = re.compile(r"(?!mtp\.)(\w+\.)*layers\.0\..*")
+"""A tensor of a model's first layer. An MTP layer in a folder of its own has none of this name."""
+
+CAUSAL_LM = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookups:
+    """How tokens are looked up, alone or before a head."""
+
+    ngram: Ngram = field(default_factory=Ngram)
+    verify_cost: float | None = None
+    """Cost of verifying one more token, for counted answers. None takes the folder's."""
+    head_requests: int | None = None
+    """Most in a step for which the head drafts; None: any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
+    """A draft by its name; with `lookup`, a head that is asked if the lookup finds nothing."""
+
+    source: str
+    """Folder, hub name, or name of a draft without a folder; with `lookup`, the head's."""
+    lookup: str | None = None
+    """`ngram`, `live`, or the folder of counted answers."""
+    head_tokens: int | None = None
+    """Most of the head in a step; None: as many as the lookup."""
+    given_name: str | None = None
+
+    @staticmethod
+    def parse(text: str, lookups: Collection[str] = ()) -> DraftSource:
+        """The inverse of `str`, also of `NAME=DRAFT`. Opens no more than a folder before a plus."""
+        name = None if Path(text).exists() else NAMED.fullmatch(text)
+        if name:
+            return replace(DraftSource.parse(name[2], lookups), given_name=name[1])
+        # A path may have a plus in it, so all are tried.
+        for plus in re.finditer(r"\+", text):
+            lookup, head = (
+                text[: plus.start()],
+                re.fullmatch(r"(.+?)(?::(\d+))?", text[plus.end() :]),
+            )
+            if head and (lookup in (NGRAM, LIVE, *lookups) or is_retrieval(lookup)):
+                tokens = int(head[2]) if head[2] else None
+                return DraftSource(source=head[1], lookup=lookup, head_tokens=tokens)
+        return DraftSource(source=text)
+
+    def __str__(self) -> str:
+        return self._spell(self.lookup, self.source)
+
+    @property
+    def name(self) -> str:
+        """In reports: the given name, or the folder's, or its run's if that is `draft`."""
+        return self.given_name or self._spell(
+            self.lookup and _shorten(self.lookup), _shorten(self.source)
+        )
+
+    def _spell(self, lookup: str | None, head: str) -> str:
+        limit = "" if self.head_tokens is None else f":{self.head_tokens}"
+        return head if lookup is None else f"{lookup}+{head}{limit}"
+
+    @cached_property
+    def parts(self) -> tuple[DraftSource, DraftSource]:
+        assert self.lookup is not None
+        return DraftSource(source=self.lookup), DraftSource(source=self.source)
+
+    @property
+    def is_without_folder(self) -> bool:
+        """A lookup in the text, or the layers in the target's folder."""
+        # ./ngram is a folder of this name
+        return self.source in list_without_folder()
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """The folder of the draft, or of the head, downloaded from the hub; None without one.
+
+        Raises:
+            FileNotFoundError
+            ValueError: the name is a GGUF file.
+        """
+        if self.is_without_folder:
+            return None
+        refuse_gguf(self.source)
+        if not is_hub_name(self.source) and not Path(self.source).is_dir():
+            names = " or ".join(list_without_folder())
+            raise FileNotFoundError(
+                f"there is no draft {self.source}: give a folder, a hub name, {names}"
+            )
+        folder = fetch_model(self.source)
+        # A registry's `current` may move on while vLLM loads.
+        return folder.resolve() if folder.is_symlink() else folder
+
+    @cached_property
+    def is_answers(self) -> bool:
+        return self.folder is not None and is_retrieval(self.folder)
+
+    @property
+    def is_lookup(self) -> bool:
+        """A lookup alone: no model computes the draft."""
+        return self.is_answers or (self.is_without_folder and not self.family.is_in_target)
+
+    @property
+    def has_answers(self) -> bool:
+        return self.is_answers or self.source == LIVE or self.lookup not in (None, NGRAM)
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of the draft, or of the head.
+
+        Raises:
+            FileNotFoundError: there is no such draft.
+            ValueError: redraft has no module for it; the message names its layout.
+        """
+        if self.folder is None:
+            return next(family for family in FAMILIES if family.name == self.source)
+        return detect_family(self.folder)
+
+    def speculative(
+        self,
+        sampling: SampleMethod = "greedy",
+        lookups: Lookups | None = None,
+        *,
+        method: str | None = None,
+    ) -> dict[str, Any]:
+        """vLLM's --speculative-config without the number of tokens.
+
+        A draft that cannot be sampled is greedy whatever `sampling` says. `method` replaces the one
+        that follows from the draft's tensors. A draft without a module here may be served too.
+
+        Raises:
+            FileNotFoundError: there is no such draft.
+            ValueError: vLLM cannot serve it next to a target.
+        """
+        lookups = lookups or Lookups()
+        if self.lookup is not None:
+            first = _look_up(self.lookup, lookups)
+            limits = HeadLimits(tokens=self.head_tokens, requests=lookups.head_requests)
+            return mix(first, self.parts[1].speculative(sampling, method=method), limits)
+        if self.source in (NGRAM, LIVE) or self.is_answers:
+            return _look_up(self.source, lookups)
+        if self.folder is None:
+            chosen = {"method": self.source}
+        else:
+            # A hub name stays one: whoever reads a report can use it.
+            model = self.source if is_hub_name(self.source) else str(self.folder.absolute())
+            chosen = {
+                "model": model,
+                **({"method": method} if method else choose_proposer(self.folder)),
+            }
+        family = find_method(chosen["method"])
+        can_sample = family is not None and family.can_sample
+        return (
+            {**chosen, "draft_sample_method": sampling}
+            if can_sample and sampling == "probabilistic"
+            else chosen
+        )
+
+    def load(self, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
+        """The draft with its forecast, on the target's device.
+
+        Raises:
+            FileNotFoundError
+            ValueError: it is no draft of this target, or depends on a server.
+        """
+        from redraft.eval.forecast import drafts  # loads torch
+
+        if self.lookup is not None:
+            lookup, head = (part.load(target, lookups, sampling) for part in self.parts)
+            return drafts.make_mix(self, lookup, head, lookups, sampling)
+        if self.source == LIVE:
+            raise ValueError(f"{LIVE} depends on a server's earlier answers: {MEASURE_COUNTED}")
+        if self.source == NGRAM or self.is_answers:
+            return drafts.make_lookup(self, target, lookups)
+        return (
+            drafts.make_suffix(self)
+            if self.is_lookup
+            else drafts.make_model(self, target, sampling)
+        )
+
+    def find_cure(self, target: str, num_speculative_tokens: int) -> str:
+        """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
+        from redraft.heads.doctor.checks import first_cure  # loads torch
+
+        # The doctor reads the folder of a head, also behind a lookup.
+        if self.is_without_folder or self.is_answers:
+            return ""
+        return first_cure(target, self.source, num_speculative_tokens)
+
+
+def list_without_folder() -> list[str]:
+    return [
+        family.name
+        for family in FAMILIES
+        if (family.is_lookup and not family.tensors) or family.is_in_target
+    ]
+
+
+def shorten_name(draft: str) -> str:
+    return DraftSource.parse(draft).name
+
+
+def _shorten(source: str) -> str:
+    # A report is read elsewhere too: only a folder that is here has a place.
+    path = Path(source).absolute() if Path(source).is_dir() else Path(source)
+    return path.parent.name if path.name == "draft" and path.parent.name else path.name or source
+
+
+def _look_up(lookup: str, lookups: Lookups) -> dict[str, Any]:
+    if lookup == NGRAM:
+        return lookups.ngram.speculative_config
+    folder = lookup if lookup == LIVE else fetch_model(lookup)
+    return Retrieval.speculative_config(folder, verify_cost=lookups.verify_cost)
+
+
+def choose_proposer(folder: Path) -> dict[str, Any]:
+    """vLLM's method for a draft's folder, and the flags beside it, by tensors or config.json.
+
+    Raises:
+        FileNotFoundError: no weights.
+        ValueError: vLLM has no proposer for it.
+    """
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    names = _tensor_names(folder)
+    if (foreign := match_foreign(config, names)) is not None:
+        if foreign.method is None:
+            detect_family(folder)  # raises, with the name of the kind
+        return {"method": foreign.method}
+    named = set(config.get("architectures") or ())
+    of_architecture = (family for family in FAMILIES if named.intersection(family.architectures))
+    family = match_tensors(names) or next(of_architecture, None)
+    if family is None:
+        return {"method": _guess_method(config) or detect_family(folder).method}
+    if family.is_in_target and any(WHOLE_MODEL.fullmatch(name) for name in names):
+        raise ValueError(
+            f"{folder} is a target with its {family.title} layer in it: serve it as the target, "
+            f"with --draft {family.name}"
+        )
+    return family.speculative
+
+
+def _tensor_names(folder: Path) -> Collection[str]:
+    if any(folder.glob("*.safetensors")) or not any(folder.glob(OLD_WEIGHTS)):
+        return tensor_files(folder)
+    from redraft.files.tensors import list_tensors  # torch, to read the old files of weights
+
+    return list_tensors(folder)
+
+
+def _guess_method(config: Mapping[str, Any]) -> str | None:
+    """A method whose name is inside the architecture or model type.
+
+    A draft model for any causal LM.
+    """
+    architectures = config.get("architectures") or []
+    names = " ".join([*architectures, config.get("model_type") or ""]).lower()
+    # longest first: eagle is a part of eagle3
+    for method in sorted(list_methods(), key=len, reverse=True):
+        if method in names:
+            return method
+    return "draft_model" if any(map(CAUSAL_LM.fullmatch, architectures)) else None

@@ -1,0 +1,128 @@
+"""Counts of a draft in a real vLLM: every prompt at every temperature, from one server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.lookups import depends_on_load
+from redraft.engine.machine import engine_environment
+from redraft.engine.measure import Output, measure
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import forget_requests, vllm_server
+from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
+from redraft.eval.forecast.teacher_forced import Protocol
+from redraft.files.kept import compute_once
+from redraft.heads.doctor.checks import first_cure
+
+CountsByTemperature = list[list[AcceptanceCounts]]  # [temperature][prompt], in the order of prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    concurrency: int = 4
+    """Requests sent at a time."""
+    dtype: str | None = None
+    """Type of the weights; by default as `vllm_server` chooses."""
+    args: tuple[str, ...] = ()
+    """Further arguments of vLLM, e.g. --tensor-parallel-size 8."""
+    forecast: bool = True
+    """There are forecasts to compare the counts with."""
+
+
+def serve_and_count(
+    target: LoadedTarget,
+    draft: NamedDraft,
+    num_speculative_tokens: int,
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    options: EngineOptions,
+    folder: Path,
+) -> CountsByTemperature:
+    """The engine's counts of every prompt.
+
+    They are cached in `folder`, so a killed run does not serve it again.
+
+    Raises:
+        ChildProcessError: the engine died; the message is the engine's, with the cure if the
+            draft's folder shows one.
+        ConnectionError: the server went away.
+    """
+    assert draft.speculative is not None, "vLLM can serve it"
+    is_compared = options.forecast and draft.forecast is not None
+    if is_compared and depends_on_load(draft.speculative):
+        # A forecast is of one request in a step.
+        options = replace(options, concurrency=1)
+    config = {
+        **forget_requests(draft.speculative),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+
+    def counted() -> CountsByTemperature:
+        with vllm_server(
+            draft.served or target.opened.name,
+            log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
+            speculative_config=config,
+            # With room for one more block: near the end of the window vLLM's drafter stops
+            # proposing.
+            max_model_len=max(len(p.token_ids) for p in prompts)
+            + protocol.max_tokens
+            + num_speculative_tokens,
+            dtype=options.dtype,
+            extra_args=options.args,
+        ) as server:
+            runs = [
+                measure(
+                    server,
+                    prompts,
+                    max_tokens=protocol.max_tokens,
+                    sampling=protocol.filters.at(temperature),
+                    concurrency=options.concurrency,
+                )
+                for temperature in protocol.temperatures
+            ]
+        return [
+            [_counts(output, by_step=not is_compared) for output in run.outputs] for run in runs
+        ]
+
+    # All that the counts depend on, or those of another run would pass for these.
+    key: list[object] = [target.opened.fingerprint, draft.fingerprint, config, prompts]
+    key += [protocol.temperatures, protocol.filters, protocol.max_tokens]
+    key += [options, engine_environment()]
+    try:
+        return compute_once(
+            folder,
+            f"engine-{draft.name}-{num_speculative_tokens}",
+            key,
+            CountsByTemperature,
+            counted,
+        )
+    except ChildProcessError as error:
+        cure = (
+            first_cure(target.opened.folder, draft.folder, num_speculative_tokens)
+            if draft.folder
+            else ""
+        )
+        raise ChildProcessError(f"{draft.name}: {error}{cure}") from error
+
+
+def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
+    """The counts of one request.
+
+    They are compared with a forecast draft by draft; others are `by_step`.
+    """
+    assert output.counts is not None, "the server speculates"
+    return count_steps(output) if by_step else output.counts
+
+
+def count_steps(output: Output) -> AcceptanceCounts:
+    """The counts of one request, with an empty draft for each target step without one.
+
+    VLLM does not count those.
+    """
+    counts = output.counts or AcceptanceCounts.zero()
+    # The prefill gives one token, and every step its accepted tokens and one more. The last block
+    # may accept tokens past the end of the answer: the difference is then too small, by at most K
+    # steps.
+    num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
+    return replace(counts, num_drafts=max(counts.num_drafts, num_steps))

@@ -1,0 +1,83 @@
+"""The origin of a published folder: the keys of provenance.json that a program reads.
+
+Each writer knows some of them, and adds others for people. Missing keys get their defaults; unknown
+ones, of a later release, are ignored. Sections of other packages stay raw; those packages convert
+them.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from redraft.files.artifact import PROVENANCE
+from redraft.files.folder import read_as
+from redraft.heads.options import Standalone
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    source: str = ""
+    """Empty: not known."""
+    split: str = "train_sft"
+    held_out: float = 0.01
+    max_prompt_tokens: int = 1024
+
+
+class Loop(msgspec.Struct, frozen=True, kw_only=True):
+    sequence_length: int | None = None
+
+
+class Prove(msgspec.Struct, frozen=True, kw_only=True):
+    num_speculative_tokens: int | None = None
+
+
+class Flags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of a training."""
+
+    data: Data = Data()
+    loop: Loop = Loop()
+    prove: Prove = Prove()
+    draft: Standalone | None = None
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    # of a draft
+    target: str = ""
+    target_fingerprint: str = ""
+    target_lineage: str = ""
+    # of a training
+    config: Flags = Flags()
+    date: str | None = None
+    template_arguments: dict[str, Any] = {}
+    label_probe: dict[str, list[int]] | None = None
+    metrics: list[dict[str, Any]] = []
+    """The last lines of its metrics.jsonl."""
+    forecast: dict[str, Any] | None = None
+    """An `eval.forecast.stored.StoredForecast`."""
+    # of a learner's versions and checkpoints
+    copied_from: str = ""
+    trained_from: str = ""
+    trained_through: float = math.inf
+    progress: dict[str, Any] = {}
+    """An `online.learning.trainer.Progress`."""
+    # of a target
+    imported_from: dict[str, Any] = {}
+    downloaded_from: dict[str, Any] = {}
+
+    def names_lineage(self, lineage: str) -> bool:
+        """Whether the draft is for this lineage of a target.
+
+        Empty means unknown and matches nothing.
+        """
+        return bool(lineage) and self.target_lineage == lineage
+
+
+def read_provenance(folder: Path) -> Provenance:
+    """The provenance of a folder; without a file, all is unknown.
+
+    Raises:
+        ValueError: if it is corrupt.
+    """
+    path = folder / PROVENANCE
+    return read_as(path, Provenance) if path.is_file() else Provenance()

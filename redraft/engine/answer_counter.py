@@ -1,0 +1,163 @@
+"""Live counts, except the lookup: the answer counter and the measured acceptance of the head."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from redraft.engine.hooks import RunnerState, around, find_state, hook
+from redraft.heads.families.retrieval import Live, Text
+
+# least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
+LEAST_HEAD = 0.2
+# once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
+TRIED = 32
+FIRST = 64  # drafts of a new head before it is judged
+REMEMBERED = 256  # drafts; then both sums halve
+COUNTED_AT_ONCE = 48  # counting steps per engine step
+MOST_WAITING = 64  # answers; if they finish faster than they are counted, others are passed over
+MOST_TOKENS = 4096  # of a text, its last: each token is looked up in all before it
+
+
+class AnswerCounter:
+    """Counts finished answers, a little in each step.
+
+    The ranks of a server count alike, because a lookup decides whether the head runs.
+    """
+
+    def __init__(self, runner: Any, draft: Live) -> None:
+        self.draft, self.runner = draft, runner
+        self.counts = Counter[
+            str
+        ]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
+        # The owner of a request's text; None if nobody may be drafted it. The plugin sets it.
+        self.find_owner: Callable[[Any], bytes | None] = lambda request: None
+        self._owners: dict[str, bytes | None] = {}  # Of running requests that were asked for.
+        self._ended: dict[str, Text] = {}
+        self._waiting = deque[tuple[bytes, Iterator[None]]]()
+        self._removed: Any
+        hook(
+            runner,
+            "live_counts",
+            _on_request_state_removed=around(self, "_removed", self.end),
+        )
+        find_state(runner, RunnerState).counter = self
+
+    def owner(self, name: str, request: Any) -> bytes | None:
+        """The owner of the text that is drafted for a request, and of its answer."""
+        if name not in self._owners:
+            self._owners[name] = None
+            with self._surviving():
+                self._owners[name] = self.find_owner(request)
+        return self._owners[name]
+
+    def end(self, name: str, request: Any) -> None:
+        """Queue the answer of a finished request."""
+        self._removed(name, request)
+        owner = None if request is None else self.owner(name, request)
+        self._owners.pop(name, None)
+        if request is None or request.prompt_token_ids is None:
+            return
+        with self._surviving():
+            if owner is None:
+                self.counts["not_allowed"] += 1
+                return
+            prompt, answer = (
+                request.prompt_token_ids,
+                cut_answer(request.output_token_ids, request.sampling_params),
+            )
+            ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
+            is_label = np.arange(len(ids)) >= len(ids) - len(answer)
+            self._ended[name] = Text(ids=ids, is_label=is_label, owner=owner)
+
+    def forget(self, beginning: bytes) -> int:
+        """Drop all text of owners whose names begin so. Returns the number of runs.
+
+        Their running requests are counted for nobody.
+        """
+
+        def keeps(owner: bytes | None) -> bool:
+            return owner is None or not owner.startswith(beginning)
+
+        for name, request in self.runner.requests.items():
+            if not keeps(self.owner(name, request)):
+                self._owners[name] = None
+        self._ended = {name: text for name, text in self._ended.items() if keeps(text.owner)}
+        self._waiting = deque(item for item in self._waiting if keeps(item[0]))
+        return self.draft.counts.forget(beginning)
+
+    def learn(self) -> None:
+        """Count queued answers for under 1 ms."""
+        # By name: vLLM hands requests that end together over in an order of the rank's own.
+        for _, text in sorted(self._ended.items()):
+            is_taken = len(self._waiting) < MOST_WAITING
+            self.counts["counted" if is_taken else "passed_over"] += 1
+            if is_taken:
+                self._waiting.append((text.owner, self.draft.learn(text)))
+        self._ended.clear()
+        with self._surviving():
+            for _ in range(COUNTED_AT_ONCE):
+                if not self._waiting:
+                    break
+                if next(self._waiting[0][1], self) is self:
+                    self._waiting.popleft()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Turn an exception, which would end the engine, into an answer that is not counted to its
+        end.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.counts[f"failed_{type(error).__name__}"] += (
+                1  # without the message, which may hold text
+            )
+
+
+def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
+    """An answer up to its end: a last draft may have been accepted beyond it."""
+    ends = {*(params.stop_token_ids or ()), params.eos_token_id} if params else set()
+    length = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: min(length, params.max_tokens or length) if params else length]
+
+
+@dataclass
+class FirstTokens:
+    """Recent hit rate of the head's first token, whether that or a lookup's was verified."""
+
+    hits: float = 0.5
+    drafts: float = 1.0
+    waiting: dict[str, int] = field(default_factory=dict)
+    """The token, by request."""
+    _num_asked: int = 0
+
+    @property
+    def probability(self) -> float:
+        return self.hits / self.drafts
+
+    @property
+    def is_good(self) -> bool:
+        return self.drafts < FIRST or self.probability >= LEAST_HEAD
+
+    def note(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """Add a step's verdicts. `sampled` has each request's new tokens."""
+        new = [
+            sampled[name][0] == token for name, token in self.waiting.items() if sampled.get(name)
+        ]
+        self.hits, self.drafts = self.hits + sum(new), self.drafts + len(new)
+        if self.drafts > REMEMBERED:
+            self.hits, self.drafts = self.hits / 2, self.drafts / 2
+
+    def is_due(self) -> bool:
+        """Whether to let the head draft now to judge it.
+
+        By a count, so the ranks of a server agree.
+        """
+        self._num_asked += 1
+        return self.drafts < FIRST or self._num_asked % TRIED == 0

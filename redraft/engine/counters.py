@@ -1,0 +1,94 @@
+"""vLLM's counters, read from the Prometheus text of /metrics. Imports neither torch nor vLLM."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from redraft.engine.counts import AcceptanceCounts
+
+# vLLM labels every counter with `engine`, so a server with data parallelism shows several lines of
+# each.
+SPEC_DECODE = "vllm:spec_decode_num_"
+DRAFTS = f"{SPEC_DECODE}drafts_total"
+DRAFT_TOKENS = f"{SPEC_DECODE}draft_tokens_total"
+ACCEPTED = f"{SPEC_DECODE}accepted_tokens_total"
+ACCEPTED_PER_POSITION = f"{SPEC_DECODE}accepted_tokens_per_pos_total"
+LOG_STATS_OFF = (
+    "--disable-log-stats: /metrics counts no drafts, for `redraft fleet watch` and "
+    "dashboards: leave it out"
+)
+EMBEDS_BESIDE_DRAFT = (
+    "--enable-prompt-embeds beside a draft: a prompt of embeddings has no tokens for the draft to "
+    "read, and the first such request would end vLLM: leave it out"
+)
+NO_COUNTERS = (
+    "the server runs without a draft, without its /metrics, or with --disable-log-stats: "
+    "leave out that flag"
+)
+DECODE_TIME = "vllm:request_decode_time_seconds_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTime:
+    """Time of requests after the first token, by the engine's clock, since the engine started."""
+
+    requests: int
+    seconds: float
+
+
+def parse_counts(metrics: str) -> AcceptanceCounts:
+    """The speculation counters of a server since it started, summed over engines.
+
+    Raises:
+        ValueError: if there are none, because the server does not speculate or this is not a
+            /metrics page.
+    """
+    counts = find_counts(metrics)
+    if counts is None:
+        raise ValueError(f"no {SPEC_DECODE}* counters: {NO_COUNTERS}")
+    return counts
+
+
+def find_counts(metrics: str) -> AcceptanceCounts | None:
+    """The same, or None if there are no such counters."""
+    sums: dict[str, float] = {}
+    per_position: dict[int, float] = {}
+    for sample in read_samples(metrics, SPEC_DECODE):
+        sums[sample.name] = sums.get(sample.name, 0) + sample.value
+        if sample.name == ACCEPTED_PER_POSITION:
+            # Labels are text, and "10" sorts before "2".
+            position = int(sample.labels["position"])
+            per_position[position] = per_position.get(position, 0) + sample.value
+    # vLLM registers these with value 0 when it starts with a draft, so they are missing only
+    # without one.
+    if not {DRAFTS, DRAFT_TOKENS, ACCEPTED} <= sums.keys():
+        return None
+    # Prometheus writes counts as floats.
+    return AcceptanceCounts(
+        num_drafts=round(sums[DRAFTS]),
+        num_accepted=round(sums[ACCEPTED]),
+        num_draft_tokens=round(sums[DRAFT_TOKENS]),
+        accepted_per_position=tuple(
+            round(per_position[position]) for position in sorted(per_position)
+        ),
+    )
+
+
+def parse_decode_time(metrics: str) -> DecodeTime:
+    """Sums over a server's engines; 0 if there are no such counters."""
+    sums = {"sum": 0.0, "count": 0.0}
+    for sample in read_samples(metrics, DECODE_TIME):
+        kind = sample.name.removeprefix(DECODE_TIME)
+        if kind in sums:  # the histogram's buckets have the same prefix
+            sums[kind] += sample.value
+    return DecodeTime(requests=int(sums["count"]), seconds=sums["sum"])
+
+
+def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:
+    """Samples whose names begin with `prefix`."""
+    # Parsing is slow, and a busy server's page has thousands of other lines.
+    lines = "\n".join(line for line in metrics.splitlines() if line.startswith(prefix))
+    for family in text_string_to_metric_families(lines):
+        yield from family.samples

@@ -1,0 +1,99 @@
+"""Patches of vLLM's CPU build, of rows in `engine.hooks`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import no_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def replace_expand_kernel(_: Any) -> Callable[..., None]:
+    """A kernel that repeats each request's temperature, top-p and top-k for its draft tokens.
+
+    vLLM's replacement for machines without Triton hands the C++ kernel an int64 *copy* of any other
+    output tensor and never copies it back. The float outputs stay uninitialised memory, so a copy of
+    the target as draft is accepted at random, and the text is wrong too.
+    """
+    return expand_kernel
+
+
+def skip_no_rows(apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`apply_top_k_only` for no rows too.
+
+    vLLM's takes the largest top-k of no rows in a step that verifies nothing, and the exception ends
+    the engine: one request with `top_k` and without `top_p` is enough.
+    """
+    return lambda logits, k: apply(logits, k) if len(logits) else logits
+
+
+def expand_kernel(
+    output: Tensor,
+    input_val: Tensor,
+    cu_num_tokens: Tensor,
+    replace_from: Any,
+    replace_to: Any,
+    MAX_NUM_TOKENS: Any = None,
+) -> None:
+    """Write `input_val[r]` into `output` once per token of request r, or `replace_to` if it equals
+    `replace_from`.
+    """
+    values_B = torch.where(
+        input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val
+    )
+    # `cu_num_tokens` includes the request itself: [2, 5, 6] means 2 tokens, then 3, then 1.
+    counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    output.copy_(values_B.repeat_interleave(counts_B))
+
+
+def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`release`, run on real tensors even if torch is tracing, as EAGLE drafts in a compiled server
+    need.
+
+    A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN.
+    Python may collect the handle while torch traces the draft. Its finaliser reads a tensor, torch
+    formats that tensor for an error message, and the formatting reads it again, until the stack
+    overflows and the engine dies.
+    """
+
+    def outside(handler: Any) -> None:
+        keys = torch._C._PreserveDispatchKeyGuard()
+        with (
+            keys,
+            no_python_dispatcher(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):
+            torch._C._set_meta_in_tls_dispatch_include(False)  # on while a fake tensor is computed
+            # vLLM's copies for tracing, fake tensors or on the meta device, have no address
+            if type(handler.handler_tensor) is Tensor and not handler.handler_tensor.is_meta:
+                release(handler)
+
+    return outside
+
+
+RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
+
+
+def with_groups(rms_norm: RmsNorm) -> RmsNorm:
+    """`rms_norm(out, input, weight, epsilon)`, for one row of weights or for one per index of the
+    first dimension.
+
+    vLLM norms the context keys of all layers of a DFlash draft in one call, with a row of weights
+    for each layer. The kernel for GPUs takes the row by the layer. The one for CPUs takes the first
+    row for all, so every later layer silently reads wrong keys. vLLM's model calls `ops.rms_norm`
+    through the module, so it sees a wrapper even if it was imported earlier.
+    """
+
+    def grouped(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        if weight is None or weight.dim() == 1:
+            rms_norm(out, input, weight, epsilon)
+            return
+        # [L, context, heads, head_dim] meets weights [L, 1, 1, head_dim].
+        wide = input.to(torch.float32)
+        shape = [len(weight), *[1] * (input.dim() - 2), weight.shape[1]]
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        out.copy_(normed.to(input.dtype) * weight.view(shape))
+
+    return grouped

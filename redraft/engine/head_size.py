@@ -1,0 +1,80 @@
+"""Head sizes for which PyTorch's attention over ranges of keys (FlexAttention) launches on a GPU.
+
+PyTorch compiles it with one choice of tiles for each type and size. If the tiles do not fit in the
+GPU's shared memory, nothing launches. The numbers are those of torch 2.13, compiled for RTX 4090,
+A100, H100 and B200.
+"""
+
+from typing import Any
+
+import torch
+
+from redraft.engine.hardware import Machine
+from redraft.heads.family import Family
+from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
+
+SMALLEST, LARGEST = 16, 256
+
+TUNED = {
+    (2, 64): 51_200, (2, 128): 98_304, (2, 192): 136_704, (2, 256): 151_552,
+    (4, 64): 82_432, (4, 128): 147_968, (4, 256): 135_424,
+}  # fmt: skip
+"""Bytes of shared memory for sizes with tiles of their own, by (bytes of a number, head size)."""
+
+TILE_ROWS, NUM_TILES = 64, 5.25  # other sizes: rows of a tile, tiles in shared memory at a time
+
+
+def head_size(config: Any) -> int:
+    """Size of a layer's queries and keys, by a `transformers` text config."""
+    # DeepSeek's `head_dim` is the rotated part of a key.
+    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
+
+
+def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
+    """Raise ValueError if attention of a model with this text config, in `dtype`, would not launch
+    on the GPU.
+    """
+    if machine.gpu is None:
+        return
+    size, itemsize = head_size(config), dtype.itemsize
+    if not SMALLEST <= size <= LARGEST:
+        raise ValueError(
+            f"{what} has attention heads of size {size}, and FlexAttention on a GPU takes "
+            f"{SMALLEST} to {LARGEST}: "
+            "choose another model, or train on a CPU (ACCELERATE_USE_CPU=true)"
+        )
+    # Rows are padded to a power of 2: 160 numbers take 256.
+    usual = NUM_TILES * TILE_ROWS * (1 << (size - 1).bit_length()) * itemsize
+    needed = TUNED.get((itemsize, size), usual)
+    if needed <= machine.gpu_shared_bytes:
+        return
+    way_out = (
+        "train in bfloat16 (--mixed-precision bf16)" if itemsize > 2 else "take a GPU with more"
+    )
+    raise ValueError(
+        f"{what} has attention heads of size {size}, for which FlexAttention needs "
+        f"{needed / 1e3:.0f} kB of shared "
+        f"memory in {str(dtype).removeprefix('torch.')}, and {machine.gpu} has "
+        f"{machine.gpu_shared_bytes / 1e3:.0f} kB: {way_out}"
+    )
+
+
+def require_model_heads(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
+    """`require_head_size` of a causal LM.
+
+    Types outside `PLAIN_ATTENTION` have PyTorch's attention.
+    """
+    if config.model_type in PLAIN_ATTENTION:
+        require_head_size(what, config, dtype, machine)
+
+
+def require_draft_heads(
+    family: Family, what: str, config: Any, dtype: torch.dtype, machine: Machine
+) -> None:
+    """`require_head_size` of a draft.
+
+    `config` is the target's for a head, whose layers have the same sizes.
+    """
+    if family.name != "medusa":  # the one family without attention
+        (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)

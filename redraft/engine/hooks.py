@@ -1,0 +1,708 @@
+"""Every name of vLLM that redraft wraps, in one ordered table, and the one way to wrap it.
+
+    TABLE ─► install(feature): classes and functions of a process   ─┐
+             hook(object, feature, ...): methods of one object       ├─► Chain, one per name ─► vLLM
+    METHODS ─► install(feature): methods that vLLM finds by name     ─┘
+
+A wrapper is made by a function that takes the next call and returns its own. If several features wrap
+one name, the order of the table decides who is called first, and neither the time nor the order of
+the installation. A chain is built when a feature joins: a call costs the functions in it.
+
+The rows name functions by strings, so a process imports only the features that it installs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+Wrap = Callable[[Any], Any]
+"""Takes the next call of a chain and returns the one before it. May be called again."""
+
+SUPPORTED = ">=0.32,<0.34"
+"""vLLM versions of the package's `cuda` extra."""
+
+V1_RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
+V2_RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
+WORKER = "v1.worker.gpu_worker:Worker"
+WORKER_BASE = "v1.worker.worker_base:WorkerBase"
+WORKER_WRAPPER = "v1.worker.worker_base:WorkerWrapperBase"
+SCHEDULER = "v1.core.sched.scheduler:Scheduler"
+ENGINE_CORE = "v1.engine.core:EngineCore"
+ENGINE = "v1.engine.async_llm:AsyncLLM"
+SPECULATORS = "v1.worker.gpu.spec_decode"
+ANY_MODEL = "model_executor.models.llama:LlamaForCausalLM"
+"""Stands for the class of whichever model is served."""
+
+PROPOSE = tuple(
+    f"{SPECULATORS}.{name}.propose"
+    for name in (
+        "standalone_ar.speculator:StandaloneARSpeculator",
+        "target_dependent_ar.speculator:TargetDependentARSpeculator",
+        "dflash.speculator:DFlashSpeculator",
+    )
+)
+"""How the V2 runner asks its drafts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A reason to wrap names in a whole process."""
+
+    name: str
+    asked: str = ""
+    """Function that returns whether this process needs it. Empty: each process does."""
+    is_measured: bool = False
+    """Whether engines started for measurements and hidden states have it, without the plugin."""
+
+
+FEATURES = (
+    Feature(name="cpu_sampling", asked="engine.wait:is_cpu", is_measured=True),
+    Feature(name="engine_wait", asked="engine.wait:is_cpu", is_measured=True),
+    Feature(name="gemm_release", asked="engine.wait:is_cpu", is_measured=True),
+    Feature(name="grouped_norm", asked="engine.wait:is_cpu", is_measured=True),
+    Feature(name="lookups", is_measured=True),
+    Feature(name="ending", asked="engine.wait:has_launcher", is_measured=True),
+    Feature(name="labels"),
+    Feature(name="pace", asked="online.engine.pace:is_paced"),
+    Feature(name="seeds", asked="online.engine.seeds:drafts_vary"),
+    Feature(name="domains"),
+    Feature(name="worker"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A name of vLLM, and one feature that wraps it."""
+
+    names: tuple[str, ...]
+    """`module:Class.method` or `module:function` below vllm: one attribute, of these classes."""
+    feature: str
+    by: str
+    """`module:function` below redraft. It makes the wrapper for a class, or is or installs it for an
+    object."""
+    why: str
+    """The symptom without it."""
+    of_object: bool = False
+    """Whether `hook` wraps the method of one object, and `install` leaves the class alone."""
+    runner: Literal["V1", "V2", "both"] = "both"
+    versions: str = SUPPORTED
+
+    @property
+    def attribute(self) -> str:
+        return self.names[0].rpartition(":")[2].rpartition(".")[2]
+
+
+TABLE = (
+    # --- classes and functions of the CPU build
+    Hook(
+        names=("utils.cpu_triton_utils:_expand_kernel_impl",),
+        feature="cpu_sampling",
+        by="engine.cpu_patches:replace_expand_kernel",
+        why="temperature, top-p and top-k of draft tokens are uninitialised memory",
+        runner="V1",
+    ),
+    Hook(
+        names=("v1.sample.ops.topk_topp_sampler:apply_top_k_only",),
+        feature="cpu_sampling",
+        by="engine.cpu_patches:skip_no_rows",
+        why="top-k without top-p ends the engine in a step that verifies nothing",
+        runner="V1",
+    ),
+    Hook(
+        names=("v1.engine.core:EngineCoreProc.run_busy_loop",),
+        feature="engine_wait",
+        by="engine.wait:run_with_sleeps",
+        why="requests wait until the engine is out of work, at a third of the speed",
+    ),
+    Hook(
+        names=("distributed.device_communicators.shm_broadcast:sched_yield",),
+        feature="yields",
+        by="engine.wait:with_sleeps",
+        why="as above; wrapped within the engine core's loop, because workers wait as before",
+    ),
+    Hook(
+        names=("_custom_ops:CPUDNNLGEMMHandler.__del__",),
+        feature="gemm_release",
+        by="engine.cpu_patches:release_outside_traces",
+        why="a handle collected while torch traces an EAGLE draft overflows the stack",
+    ),
+    Hook(
+        names=("_custom_ops:rms_norm",),
+        feature="grouped_norm",
+        by="engine.cpu_patches:with_groups",
+        why="layers after the first of a DFlash draft read wrong keys",
+    ),
+    # --- classes of every build
+    Hook(
+        names=("entrypoints.launchers.launcher:NoSignalServer.shutdown",),
+        feature="ending",
+        by="engine.wait:shutdown_in_time",
+        why="a server never ends after SIGTERM while a client sends half a request",
+    ),
+    Hook(
+        names=(f"{SCHEDULER}.__init__",),
+        feature="pace",
+        by="online.engine.pace:pace_scheduler",
+        why="vLLM drafts by a constant table of batch sizes (vllm-project/vllm#49548)",
+    ),
+    Hook(
+        names=(f"{SCHEDULER}.schedule",),
+        feature="seeds",
+        by="online.engine.seeds:without_seeded_drafts",
+        why="a sampled request with a seed has another answer beside other requests",
+    ),
+    Hook(
+        names=(f"{SCHEDULER}.schedule",),
+        feature="pace",
+        by="online.engine.pace:begin_steps",
+        why="a step's beginning is not measured",
+    ),
+    Hook(
+        names=(f"{SCHEDULER}.update_from_output",),
+        feature="domains",
+        by="online.engine.domains:note_foreign",
+        why="drafts of lookups and padding count as the served version's",
+    ),
+    Hook(
+        names=(f"{SCHEDULER}.update_from_output",),
+        feature="pace",
+        by="online.engine.pace:end_steps",
+        why="a step's end and its accepted tokens are not measured",
+    ),
+    Hook(
+        names=(f"{SCHEDULER}.make_spec_decoding_stats",),
+        feature="domains",
+        by="online.engine.domains:count_drafts",
+        why="vLLM's counters name no domain, and are off with --disable-log-stats",
+    ),
+    Hook(
+        # The pace sees the calls of whole loads; ranks are compared within them.
+        names=(f"{ENGINE_CORE}.collective_rpc",),
+        feature="pace",
+        by="online.engine.pace:note_swaps",
+        why="the policy judges a new draft by the old one's acceptance",
+    ),
+    Hook(
+        names=(f"{ENGINE_CORE}.collective_rpc",),
+        feature="labels",
+        by="online.engine.target_watch:compare_ranks",
+        why="a load that fails on one rank leaves the answers of others to the next call",
+    ),
+    Hook(
+        names=(f"{ENGINE_CORE}.set_weight_version",),
+        feature="labels",
+        by="online.engine.target_watch:pass_labels",
+        why="workers record without the name that a trainer gives its weights",
+    ),
+    Hook(
+        names=(f"{ENGINE_CORE}.post_step",),
+        feature="pace",
+        by="online.engine.pace:take_drafts",
+        why="workers are asked for the drafts of a step without any",
+    ),
+    Hook(
+        # Called last of the three first: a runner has its lookup, then the pace, then the worker.
+        names=(f"{WORKER_WRAPPER}.initialize_from_config",),
+        feature="worker",
+        by="online.engine.worker:install_worker",
+        why="a worker records and swaps nothing",
+    ),
+    Hook(
+        names=(f"{WORKER_WRAPPER}.initialize_from_config",),
+        feature="pace",
+        by="online.engine.pace:install_runner",
+        why="a draft runs in steps of 0 draft tokens",
+    ),
+    Hook(
+        names=(f"{WORKER_WRAPPER}.initialize_from_config",),
+        feature="lookups",
+        by="engine.lookups:install_lookups",
+        why="vLLM has no method for counted answers, nor for a lookup before a head",
+        runner="V1",
+    ),
+    Hook(
+        names=("v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",),
+        feature="pace",
+        by="online.engine.runner_v2:complete_graphs",
+        why="a step finds no CUDA graph if the next token count lacks its query length",
+        runner="V2",
+    ),
+    Hook(
+        names=(f"{SPECULATORS}.dflash.cudagraph:DFlashCudaGraphManager._init_candidates",),
+        feature="pace",
+        by="online.engine.runner_v2:without_table",
+        why="a block draft gets CUDA graphs of parts of a block, which it never runs",
+        runner="V2",
+    ),
+    # --- methods of one worker
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.finish_weight_update",),
+        feature="pushes",
+        by="online.engine.swap:watch_pushes",
+        why="records name a version of the registry after a trainer has pushed another draft",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.reload_weights",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.start_weight_update",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.update_weights",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.finish_weight_update",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.execute_model",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="as above, for weights that another process writes",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.sleep",),
+        feature="sleep",
+        by="online.engine.sleep:watch_sleep",
+        why="the draft proposes nonsense after sleep at level 2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.wake_up",),
+        feature="sleep",
+        by="online.engine.sleep:watch_sleep",
+        why="the draft proposes nonsense after sleep at level 2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.discard",),
+        feature="sleep",
+        by="online.engine.sleep:watch_sleep",
+        why="a draft is loaded into memory that sleeps",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{WORKER}.shutdown",),
+        feature="capture",
+        by="online.engine.worker:_start_capture",
+        why="the last records are lost at the end of the server",
+    ),
+    Hook(
+        of_object=True,
+        names=("model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",),
+        feature="reload",
+        by="online.engine.copies:without_build",
+        why="a load copies weights that have no values yet",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ANY_MODEL}.load_weights",),
+        feature="pushes",
+        by="online.engine.swap:_keep_pushes",
+        why="a pushed draft overwrites modules shared with the target",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ANY_MODEL}.load_weights",),
+        feature="target_watch",
+        by="online.engine.target_watch:watch_target",
+        why="records name weights of the target that are gone",
+    ),
+    # --- methods of one V1 model runner
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._sample",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.sample",
+        why="no step is recorded",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._get_spec_decode_draft_probs",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.draft_probs",
+        why="records lack the probabilities of the drafts",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._on_request_state_removed",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.request_removed",
+        why="records of requests do not end",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}._on_request_state_removed",),
+        feature="live_counts",
+        by="engine.answer_counter:AnswerCounter.end",
+        why="live counts learn no answer",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.sample_tokens",),
+        feature="proposers",
+        by="online.engine.runner_v1:Proposers.sample_tokens",
+        why="drafts of lookups and padding count as the served version's",
+        runner="V1",
+    ),
+    # The capture sees all hidden states; a lookup keeps the head's proposal.
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.propose",
+        why="records lack hidden states",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="proposers",
+        by="online.engine.runner_v1:Proposers.propose",
+        why="padding counts as the served version's drafts",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="pace",
+        by="online.engine.pace:install",
+        why="the draft runs in steps of 0 draft tokens",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="lookups",
+        by="engine.lookups:install",
+        why="vLLM looks nothing up before a head, and no answers",
+        runner="V1",
+    ),
+    # --- methods of one V2 model runner
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.add_requests",),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.add_requests",
+        why="no request is recorded",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.finish_requests",),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.finish_requests",
+        why="records of requests do not end",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(
+            "v1.worker.gpu.sample.sampler:Sampler.__call__",
+            f"{SPECULATORS}.rejection_sampler:RejectionSampler.__call__",
+        ),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.sampled",
+        why="no step is recorded",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.propose",
+        why="records lack hidden states",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="pace",
+        by="online.engine.runner_v2:install_pace",
+        why="the draft runs in steps of 0 draft tokens",
+        runner="V2",
+    ),
+    # --- methods of both model runners, and of the API process
+    Hook(
+        of_object=True,
+        names=(
+            f"{V1_RUNNER}.execute_model",
+            f"{V2_RUNNER}.execute_model",
+        ),
+        feature="reread",
+        by="online.engine.reread:Rereader.execute",
+        why="a draft attends to the keys of the one before it, after a swap",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ENGINE}.generate",),
+        feature="origin",
+        by="online.engine.routes:forward_origin",
+        why="requests carry neither tenant nor domain",
+    ),
+    # --- the comparison of drafters, in a process of its own
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.propose_draft_token_ids",),
+        feature="parity",
+        by="engine.parity.dump:Recorder.propose_v1",
+        why="the drafts of a block are not seen",
+        runner="V1",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="parity",
+        by="engine.parity.dump:Recorder.propose_v2",
+        why="the drafts of a block are not seen",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{ANY_MODEL}.forward",),
+        feature="parity",
+        by="engine.parity.dump:Recorder.forward",
+        why="the passes of a drafter are not seen",
+    ),
+    Hook(
+        names=("model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",),
+        feature="native_rotary",
+        by="engine.parity.dump:rotate_in_pytorch",
+        why="the CPU kernel rounds otherwise than PyTorch",
+    ),
+)
+"""Rows of one name are in the order of the calls: the first is called first."""
+
+METHODS = {
+    f"{ENGINE_CORE}.redraft_pace": ("pace", "online.engine.pace:answer_pace"),
+    f"{ENGINE_CORE}.redraft_domains": ("domains", "online.engine.domains:answer_domains"),
+    **{
+        f"{WORKER_BASE}.redraft_{name}": ("worker", f"online.engine.worker:redraft_{name}")
+        for name in (
+            *("status", "forget", "move"),
+            *("stage", "staged", "discard", "load", "restore", "commit"),
+        )
+    },
+    **{
+        f"{WORKER_BASE}.redraft_{name}": ("worker", f"online.engine.target_watch:{name}")
+        for name in ("name_target", "load_target", "update_rank", "doubt_target")
+    },
+}
+"""Methods added to vLLM's classes, which finds those of utility calls by name: feature, function."""
+
+
+class Chain:
+    """One name of vLLM: the original call, and those around it."""
+
+    def __init__(self, owner: Any, attribute: str) -> None:
+        self.owner, self.attribute = owner, attribute
+        self.original = getattr(owner, attribute)
+        self._wraps: dict[int, Wrap] = {}
+
+    def put(self, place: int, wrap: Wrap) -> None:
+        """Wrap the name, in the order of the places in TABLE. A second wrap replaces the first."""
+        self._wraps[place] = wrap
+        self._build()
+
+    def drop(self, place: int) -> None:
+        """Undo `put`."""
+        del self._wraps[place]
+        self._build()
+
+    def _build(self) -> None:
+        call = self.original
+        for each in sorted(self._wraps, reverse=True):
+            call = self._wraps[each](call)
+        setattr(self.owner, self.attribute, call)
+
+
+_chains: dict[str, Chain] = {}
+_installed: set[str] = set()
+
+
+def is_installed(feature: str) -> bool:
+    """Whether this process has a feature's wrappers. vLLM loads its plugins in all processes."""
+    return feature in _installed
+
+
+def install(feature: str) -> None:
+    """Wrap the names of a feature in this process, and add its methods. Safe to call again.
+
+    Raises:
+        ImportError, AttributeError: this vLLM lacks a name. All names are as before.
+    """
+    if feature in _installed:
+        return
+    rows = [
+        (place, hook)
+        for place, hook in enumerate(TABLE)
+        if hook.feature == feature and not hook.of_object
+    ]
+    chains = {
+        name: _chains.get(name) or Chain(*_find(f"vllm.{name}"))
+        for _, hook in rows
+        for name in hook.names
+    }
+    wraps = [(hook, place, _load(hook.by)) for place, hook in rows]
+    methods = [
+        (*_find(f"vllm.{name}"), _load(by))
+        for name, (owner, by) in METHODS.items()
+        if owner == feature
+    ]
+    _chains.update(chains)
+    for hook, place, wrap in wraps:
+        for name in hook.names:
+            chains[name].put(place, wrap)
+    for cls, name, method in methods:
+        setattr(cls, name, method)
+    _installed.add(feature)
+
+
+def install_if_asked(feature: Feature) -> None:
+    """Install a feature if this process needs it.
+
+    Raises:
+        ValueError: its setting is bad.
+        ImportError, AttributeError: as `install`.
+    """
+    if not feature.asked or _load(feature.asked)():
+        install(feature.name)
+
+
+@dataclass(kw_only=True)
+class Attached:
+    """The state that redraft keeps on one object of vLLM, as its `redraft`."""
+
+    chains: dict[str, Chain] = field(default_factory=dict, repr=False)
+    """The wrapped methods, by name."""
+
+
+@dataclass(kw_only=True)
+class RunnerState(Attached):
+    """The state of a model runner."""
+
+    lookup: Any = None
+    """Proposer that looks tokens up, alone or before a head."""
+    counter: Any = None
+    """Live counts of answers."""
+    proposers: Any = None
+    """Who proposed the draft tokens that wait, with V1."""
+
+
+@dataclass(kw_only=True)
+class SchedulerState(Attached):
+    """The state of a scheduler."""
+
+    pacer: Any = None
+    """Decides on the number of draft tokens, if there is one."""
+    foreign: frozenset[str] = frozenset()
+    """Requests of this step whose drafts are not the served version's."""
+    domains: dict[str, list[int]] = field(default_factory=dict)
+    """Drafts by domain."""
+
+
+State = TypeVar("State", bound=Attached)
+
+
+def attach(owner: Any, state: State) -> State:
+    """Put a value on an object of vLLM. It takes over the wrapped methods of the one before."""
+    if (before := getattr(owner, "redraft", None)) is not None:
+        state.chains = before.chains
+    owner.redraft = state
+    return state
+
+
+def find_state(owner: Any, kind: type[State]) -> State:
+    """The value of this kind on an object of vLLM, made now if there is none."""
+    state = getattr(owner, "redraft", None)
+    return state if isinstance(state, kind) else attach(owner, kind())
+
+
+def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
+    """Wrap methods of one object of vLLM, by name, in the order of TABLE.
+
+    A feature that wraps a method again replaces its first wrapper.
+    """
+    chains = find_state(owner, Attached).chains
+    for name, wrap in wraps.items():
+        if name not in chains:
+            chains[name] = Chain(_own_class(owner) if name.startswith("__") else owner, name)
+        chains[name].put(_find_place(feature, name), wrap)
+
+
+@contextmanager
+def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
+    """`hook` for the block."""
+    hook(owner, feature, **wraps)
+    try:
+        yield
+    finally:
+        for name in wraps:
+            owner.redraft.chains[name].drop(_find_place(feature, name))
+
+
+def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
+    """A wrap by `method`, which finds the next call as `holder.name`."""
+
+    def wrap(call: Any) -> Callable[..., Any]:
+        setattr(holder, name, call)
+        return method
+
+    return wrap
+
+
+def _find_place(feature: str, attribute: str) -> int:
+    return next(
+        place
+        for place, row in enumerate(TABLE)
+        if row.of_object and (row.feature, row.attribute) == (feature, attribute)
+    )
+
+
+def _own_class(instance: Any) -> type:
+    """A class of this object alone: Python looks up `__call__` there, past the attributes.
+
+    The object stays: others keep references to it, and ask for its class.
+    """
+    cls = type(instance)
+    instance.__class__ = type(cls.__name__, (cls,), {})
+    return type(instance)
+
+
+def _load(name: str) -> Any:
+    return getattr(*_find(f"redraft.{name}"))
+
+
+def _find(name: str) -> tuple[Any, str]:
+    """The object before the last dot of `module:Class.method`, and the name after it."""
+    module, _, path = name.partition(":")
+    owner, (*classes, last) = importlib.import_module(module), path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    return owner, last

@@ -1,0 +1,230 @@
+"""A lookup first, and a head if it finds nothing: a proposer for vLLM's V1 model runner.
+
+The lookup is of n-grams in the request, or of counted answers. vLLM has no method for a lookup and
+a head, and `custom_class` gets no hidden states. So this runs before the head's own proposer, in
+every step:
+
+    look up ─┬─► found for all requests: the head reads the step's tokens and drafts nothing
+             └─► not for some: the head drafts for all, and what was looked up replaces that
+
+B = requests of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from redraft.engine.answer_counter import FirstTokens
+from redraft.heads.catalog import FAMILIES, find_speculative
+from redraft.heads.families.retrieval import Live
+
+LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")  # n-gram lengths; beside a head vLLM sets 0
+
+VARIABLES = {
+    **dict(zip(LOOKUP, ("REDRAFT_NGRAM_MIN", "REDRAFT_NGRAM_MAX"), strict=True)),
+    "head_tokens": "REDRAFT_HEAD_TOKENS",
+    "head_requests": "REDRAFT_HEAD_REQUESTS",
+}
+"""Keys of a mixed config, and the environment variables by which they reach the engine, past vLLM.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLimits:
+    """Limits on the head's draft: it must compute a token, and may be right less often."""
+
+    tokens: int | None = None
+    """Most tokens a step; None for as many as a lookup may have."""
+    requests: int | None = None
+    """Most in a step; in a larger one only the lookup drafts."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 0:
+                raise ValueError(f"--head-{name} is {value}: give 0 or more")
+
+    def choose(self, num_tokens: int, num_requests: int) -> int:
+        """Tokens for the head to draft in a step whose requests may have `num_tokens` each."""
+        if self.requests is not None and num_requests > self.requests:
+            return 0
+        return num_tokens if self.tokens is None else min(num_tokens, self.tokens)
+
+
+def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
+    """The speculative config of a head with a lookup before it.
+
+    `lookup` and `head` are those of either alone.
+
+    Raises:
+        ValueError: no lookup goes before this draft.
+    """
+    family = find_speculative(head)
+    if family is None or not family.takes_lookup:
+        titles = ", ".join(family.title for family in FAMILIES if family.takes_lookup)
+        raise ValueError(
+            f"a lookup goes before {titles}, not before a draft of vLLM's method "
+            f"{head.get('method')}"
+        )
+    if head.get("draft_sample_method") == "probabilistic":
+        raise ValueError(
+            "a lookup goes before greedy drafts only: leave out --draft-sample-method probabilistic"
+        )
+    limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
+    # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host,
+    # which a lookup can read. By default a head gets a padded tensor on the device.
+    keys = {key: value for key, value in lookup.items() if key != "method"}
+    return {**head, **keys, "disable_padded_drafter_batch": True, **limited}
+
+
+def is_mixed(config: Mapping[str, Any]) -> bool:
+    return bool(config.get(LOOKUP[1])) and config.get("method") not in ("ngram", "ngram_gpu")
+
+
+def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A speculative config without the settings that reach the engine past vLLM."""
+    return {
+        key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES
+    }
+
+
+def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """The settings of a mixed config by key; empty if no lookup goes first.
+
+    Raises:
+        ValueError: one is no number.
+    """
+    found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
+    for key, value in found.items():
+        if not value.isdecimal():
+            raise ValueError(f"{VARIABLES[key]}={value} is not a number of at least 0")
+    return {key: int(value) for key, value in found.items()} if LOOKUP[1] in found else {}
+
+
+class Lookup(Protocol):
+    def skip(self) -> None:
+        """Handle a step, except its proposals."""
+
+    def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
+        """At most the scheduled number of draft tokens for each request, [B] lists.
+
+        `sampled` has the step's new tokens of each request, none of one whose prompt is not read
+        whole.
+        """
+        ...
+
+
+def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None) -> LookupFirst:
+    """The proposer of a runner, with the settings of `read_mix`.
+
+    Without `answers`, n-grams are looked up.
+
+    Raises:
+        ValueError: no lookup goes before this draft.
+    """
+    speculative = runner.vllm_config.speculative_config
+    # For the checks only: the result is dropped.
+    mix(mixed, vars(speculative), HeadLimits())
+    if not speculative.disable_padded_drafter_batch:
+        raise ValueError(
+            'a lookup before a head needs "disable_padded_drafter_batch": true in the speculative '
+            "config"
+        )
+    limits = HeadLimits(tokens=mixed.get("head_tokens"), requests=mixed.get("head_requests"))
+    return LookupFirst(runner, answers or Ngrams(runner, mixed), limits)
+
+
+class Ngrams:
+    def skip(self) -> None: ...
+
+    def __init__(self, runner: Any, mixed: Mapping[str, int]) -> None:
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+        # vLLM's lookup reads the lengths from here; nothing else does beside a head
+        speculative = runner.vllm_config.speculative_config
+        speculative.prompt_lookup_min, speculative.prompt_lookup_max = (
+            mixed[key] for key in LOOKUP
+        )
+        # Compiles the lookup here, before the first request.
+        self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
+
+    def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
+        batch = self.runner.input_batch
+        found: list[list[int]] = self.ngrams.propose(
+            scheduled.num_spec_tokens_to_schedule,
+            sampled,
+            batch.num_tokens_no_spec,
+            batch.token_ids_cpu,
+        )
+        return found
+
+
+class LookupFirst:
+    """The proposer of one runner, in front of the head's.
+
+    With live counts, the head drafts if its first token is the more probable one, as measured where
+    there is a match: text with matches is easy.
+    """
+
+    def __init__(self, runner: Any, lookup: Lookup, limits: HeadLimits) -> None:
+        self.runner, self.lookup, self.limits = runner, lookup, limits
+        draft = getattr(lookup, "draft", None)
+        self.live = draft if isinstance(draft, Live) else None
+        self.by_head, self.at_matches = (
+            FirstTokens(),
+            FirstTokens(),
+        )  # where the head drafts; at a sample of matches
+        self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
+        self.propose_by_head: Any
+        """The next call, of the head."""
+
+    def skip(self) -> None:
+        """Handle a step without proposals."""
+        self.by_head.waiting, self.at_matches.waiting, self.looked_up = {}, {}, frozenset()
+        self.lookup.skip()
+
+    def swapped(self) -> None:
+        """Judge another head, which is probably much like the old one."""
+        self.by_head, self.at_matches = (
+            FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches)
+        )
+
+    def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
+        names, most, judged = (
+            self.runner.input_batch.req_ids,
+            scheduled.num_spec_tokens_to_schedule,
+            set[str](),
+        )
+        self.lookup.skip()
+        if self.live:
+            for head in (self.by_head, self.at_matches):
+                head.note(dict(zip(names, sampled, strict=False)))
+            if self.limits.choose(most, len(sampled)) and self.at_matches.is_due():
+                self.live.least_first = 0.0
+                judged = _list_matches(names, self.lookup.look_up(scheduled, sampled))
+            self.live.least_first = self.at_matches.probability if self.at_matches.is_good else 0.0
+        found = self.lookup.look_up(scheduled, sampled)
+        self.looked_up = frozenset(_list_matches(names, found))
+        unmatched = _list_matches(names, sampled) - self.looked_up
+        is_wanted = bool(unmatched) and (
+            self.live is None or self.by_head.is_good or self.by_head.is_due()
+        )
+        by_head = self.limits.choose(most if is_wanted else min(most, len(judged), 1), len(sampled))
+        # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B,
+        # 0]. `replace` copies, because vLLM reads `scheduled` again afterwards.
+        drafted = self.propose_by_head(
+            replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest
+        ).tolist()
+        firsts = {name: draft[0] for name, draft in zip(names, drafted, strict=False) if draft}
+        self.by_head.waiting = {name: token for name, token in firsts.items() if name in unmatched}
+        self.at_matches.waiting = {name: token for name, token in firsts.items() if name in judged}
+        return [
+            match or (draft if tokens else [])
+            for tokens, match, draft in zip(sampled, found, drafted, strict=True)
+        ]
+
+
+def _list_matches(names: Sequence[str], found: Sequence[Sequence[int]]) -> set[str]:
+    return {name for name, match in zip(names, found, strict=False) if match}

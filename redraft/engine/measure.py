@@ -1,0 +1,343 @@
+"""Acceptance and speed of a running vLLM server, from answers and counters.
+
+warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement"""
+
+import asyncio
+import itertools
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import httpx
+
+from redraft.engine.counters import DecodeTime, find_counts, parse_decode_time
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.prompts import Prompt, domains
+from redraft.engine.sampling import GREEDY, PENALTIES, Sampling
+from redraft.engine.server import VllmServer
+from redraft.files.progress import Progress
+
+WARM_UP_TOKENS = 16
+STATISTICS_TIMEOUT_S = 5  # /metrics has the last step shortly after the client its tokens
+CHANGED = 1.5  # step times apart by this factor are two speeds
+MOST_REPEATS = 2  # Times a load is measured again because a server changed speed.
+LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know the speed.
+FAST_STEPS = 0.1  # share of fastest steps that show a half's speed: longer drafts take longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    token_ids: list[int]
+    counts: AcceptanceCounts | None
+    """Counts of this request; None if nothing is drafted."""
+    arrivals: tuple[tuple[float, int], ...] = ()
+    """(time by our clock, number of tokens): of the request, with 0, then of every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    prompts: Sequence[Prompt]
+    outputs: list[Output]
+    full_s: float
+    """From the first request until one ends that no other follows."""
+    full_tokens: int
+    """Tokens in this time."""
+    dtype: str
+    counts: AcceptanceCounts | None
+    """Over the whole run, by the engine's counters."""
+    decode_s: float | None = None
+    """Time of all requests after the first token, in seconds, by the engine's clock; None if other
+    requests ran too.
+    """
+    step_s: float | None = None
+    """Median of a step without a prefill; None if there are few."""
+    ttft_s: float | None = None
+    """Mean time to the first token."""
+    half_step_s: tuple[float, float] | None = None
+    """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None
+    if there are few.
+    """
+    repeats: int = 0
+    """Runs of this load discarded, because a server changed speed."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """With all requests in flight: at the end fewer run, and with a draft others end first."""
+        return self.full_tokens / self.full_s
+
+    @property
+    def counts_by_domain(self) -> dict[str, AcceptanceCounts]:
+        by_domain: dict[str, list[Output]] = {name: [] for name in domains(self.prompts)}
+        for prompt, output in zip(self.prompts, self.outputs, strict=True):
+            by_domain[prompt.domain].append(output)
+        return {name: _total(outputs) for name, outputs in by_domain.items()}
+
+
+def _total(outputs: Sequence[Output]) -> AcceptanceCounts:
+    return sum(
+        (output.counts for output in outputs if output.counts is not None), AcceptanceCounts.zero()
+    )
+
+
+def measure(
+    server: VllmServer,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    sampling: Sampling | None = GREEDY,
+    concurrency: int = 4,
+) -> Measurement:
+    """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
+
+    No request reads what another call, or the warm-up, has left in the server's prefix cache. The
+    requests of one call share the prefixes that their prompts share, as in production.
+
+    Without `sampling`, requests name no parameter: the server takes all from the target's
+    generation_config.json.
+
+    Raises:
+        ValueError: there are no prompts; the engine refused one; another client used the server
+            meanwhile.
+        ConnectionError: the server went away; the message says how far it got.
+    """
+    if not prompts:
+        raise ValueError(
+            "there is no prompt to measure: every one was filtered out, or the data set is empty"
+        )
+    # As many requests at once as below, so no batch size is new to the engine when the clock runs.
+    warm_up = prompts[:concurrency]
+    num_before = wait_for_decode_time(server).requests
+    asyncio.run(complete_all(server, warm_up, WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
+    # Without the wait, the prompts would get the warm-up's statistics.
+    decode = wait_for_decode_time(server, num_before + len(warm_up))
+    # Counters include the warm-up and whatever came before: only differences count.
+    before = read_counters(server)
+    outputs = asyncio.run(
+        complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts")
+    )
+    counts = None
+    if server.num_speculative_tokens:
+        # The requests' metrics have the counts by prompt. The engine's counters check the sum.
+        counts = _total(outputs)
+        _require_equal_counters(server, before, counts)
+    expected = decode.requests + len(prompts)
+    now = wait_for_decode_time(server, expected)
+    arrivals = [output.arrivals for output in outputs]
+    full_s, full_tokens = find_full_load(arrivals)
+    step_s, half_step_s = time_steps([[at_s for at_s, _ in request] for request in arrivals])
+    return Measurement(
+        prompts=prompts,
+        # Only sums and medians are kept of the times.
+        outputs=[replace(output, arrivals=()) for output in outputs],
+        full_s=full_s,
+        full_tokens=full_tokens,
+        dtype=server.dtype,
+        counts=counts,
+        decode_s=now.seconds - decode.seconds if now.requests == expected else None,
+        step_s=step_s,
+        ttft_s=statistics.fmean(
+            request[min(1, len(request) - 1)][0] - request[0][0] for request in arrivals
+        ),
+        half_step_s=half_step_s,
+    )
+
+
+def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
+    """Whether a server lost or gained more than a third of its speed between the halves of a run."""
+    return half_step_s is not None and max(half_step_s) > CHANGED * min(half_step_s)
+
+
+def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[float, int]:
+    """(seconds, tokens) until a request ends that no other follows. `requests` are `arrivals`."""
+    last_s = max(request[0][0] for request in requests)
+    end_s = min(request[-1][0] for request in requests if request[-1][0] > last_s)
+    num_tokens = sum(count for request in requests for at_s, count in request if at_s <= end_s)
+    return end_s - min(request[0][0] for request in requests), num_tokens
+
+
+def time_steps(
+    requests: Sequence[Sequence[float]],
+) -> tuple[float, tuple[float, float]] | tuple[None, None]:
+    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; None if few.
+
+    A request is the times of sending, and of the tokens of each step.
+    """
+    prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
+    steps: list[tuple[float, float]] = []
+    for times_s in requests:
+        for begin_s, end_s in itertools.pairwise(times_s[1:]):
+            if not any(sent_s < end_s and first_s > begin_s for sent_s, first_s in prefills):
+                steps.append((end_s, end_s - begin_s))
+    steps.sort()
+    half = len(steps) // 2
+    if half < LEAST_STEPS:
+        return None, None
+    durations_s = [duration_s for _, duration_s in steps]
+    fast = [
+        sorted(part)[int(FAST_STEPS * len(part))]
+        for part in (durations_s[:half], durations_s[half:])
+    ]
+    return statistics.median(durations_s), (fast[0], fast[1])
+
+
+async def complete_all(
+    server: VllmServer,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    sampling: Sampling | None,
+    concurrency: int,
+    label: str,
+) -> list[Output]:
+    """The output of every prompt, in order, `concurrency` requests at a time.
+
+    `label` is for the progress bar.
+
+    Raises:
+        ValueError, ConnectionError: as `measure`.
+    """
+    slots = asyncio.Semaphore(concurrency)
+    salt = secrets.token_hex(8)
+    # No timeout: the prefill of a long prompt takes minutes on a CPU.
+    async with httpx.AsyncClient(
+        timeout=None, limits=httpx.Limits(max_connections=concurrency), trust_env=False
+    ) as client:
+        with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
+
+            async def one(prompt: Prompt) -> Output:
+                async with slots:
+                    output = await _complete(client, server, prompt, max_tokens, sampling, salt)
+                bar.update()
+                return output
+
+            try:
+                return list(await asyncio.gather(*map(one, prompts)))
+            except httpx.TransportError as error:
+                raise ConnectionError(
+                    f"{server.url} went away after {bar.n} of {len(prompts)} prompts: {error!r}"
+                ) from error
+
+
+async def _complete(
+    client: httpx.AsyncClient,
+    server: VllmServer,
+    prompt: Prompt,
+    max_tokens: int,
+    sampling: Sampling | None,
+    cache_salt: str,
+) -> Output:
+    request = {
+        "model": server.model,
+        "prompt": prompt.token_ids,
+        "max_tokens": max_tokens,
+        "cache_salt": cache_salt,  # vLLM caches a prefix for requests of one salt
+        # Ids, because decoded text may split into other tokens when it is encoded again.
+        "return_token_ids": True,
+        # As users read answers; the arrival of each step shows the time. The usage chunk brings the
+        # metrics.
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # All of them: a server takes what is not set from the target's generation_config.json.
+        **({} if sampling is None else asdict(sampling) | PENALTIES),
+    }
+    token_ids: list[int] = []
+    arrivals = [(time.perf_counter(), 0)]
+    metrics: dict[str, Any] | None = None
+    async with client.stream("POST", f"{server.url}/v1/completions", json=request) as response:
+        if response.is_error:
+            await response.aread()
+            raise _refused(prompt, _error_message(response))
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise _refused(prompt, str(event["error"].get("message")))
+            for choice in event["choices"]:
+                if choice.get("token_ids"):
+                    arrivals.append((time.perf_counter(), len(choice["token_ids"])))
+                    token_ids += choice["token_ids"]
+            metrics = event.get("metrics") or metrics
+    # Servers send them with --per-request-spec-decode-metrics.
+    drafted = (metrics or {}).get("speculative_decoding")
+    return Output(
+        token_ids=token_ids,
+        counts=_request_counts(drafted, server.num_speculative_tokens)
+        if server.num_speculative_tokens
+        else None,
+        arrivals=tuple(arrivals),
+    )
+
+
+def _refused(prompt: Prompt, reason: str) -> ValueError:
+    return ValueError(f"the engine refused a prompt of {len(prompt.token_ids)} tokens: {reason}")
+
+
+def _error_message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}"
+
+
+def _request_counts(
+    metrics: dict[str, Any] | None, num_speculative_tokens: int
+) -> AcceptanceCounts:
+    if metrics is None:  # an answer of one token comes from the prefill, so nothing was drafted
+        return AcceptanceCounts.zero(num_speculative_tokens)
+    counts = AcceptanceCounts.from_blocks(
+        metrics.get("per_step_accepted") or [], num_speculative_tokens
+    )
+    # Blocks are not all full: n-grams propose fewer tokens if less text follows the occurrence.
+    return replace(counts, num_draft_tokens=metrics["num_draft_tokens"])
+
+
+def read_counters(server: VllmServer) -> AcceptanceCounts:
+    """The engine's speculation counters since it started, over all ranks.
+
+    All 0 if it does not speculate.
+    """
+    counted = find_counts(_read_metrics(server))
+    return AcceptanceCounts.zero(server.num_speculative_tokens) + (
+        counted or AcceptanceCounts.zero()
+    )
+
+
+def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
+    """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
+    deadline = time.monotonic() + STATISTICS_TIMEOUT_S
+    while True:
+        total = parse_decode_time(_read_metrics(server))
+        if total.requests >= at_least or time.monotonic() > deadline:
+            return total
+        time.sleep(0.05)
+
+
+def _read_metrics(server: VllmServer) -> str:
+    try:
+        return httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
+    except httpx.TransportError as error:
+        raise ConnectionError(f"{server.url} went away: {error!r}") from error
+
+
+def _require_equal_counters(
+    server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts
+) -> None:
+    """Raise ValueError unless the engine's counters moved by exactly the requests' counts."""
+    deadline = time.monotonic() + STATISTICS_TIMEOUT_S
+    while (now := read_counters(server)) != before + requests:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{server.url} counted {now.num_drafts - before.num_drafts} drafts but the "
+                "prompts' own metrics say "
+                f"{requests.num_drafts}: another client uses this server, measure on one of your "
+                "own"
+            )
+        time.sleep(0.1)

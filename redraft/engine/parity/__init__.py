@@ -1,0 +1,1 @@
+"""vLLM's draft compared number by number with training's."""

@@ -1,0 +1,146 @@
+"""Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the
+drafter.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.engine_log import why_ended
+from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.process import process_group
+from redraft.files.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    target: str
+    speculative_config: Mapping[str, Any]
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int = 12
+    end_ids: Sequence[int] = ()
+    """That end an answer; by default it has `max_tokens`."""
+    dtype: str = "float32"
+    blocks_a_prompt: int = 4
+    """Blocks per prompt recorded with passes; then tokens alone."""
+    recorded_prompts: int = 4
+    kv_cache_bytes: int = 64 << 20
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `LLM`."""
+    native_rotary: bool = False
+    """Rotate in PyTorch instead of in vLLM's CPU kernel."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return int(self.speculative_config["num_speculative_tokens"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    request: int
+    """Index of the prompt."""
+    num_output: int
+    """Tokens emitted before it."""
+    drafted: list[int]
+    passes: list[dict[str, Any]]
+    """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if
+    not recorded.
+    """
+    confidence: list[float] = field(default_factory=list)
+    """The estimated acceptance of every drafted token; empty if the drafter has none, or it was not
+    recorded.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    run: EngineRun
+    outputs: list[list[int]]
+    blocks: list[Block]
+
+    def prefix(self, block: Block) -> list[int]:
+        return [*self.run.prompts[block.request], *self.outputs[block.request][: block.num_output]]
+
+    def recorded(self) -> list[Block]:
+        """Blocks with passes, drafted while the request still ran."""
+        # The step that ends a request may emit more tokens than the answer keeps.
+        return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
+
+    def counts_by_prompt(self) -> list[AcceptanceCounts]:
+        """The engine's acceptance on each prompt; a request's last block is never verified."""
+        accepted: list[list[int]] = [[] for _ in self.run.prompts]
+        for block, after in zip(self.blocks, self.blocks[1:], strict=False):
+            if block.request == after.request:
+                # between two blocks a request emits the accepted tokens of the first and one of the
+                # target
+                accepted[block.request].append(after.num_output - block.num_output - 1)
+        return [
+            AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted
+        ]
+
+    def counts(self) -> AcceptanceCounts:
+        return sum(self.counts_by_prompt(), AcceptanceCounts.zero(self.run.num_speculative_tokens))
+
+
+def run_engine(
+    runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None
+) -> list[Dump]:
+    """Run the engines one after the other in a process; files and log go to `folder`.
+
+    `environment` is added to its variables.
+
+    Raises:
+        ChildProcessError
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
+    spec, log = folder / "runs.json", folder / "vllm.log"
+    spec.write_bytes(msgspec.json.encode(runs))
+    # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
+    threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
+    env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
+    with process_group(
+        [sys.executable, "-m", "redraft.engine.parity.dump", str(spec)], log=log, env=env
+    ) as process:
+        _wait(process)
+        if process.returncode:
+            raise ChildProcessError(
+                f"vLLM did not run the draft: {why_ended(process, log)} (whole log: {log})"
+            )
+    return [_read(run, out) for run, out in zip(runs, outs, strict=True)]
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    with Progress(
+        desc="vLLM runs the draft", bar_format="{desc}: {elapsed}", leave=False, disable=None
+    ) as bar:
+        while True:
+            try:
+                process.wait(0.5)
+                return
+            except subprocess.TimeoutExpired:
+                bar.refresh()
+
+
+def _read(run: EngineRun, path: Path) -> Dump:
+    # Tensors, lists and numbers only, so the loader may refuse all other objects.
+    saved = torch.load(path, weights_only=True)
+    return Dump(
+        run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]]
+    )
+
+
+def relative_difference(mine_ND: Tensor, other_ND: Tensor) -> Tensor:
+    """max_D |mine - other| / max_D |other|, [N]; infinite if not a number."""
+    apart_N = (mine_ND.float() - other_ND.float()).abs().amax(-1) / other_ND.float().abs().amax(
+        -1
+    ).clamp(min=1e-12)
+    return apart_N.nan_to_num(nan=torch.inf)

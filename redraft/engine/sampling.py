@@ -1,0 +1,145 @@
+"""The parameters that a request is sampled with, and those that a server takes from the target's
+folder.
+
+Imports no torch: control planes read them too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from redraft.files.folder import open_folder, read_generation_config
+
+MIN_TEMPERATURE = 0.01  # vLLM's smallest above 0 (`_MAX_TEMP` in its sampling_params.py)
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Further parameters that a server takes from the target's folder, with the values that change
+nothing.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request is sampled. The defaults are vLLM's for a target that names none."""
+
+    temperature: float = 1.0
+    """0 takes the most probable token, whatever the filters say."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that add up to this; 1 keeps all."""
+    top_k: int = 0
+    """Sample from this many tokens. 0 keeps all."""
+    min_p: float = 0.0
+    """Sample from tokens with this share of the highest; 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+        }
+        if wrong := [name for name, is_right in ranges.items() if not is_right]:
+            raise ValueError(f"no engine samples with {wrong[0]} {getattr(self, wrong[0])}")
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether a part of the vocabulary is never sampled."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def words(self) -> str:
+        """The parameters that change something: `temperature 0.7, top_p 0.8`."""
+        changed = {
+            name: value
+            for name, value in asdict(self).items()
+            if value != getattr(ALL_TOKENS, name)
+        }
+        shown = {"temperature": self.temperature} | (changed if self.has_filter else {})
+        return ", ".join(f"{name} {value:g}" for name, value in shown.items())
+
+    def at(self, temperature: float) -> Sampling:
+        """The same filters at another temperature, as vLLM serves it.
+
+        None at 0, and none between 0 and 0.01.
+        """
+        if temperature == 0:
+            # Filters cannot change the most probable token, so all greedy requests compare equal.
+            return GREEDY
+        return replace(self, temperature=max(temperature, MIN_TEMPERATURE))
+
+
+GREEDY = Sampling(temperature=0.0)
+ALL_TOKENS = Sampling()
+
+
+def read_sampling(target: str | Path) -> Sampling:
+    """The sampling of a request that names no parameter.
+
+    The target's generation_config.json, as vLLM reads it.
+
+    Raises:
+        ValueError: if the file holds a value that no engine samples with.
+    """
+    config = read_generation_config(open_folder(target))
+    given = {
+        field.name: config[field.name]
+        for field in fields(Sampling)
+        if config.get(field.name) is not None
+    }
+    if "top_k" in given:
+        given["top_k"] = max(int(given["top_k"]), 0)  # -1 keeps all tokens too
+    return Sampling(**given)
+
+
+def choose_sampling(
+    target: str | Path,
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+) -> Sampling:
+    """The given parameters, and the target's for those that are None."""
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+    }
+    return replace(
+        read_sampling(target), **{name: value for name, value in given.items() if value is not None}
+    )
+
+
+def require_served(sampling: Sampling, *, way_out: str = "") -> None:
+    """Raise ValueError if vLLM refuses such requests beside a draft.
+
+    `way_out` is one more than to turn min_p off.
+    """
+    if sampling.min_p:
+        raise ValueError(
+            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0{way_out}. If "
+            "the target's "
+            "generation_config.json sets it, start servers with "
+            """--override-generation-config '{"min_p": 0}'"""
+        )
+
+
+def list_penalties(target: str | Path) -> dict[str, float]:
+    """The penalties that a server takes from the target's folder, by name.
+
+    Forecasts leave them out.
+    """
+    config = read_generation_config(open_folder(target))
+    return {
+        name: config[name]
+        for name, neutral in PENALTIES.items()
+        if config.get(name) not in (None, neutral)
+    }
+
+
+def read_defaults(target: str | Path) -> dict[str, float]:
+    """Every sampling parameter of a request that names none, penalties included."""
+    return asdict(read_sampling(target)) | list_penalties(target)

@@ -1,0 +1,319 @@
+"""A vLLM server for measurements, started and stopped by this process.
+
+Imports neither torch nor vLLM.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from packaging.version import Version
+
+from redraft.engine import wait as engine_wait
+from redraft.engine.command import vllm_command
+from redraft.engine.engine_log import why_ended
+from redraft.engine.lookups import lookup_env, vllm_part
+from redraft.engine.machine import ENGINE_IS_CPU, VLLM_VERSION
+from redraft.engine.process import free_port, process_group
+from redraft.engine.target_dtype import default_target_dtype
+from redraft.files.folder import CONFIG, model_folder, read_config
+from redraft.files.progress import Progress
+from redraft.files.windows import View, is_mixed, served_views
+from redraft.heads.catalog import find_speculative
+from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED
+
+START_TIMEOUT_S = 1800
+"""Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network
+storage, or a compilation beside other work, exceeds; a dead engine is noticed at once.
+"""
+
+Mode = Literal["compiled", "eager"]  # `compiled` is vLLM's default; `eager` starts in a third
+
+EAGER = "--enforce-eager"  # vLLM's argument for eager mode.
+DROPS_A_BLOCK = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Methods beside which vLLM takes one block less from the prefix cache than it finds, unless told
+otherwise.
+"""
+
+IDLE_S = 1.2  # a vLLM worker spins for 1 s after the last step: wait before measuring
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmServer:
+    url: str
+    model: str
+    dtype: str
+    num_speculative_tokens: int
+    """0 if nothing is drafted."""
+    mode: Mode = "compiled"
+
+
+@contextlib.contextmanager
+def vllm_server(
+    model: str | Path,
+    *,
+    log: Path,
+    speculative_config: Mapping[str, Any] | None = None,
+    max_model_len: int = 1024,
+    max_num_seqs: int = 16,
+    vllm_defaults: bool = False,
+    dtype: str | None = None,
+    mode: Mode | None = None,
+    kv_cache_bytes: int = 256 << 20,
+    cpu_cores: str | None = None,
+    extra_args: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
+    given_up: threading.Event | None = None,
+) -> Iterator[VllmServer]:
+    """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
+
+    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's on a
+    GPU, and eager on a CPU, where compilation takes a minute: whoever measures speed chooses one
+    (`serving.baseline`). `cpu_cores` ("0-3") keeps two servers of one machine off each other's
+    cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server. Or
+    it was given up.
+
+    Raises:
+        ChildProcessError: the engine died; the message is the engine's.
+        TimeoutError: the server did not become healthy.
+        ValueError: vLLM would not serve this draft so (`require_servable`).
+    """
+    require_servable(speculative_config, {**os.environ, **(extra_env or {})})
+    port = free_port()
+    dtype = dtype or engine_dtype(model)
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+    if vllm_defaults:
+        arguments += ["--max-model-len", "auto"]
+    else:
+        arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
+        arguments += ["--no-enable-prefix-caching"]
+    mode = mode or ("eager" if ENGINE_IS_CPU else "compiled")
+    if mode == "eager":
+        arguments += [EAGER]
+    if ENGINE_IS_CPU:
+        arguments += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+    if speculative_config is not None:
+        arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
+        arguments += ["--per-request-spec-decode-metrics", "detailed"]
+    ready_s = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(START_TIMEOUT_S))
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": ready_s,
+        engine_wait.ENABLED: "1",
+    }
+    env |= {**lookup_env(speculative_config), **(extra_env or {})}
+    if cpu_cores:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
+    # The caller's arguments come last, so they win over those above.
+    with process_group(vllm_command(model, [*arguments, *extra_args]), log=log, env=env) as process:
+        server = VllmServer(
+            url=f"http://127.0.0.1:{port}",
+            model=str(model),
+            dtype=dtype,
+            num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
+            mode="eager" if EAGER in (*arguments, *extra_args) else "compiled",
+        )
+        wait_until_healthy(server.url, process, log, given_up=given_up)
+        yield server
+
+
+def engine_dtype(model: str | Path) -> str:
+    """The value of vLLM's --dtype with which a target is served as it is trained for
+    (`default_target_dtype`).
+    """
+    return default_target_dtype(model, on_cpu=ENGINE_IS_CPU) or "auto"
+
+
+def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The --speculative-config for vLLM, without redraft's keys, and with two faster choices.
+
+    A greedy head with a smaller vocabulary chooses its token there. By default vLLM copies the
+    logits into a row of the target's vocabulary first: the same token, after 0.24 ms instead of
+    0.04 ms with 8,192 of 49,152 tokens on a CPU.
+
+    The last cached block of a prompt is read from the prefix cache. By default vLLM computes it
+    again beside a head: 128 tokens on a CPU. In an EAGLE or MTP layer, the key of the block's last
+    token was made with the token that followed there in the earlier request; it is one key of the
+    text, and changes no answer. DFlash and DSpark have no such key.
+    """
+    config = vllm_part(speculative_config)
+    family = find_speculative(config)
+    is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
+    if family is not None and family.chooses_locally and is_greedy:
+        config.setdefault("use_local_argmax_reduction", True)
+    if config.get("method") in DROPS_A_BLOCK:
+        config.setdefault("disable_eagle_block_drop", True)
+    return config
+
+
+def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same configuration without memory of other requests: a prompt may be measured again.
+
+    Raises:
+        ValueError: for live counts, which are such memory.
+    """
+    if speculative_config.get(FOLDER) == LIVE:
+        raise ValueError(f"{LIVE} would learn the answers to repeated prompts: {MEASURE_COUNTED}")
+    if speculative_config.get("method") != "suffix":
+        return dict(speculative_config)
+    return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
+
+
+def require_servable(
+    speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ValueError if vLLM would refuse this draft, or if more tokens are asked for than the
+    draft in the folder `model` proposes: vLLM would make up the others. A check of runner and
+    config.json before a server starts; tokens of a draft yet to be downloaded are not checked.
+    """
+    require_runner(speculative_config, environment)
+    config = speculative_config or {}
+    family, asked = find_speculative(config), config.get("num_speculative_tokens")
+    if family is None or asked is None:
+        return
+    most = family.max_tokens(_read_draft(config))
+    if most is not None and asked > most:
+        raise ValueError(
+            f"{asked} draft tokens asked of {config['model']}, a {family.title} draft that "
+            f"proposes {most}: give --num-speculative-tokens {most} at most"
+        )
+
+
+def _read_draft(speculative_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The draft's config.json; empty without a folder, and for a draft yet to be downloaded."""
+    if "model" not in speculative_config:
+        return {}
+    try:
+        folder = model_folder(speculative_config["model"])
+    except FileNotFoundError:
+        return {}
+    return read_config(folder) if (folder / CONFIG).is_file() else {}
+
+
+def require_runner(
+    speculative_config: Mapping[str, Any] | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    views: Sequence[View] | None = None,
+    way_out: str = "",
+    on_cpu: bool = ENGINE_IS_CPU,
+    version: str | None = VLLM_VERSION,
+) -> None:
+    """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would
+    serve does not. `views` are those of the draft's layers, by default as the folder says.
+    """
+    family = find_speculative(speculative_config or {})
+    if family is None:
+        return
+    # Compared as (0, 33) > (0, 32): patch releases count as the same version.
+    if (
+        family.last_vllm
+        and version
+        and Version(version).release[:2] > Version(family.last_vllm).release
+    ):
+        raise ValueError(
+            f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or "
+            "train another draft"
+        )
+    title, decoders = family.title, family.decoders
+    if views is None:
+        served = _read_draft(speculative_config or {}) if family.layers_key else {}
+        views = served_views(served, "the draft") if served else ()
+    if is_mixed(views):
+        # V1 has one group of caches for all layers of a draft.
+        title, decoders = f"{title} with and without windows", tuple({*decoders} & {"v2"})
+        if not decoders:
+            raise ValueError(
+                f"no model runner of vLLM serves {title}: give all layers the window (no "
+                f"--head.full-layers), or none{way_out}"
+            )
+    asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
+    if asked is None:
+        # Left alone, vLLM takes V1 for a draft that V2 does not serve.
+        if "v1" in decoders or not on_cpu:
+            return
+        needed, reason = (
+            "V2",
+            "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU",
+        )
+    else:
+        taken, needed = ("V1", "V2") if asked == "0" else ("V2", "V1")
+        if taken.lower() in decoders:
+            return
+        reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} asks for {taken}: unset it"
+    raise ValueError(f"only vLLM's {needed} model runner serves {title}, and {reason}{way_out}")
+
+
+def read_runner(log: Path) -> Literal["v1", "v2"]:
+    """The model runner of a server, by its log: vLLM names only V2."""
+    return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
+
+
+def read_threads(log: Path) -> int | None:
+    """The OpenMP threads of a server, by its log; None if vLLM binds none or it is gone."""
+    if not log.is_file():
+        return None
+    latest = log.read_text(errors="replace").rpartition("OpenMP thread binding info")[2]
+    cores = re.findall(r"core ids=\[([\d, ]*)\]", latest)
+    return sum(len(of_rank.split(",")) for of_rank in cores) or None
+
+
+def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
+    """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
+
+    The loop of the engine core needs a core of its own (`engine.wait`).
+    """
+    threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
+    if (
+        environment.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+        or threads < num_cores
+        or num_cores == 1
+    ):
+        return ""
+    return (
+        f"VLLM_CPU_OMP_THREADS_BIND=nobind lets {threads} threads compete with vLLM's own loop for "
+        f"{num_cores} cores, "
+        f"and a step may take three times as long: unset it, or set OMP_NUM_THREADS={num_cores - 1}"
+    )
+
+
+def wait_until_healthy(
+    url: str,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    *,
+    name: str = "vLLM",
+    given_up: threading.Event | None = None,
+) -> None:
+    """Return when `GET {url}/health` succeeds.
+
+    Raises:
+        ChildProcessError: the process ended, or was given up; TimeoutError.
+    """
+    started = time.monotonic()
+    with Progress(
+        desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None
+    ) as bar:
+        while time.monotonic() - started < START_TIMEOUT_S:
+            # A dead engine is not waited for until the timeout.
+            if process.poll() is not None:
+                raise ChildProcessError(
+                    f"{name} did not start: {why_ended(process, log)} (whole log: {log})"
+                )
+            if given_up is not None and given_up.is_set():
+                raise ChildProcessError(f"{name} was given up before it was ready: see {log}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                    return
+            time.sleep(0.25)
+            bar.refresh()
+    raise TimeoutError(f"{name} was not ready after {START_TIMEOUT_S} s: see {log}")

@@ -1,0 +1,52 @@
+"""The type in which a target computes, if the user names none.
+
+    on a GPU                                                     as stored
+    on a CPU, quantised                                          as stored: servers alone compute it
+    on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory
+    on any other CPU, or stored in another type                  float32: outputs are compared token for token
+
+Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the
+numbers that serve it. Importing this loads neither torch nor vLLM.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from redraft.engine.hardware import Machine, this_machine
+from redraft.files.folder import open_folder, read_dtype, read_quantization
+from redraft.files.target_folder import TargetDtype as TargetDtype
+from redraft.files.target_folder import TargetFolder
+
+
+def open_target(
+    name_or_path: str | Path,
+    dtype: TargetDtype | None = None,
+    *,
+    on_cpu: bool,
+    machine: Machine | None = None,
+) -> TargetFolder:
+    """The target, opened, to compute in `dtype` or the default. Raises as `TargetFolder.open`."""
+    target = TargetFolder.open(name_or_path)
+    return replace(
+        target, dtype=dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine)
+    )
+
+
+def default_target_dtype(
+    target: str | Path, *, on_cpu: bool, machine: Machine | None = None
+) -> TargetDtype | None:
+    """The type for a target, by folder or hub name; None for the one in which it is stored."""
+    if not on_cpu:
+        return None
+    try:
+        folder = open_folder(target)
+        quantization, stored = read_quantization(folder), read_dtype(folder)
+    except (OSError, ValueError):  # loading reports it
+        return "float32"
+    if quantization:
+        return None
+    return (
+        "bfloat16"
+        if stored == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16
+        else "float32"
+    )

@@ -1,0 +1,458 @@
+"""Publish folders and files atomically: written aside, flushed to disk, then renamed into place.
+
+    with publishing(folder) as new:             one folder, one rename
+        .<folder>.<random>.partial/             the block fills it; a killed writer leaves nothing but this
+            ... the files of the block ...
+            provenance.json                     origin: target, draft, configuration
+            manifest.json                       size and SHA-256 of every other file, written last
+        _seal(partial, folder)                   manifest, flush, rename
+    verify(folder)                              names the first missing, truncated or altered file
+    write_whole(path, content)                  one file, one rename
+
+Standard library only, because a control plane without torch publishes and verifies too.
+"""
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.files.lock import NO_LOCKS
+
+MANIFEST = "manifest.json"
+PROVENANCE = "provenance.json"
+
+LAYOUT = 1
+"""Layout of manifests. Every other file is checked by the manifest, and the manifest by its
+digests.
+"""
+
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ABANDONED_S = 3600
+"""Age of an unfinished file from a killed writer."""
+
+SAMPLE_BYTES = 4096
+"""Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model
+of 723 tensors.
+"""
+
+VOLATILE_CONFIG_KEYS = frozenset(
+    {"_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype"}
+)
+"""Keys of config.json that may change when the same model is saved again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewFolder:
+    """A folder that is being published."""
+
+    path: Path
+    """Folder for the files, which becomes the published folder at the end."""
+    provenance: dict[str, Any]
+    """Written to provenance.json at the end."""
+
+
+@contextmanager
+def publishing(
+    folder: Path, provenance: Mapping[str, Any] | None = None, *, overwrite: bool = False
+) -> Iterator[NewFolder]:
+    """Create `folder` atomically.
+
+    The block writes files and adds to the provenance, then come manifest and rename. After an
+    exception in the block `folder` is as before. With `overwrite`, it replaces one that redraft has
+    published.
+
+    Raises:
+        FileExistsError: `folder` is not empty, or holds files that redraft did not publish.
+        OSError: the disk is full (ENOSPC).
+    """
+    require_free(folder, overwrite=overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    with _partial_folder(folder) as partial:
+        new = NewFolder(path=partial, provenance=dict(provenance or {}))
+        yield new
+        # Provenance before the seal: the manifest lists every file there is at that moment.
+        _write_json(partial / PROVENANCE, new.provenance)
+        _seal(partial, folder, overwrite=overwrite)
+
+
+def publish(
+    folder: Path,
+    write: Callable[[Path], object],
+    provenance: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """`publishing` for files that one call of `write(folder)` makes. Raises: as `publishing`."""
+    with publishing(folder, provenance, overwrite=overwrite) as new:
+        write(new.path)
+
+
+def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:
+    """Write `content` to `path` completely or not at all, even if the process or the machine dies.
+
+    `mode` is the file's, whatever the umask.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the file: a rename is atomic in one file system. The id keeps processes apart.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED_S:  # its writer was killed
+                left.unlink()
+    try:
+        with naming(path), partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # does nothing if it was renamed
+    # The rename is a change of the folder. Without this, a power cut may bring the old file back.
+    sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block the name of the file, which a failed write does not have."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_free(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set and redraft
+    has published all that it holds.
+
+    Call it before hours of work, not after.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: choose another output folder")
+    # A mistyped --output must not delete somebody's home folder.
+    if (foreign := find_foreign(folder)) is not None:
+        raise FileExistsError(
+            f"{foreign} was not published by redraft: move it away, or choose another output folder"
+        )
+    if not overwrite:
+        raise FileExistsError(
+            f"{folder} holds another run: choose another output folder, or pass --overwrite"
+        )
+
+
+def find_foreign(folder: Path) -> Path | None:
+    """The first file of a folder that redraft did not publish in it, or None.
+
+    `folder` itself if it was not published at all, and is not empty.
+    """
+    if not (folder / MANIFEST).is_file():
+        return folder if any(folder.iterdir()) else None
+    try:
+        entries = manifest(folder)
+    except ValueError:  # the list of a folder of ours is damaged
+        return None
+    ours = {folder / name for name in (*entries, MANIFEST)}
+    return next(
+        (
+            path
+            for path in sorted(folder.rglob("*"))
+            if path not in ours and (path.is_symlink() or not path.is_dir())
+        ),
+        None,
+    )
+
+
+def require_space(path: Path, num_bytes: int) -> None:
+    """Raise OSError (ENOSPC) with both figures unless the disk of `path` has `num_bytes` free.
+
+    `path` need not exist yet.
+    """
+    existing = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
+    )
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} "
+            "GB free",
+        )
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def manifest(folder: Path) -> dict[str, FileEntry]:
+    """The manifest of a published folder: the files, by relative name.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely"
+        )
+    try:
+        content = json.loads(path.read_text())
+        if content.get("layout", LAYOUT) > LAYOUT:
+            raise ValueError("a later release of redraft wrote it")
+        entries = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        if not entries:
+            raise ValueError("it lists no file")
+        return entries
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
+
+
+def verify(folder: Path) -> dict[str, FileEntry]:
+    """Compare every file of a published folder with the manifest, and return the manifest.
+
+    All sizes are compared first, so a truncated file is found at once.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: a file is missing, truncated or altered; the message names the first.
+    """
+    entries = manifest(folder)
+    require_sizes(folder, entries)
+    for name, entry in entries.items():
+        if sha256(folder / name) != entry.sha256:
+            raise ValueError(
+                f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder "
+                "again"
+            )
+    return entries
+
+
+def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Raise ValueError, naming the first file, if one of `folder` is missing or has another size
+    than in `entries`.
+    """
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: copy or publish the folder again")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise ValueError(
+                f"{path} has {size} bytes instead of {entry.bytes}: copy or publish the folder "
+                "again"
+            )
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file.
+
+    `{"dtype", "shape", "data_offsets"}` of each tensor, by name. Its contents are not checked.
+
+    Raises:
+        ValueError: the file is truncated, or is not a safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        # A file of fewer than 8 bytes is filled up with 0xff, which makes the length larger than
+        # any file.
+        length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
+        if length > size - 8:
+            raise ValueError(
+                f"{path} is truncated or not a safetensors file ({size} bytes): fetch it again"
+            )
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            data_bytes = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is corrupt (its header cannot be read): fetch it again"
+            ) from error
+    needed = 8 + length + data_bytes
+    if size < needed:
+        raise ValueError(f"{path} is truncated: {size} bytes of {needed}; fetch it again")
+    return header
+
+
+def safetensors_samples(path: Path) -> Iterator[bytes]:
+    header = safetensors_header(path)
+    yield json.dumps(header, sort_keys=True).encode()
+    with path.open("rb") as file:
+        data = 8 + struct.unpack("<Q", file.read(8))[0]
+        for name in sorted(header):
+            start, end = header[name]["data_offsets"]
+            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; one below SAMPLE_BYTES three
+            # times, whole.
+            last = max(start, end - SAMPLE_BYTES)
+            for offset in (start, (start + last) // 2, last):
+                file.seek(data + offset)
+                yield file.read(min(SAMPLE_BYTES, end - start))
+
+
+FULL_WORDS = re.compile(
+    rf"os error ({'|'.join(map(str, map(int, FULL_ERRNOS)))})\b"
+    r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
+)
+"""Words of safetensors and of torch's writer, whose exceptions are not OSErrors."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the error says that a disk, a quota or a file's limit is full."""
+    return getattr(error, "errno", None) in FULL_ERRNOS or bool(FULL_WORDS.search(str(error)))
+
+
+FULL_BYTES = 16 << 20
+"""If a write fails and less than this is free, the full disk is the reason."""
+
+
+@contextmanager
+def _partial_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder next to `folder`, locked while the writer lives and removed if the writer
+    fails.
+    """
+    partial, lock = _make_locked(folder)
+    try:
+        partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
+        yield partial
+    except Exception as error:
+        if is_full(error) or shutil.disk_usage(partial).free < FULL_BYTES:
+            raise OSError(
+                errno.ENOSPC,
+                f"no space left on the disk of {folder}, or in your quota or file limit "
+                f"({error}): nothing was published",
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # does nothing if it was renamed
+        os.close(lock)
+
+
+def _make_locked(folder: Path) -> tuple[Path, int]:
+    while True:
+        partial = Path(
+            tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent)
+        )
+        # Until it is locked, another publisher may take it for abandoned and remove it. Then make
+        # another.
+        with suppress(FileNotFoundError):
+            lock = os.open(partial, os.O_RDONLY)
+            # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead
+            # one.
+            with _suppress_missing_locks():
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.lexists(partial):
+                return partial, lock
+            os.close(lock)
+
+
+@contextmanager
+def _suppress_missing_locks() -> Iterator[None]:
+    """Leave the block, without an error, at a lock that the file system does not have."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of killed writers, whose locks the kernel has released."""
+    for partial in _siblings(folder, "partial"):
+        try:
+            lock = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # its writer has published it meanwhile
+        try:
+            # Without locks, nothing shows whether another process is writing there now.
+            with _suppress_missing_locks(), suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
+    """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an
+    old one aside. Everybody may read the result, but hard links as before: a server often runs
+    as another user than the trainer.
+    """
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in paths
+    }
+    _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
+    for path in partial.rglob("*"):
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            path.chmod(0o755)
+        elif (
+            path.stat().st_nlink == 1
+        ):  # a hard link shares its mode with a file of somebody else (`mtp_folder.link`)
+            path.chmod(0o644)  # safetensors writes 0600
+    _flush(partial)
+    if overwrite and folder.exists():
+        # A folder cannot be replaced in one rename. A kill before the next one leaves no `folder`.
+        folder.rename(partial.with_suffix(".previous"))
+    try:
+        partial.rename(
+            folder
+        )  # replaces an empty folder and refuses any other: two writers cannot both win
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"{folder} was published by another process meanwhile") from error
+        raise
+    sync(folder.parent)
+    for previous in _siblings(folder, "previous"):  # a writer killed at this point left one too
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def _siblings(folder: Path, kind: str) -> list[Path]:
+    return list(folder.parent.glob(f".{glob.escape(folder.name)}.*{kind}"))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

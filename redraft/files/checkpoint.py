@@ -1,0 +1,273 @@
+"""Load Hugging Face models and tokenizers completely, or fail with one clear line."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2Config,
+)
+
+from redraft.files.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    check_model_folder,
+    fetch_model,
+    open_folder,
+    read_config,
+    read_json,
+    text_sections,
+)
+from redraft.files.target_folder import TargetFolder
+
+TEKKEN = "tekken.json"  # mistral-common's tokenizer, in some repositories the only one
+TEMPLATE = "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"  # of processors of text and images; vLLM reads it too
+
+
+class MiMoConfig(Qwen2Config):  # type: ignore[misc]
+    """MiMo, which `transformers` does not know. Without the MTP layer, it is a Qwen2."""
+
+    model_type = "mimo"
+
+
+# Raises a ValueError at import once transformers brings a model type of this name.
+AutoConfig.register("mimo", MiMoConfig)
+
+
+@functools.cache
+def register_models() -> None:
+    """Register MiMo with `AutoModelForCausalLM`, once.
+
+    Not at import: Qwen2's module takes most of a second to load.
+    """
+    from transformers import Qwen2ForCausalLM
+
+    class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
+        config_class = MiMoConfig
+
+    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
+
+
+def model_class(config: Any) -> Any:
+    """The auto class of a config's causal LM, with images or not.
+
+    Raises:
+        ValueError: none.
+    """
+    register_models()
+    if encoder := next((name for name in config.architectures or () if "MaskedLM" in name), None):
+        raise ValueError(f"{encoder} is an encoder: give a causal language model")
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(
+        f"transformers has no language model for a {type(config).__name__} ({config.model_type})"
+    )
+
+
+def attention_of(config: Any) -> str | None:
+    """The attention to load a causal LM with; None for that of transformers.
+
+    SDPA, or eager for layers with sinks.
+    """
+    # SDPA drops a cap on the scores without a word.
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
+def new_model(config: Any, dtype: torch.dtype | None) -> Any:
+    """An untrained causal LM, with the attention of `attention_of`. Raises: as `model_class`."""
+    config = copy.deepcopy(config)  # the model writes into it
+    return model_class(config).from_config(
+        config, dtype=dtype, attn_implementation=attention_of(config)
+    )
+
+
+def load_causal_lm(
+    name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = ""
+) -> Any:
+    """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from
+    the files. Attention is that of `attention_of`. A `cure` ends the error of a model that
+    transformers cannot load.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or is not a model folder.
+        ValueError: a file is corrupt, or a weight is missing; the message names it.
+    """
+    folder = fetch_model(name_or_path)
+    check_model_folder(folder)
+    config = load_config(folder)
+    kind = model_class(config)
+    try:
+        model, report = kind.from_pretrained(
+            str(folder),
+            dtype=dtype or "auto",
+            attn_implementation=attention_of(config),
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # transformers raises a dozen types here, many of several lines
+        reason = f"cannot load the model {name_or_path}: {_reason(error, folder)}"
+        raise ValueError("; ".join(filter(None, [reason, cure]))) from error
+    # transformers fills what lacks with random numbers and only warns
+    if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+        raise ValueError(
+            f"{name_or_path} lacks {len(wrong)} weights of its architecture, the first is "
+            f"{wrong[0]}"
+        )
+    return model
+
+
+CONFIG_ERRORS = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
+"""Raised by transformers for a config.json that it cannot read: text that is not JSON, an unknown
+model type or dtype, a missing key, zero heads, a value of the wrong type; OSError if there is no
+file.
+"""
+
+
+def load_config(name_or_path: str | Path) -> Any:
+    """The `transformers` config of a model, by folder, hub name or JSON file.
+
+    Raises:
+        FileNotFoundError
+        ValueError: the name is a GGUF file, or the config is unreadable.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".json" and path.is_file():  # a config.json of any name
+        read_json(path)
+        folder, what = path, str(path)
+    else:
+        folder, what = open_folder(name_or_path), f"the {CONFIG} of {name_or_path}"
+        read_config(folder)
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except CONFIG_ERRORS as error:
+        field = ""
+        # transformers looks for `torch.bfloat16` as a name in torch.
+        if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
+            field = ': write "dtype": "bfloat16" in place of "torch.bfloat16"'
+        raise ValueError(f"cannot read {what}: {_reason(error, folder)}{field}") from error
+
+
+def load_text_config(name_or_path: str | Path) -> Any:
+    """The config of the text model in a model. Raises: as `load_config`."""
+    return load_config(name_or_path).get_text_config()
+
+
+def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
+    """Raise ValueError, with a name and a cure, if a target's weights are stored in FP8, by AWQ,
+    GPTQ or the like.
+    """
+    if method := target.quantization:
+        raise ValueError(f"{what}: it is quantised ({method}), which is not supported; {cure}")
+
+
+def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end an engine's answer: of tokenizer and generation_config.json, or config.json."""
+    folder = open_folder(name_or_path)
+    path = next(
+        (path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None
+    )
+    sections = text_sections(read_json(path)) if path else ()
+    ends = next(
+        (
+            section["eos_token_id"]
+            for section in sections
+            if section.get("eos_token_id") is not None
+        ),
+        None,
+    )
+    # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008
+    # and 128009.
+    listed = ends if isinstance(ends, list) else [ends]
+    return tuple(
+        sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+    )
+
+
+def load_tokenizer(name_or_path: str | Path) -> Any:
+    """The tokenizer of a folder or hub name.
+
+    Raises:
+        FileNotFoundError
+        ValueError: it is unreadable, or two files hold different chat templates.
+    """
+    folder = open_folder(name_or_path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    if (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").is_file():
+        return _load_tekken(folder / TEKKEN)
+    if not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
+        raise FileNotFoundError(
+            f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(
+            f"cannot load the tokenizer of {name_or_path}: {_reason(error, folder)}"
+        ) from error
+    _read_processor_template(folder, tokenizer)
+    return tokenizer
+
+
+def _read_processor_template(folder: Path, tokenizer: Any) -> None:
+    """Give a tokenizer without a chat template the processor's.
+
+    Raises:
+        ValueError: it has another one: vLLM serves a model of text and images with the processor's.
+    """
+    path, found = folder / PROCESSOR_TEMPLATE, tokenizer.chat_template
+    if not path.is_file() or not (template := read_json(path).get("chat_template")):
+        return
+    default = found.get("default") if isinstance(found, dict) else found
+    if default is not None and default.strip() != template.strip():
+        other = TEMPLATE if (folder / TEMPLATE).is_file() else "tokenizer_config.json"
+        raise ValueError(
+            f"{folder / other} and {path} hold different chat templates, and engines do not choose "
+            "alike: remove the one that is left over"
+        )
+    tokenizer.chat_template = found or template
+
+
+def _load_tekken(path: Path) -> Any:
+    """The tokenizer in Mistral's format, with transformers' chat template for it.
+
+    Raises:
+        ValueError: it is unreadable, or mistral-common is missing.
+    """
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    try:
+        return convert_tekken_tokenizer(str(path))
+    except Exception as error:
+        raise ValueError(f"cannot load the tokenizer {path}: {first_line(error)}") from error
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """The first line of an error of transformers, or our words if it asks for code."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code from its own folder (auto_map), which redraft does not run: save "
+            "the tokenizer as a tokenizer.json, or choose a model of a type that transformers has"
+        )
+    try:
+        for path in sorted(folder.glob("*.json")):
+            read_json(path)
+    except ValueError as corrupt:
+        return str(corrupt)
+    return first_line(error)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,469 @@
+"""The one reader of model folders.
+
+Where a model is, its config.json and other JSON files, the file of each tensor, whether all files
+are there, and the model's fingerprint.
+
+Standard library and msgspec only, apart from the hub's client for a hub name: help texts and
+control planes read folders too. What needs transformers is in `files.checkpoint`.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from redraft.files.artifact import (
+    MANIFEST,
+    VOLATILE_CONFIG_KEYS,
+    safetensors_header,
+    safetensors_samples,
+    sha256,
+    verify,
+)
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+MISTRAL_CONFIG = "params.json"
+GENERATION_CONFIG = "generation_config.json"
+MODELOPT = "hf_quant_config.json"
+"""File beside config.json in which ModelOpt names the quantization."""
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+MODEL_FILES = (*SMALL_FILES, "*.safetensors")
+"""Files of a hub repository to download."""
+OTHERS = ("*/*", "consolidated*")
+"""Files that hold the model in formats of others."""
+OLD_WEIGHTS = "pytorch_model*.bin"
+"""Weights of repositories without safetensors."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+TO_SAFETENSORS = f"convert them to {WEIGHTS}, with torch.load and safetensors.torch.save_file"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+TRAINED_WITH = "trained_with"
+"""Key in an export's `redraft` section: the trained architecture, under the engines' keys. The
+engines' copies at the top level may be edited after the export; these are not.
+"""
+
+T = TypeVar("T")
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a folder.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or is not a model folder.
+        ValueError: it is not JSON.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no model folder {folder}, and it is not a hub name (owner/name) either"
+        )
+    if not (folder / CONFIG).is_file() and (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise FileNotFoundError(
+            f"{folder} is an adapter of {base}: merge it first (peft's merge_and_unload, then "
+            "save_pretrained), and give the merged model"
+        )
+    if not (folder / CONFIG).is_file():
+        reason = "it is not a model folder"
+        if (folder / MISTRAL_CONFIG).is_file():
+            reason = (
+                f"its {MISTRAL_CONFIG} is Mistral's own layout, which redraft does not read; get the "
+                "model in the layout of transformers"
+            )
+        elif (folder / "draft" / CONFIG).is_file():
+            reason = f"it is the folder of a run; did you mean {folder / 'draft'}?"
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}: {reason}")
+    return read_json(folder / CONFIG)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises: as `read_as`."""
+    return read_as(path, dict[str, Any])
+
+
+def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -> T:
+    """The record in a JSON file.
+
+    Missing keys get their defaults; unknown ones are ignored.
+
+    Raises:
+        ValueError: which names file and cure, if it is corrupt or of another type.
+    """
+    try:
+        # msgspec's decoder refuses NaN, which other programs write.
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): {cure}") from error
+
+
+def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A config.json, and the section of the language model in a wrapper of text and images."""
+    return config, config.get("text_config") or {}
+
+
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of this config.json on the quantization of its weights.
+
+    Empty if they are plain.
+    """
+    keys = (
+        "quantization_config",
+        "compression_config",
+    )  # the second is an old one of compressed-tensors
+    return next(
+        (place[key] for place in text_sections(config) for key in keys if place.get(key)), {}
+    )
+
+
+def find_quantization(config: Mapping[str, Any]) -> str | None:
+    """The quantization of the weights beside this config.json, as its tool calls it.
+
+    None if they are plain.
+    """
+    section = quantization_section(config)
+    # ModelOpt names the method `quant_algo`.
+    return (
+        None
+        if not section
+        else section.get("quant_method") or section.get("quant_algo") or "packed"
+    )
+
+
+def read_quantization(folder: Path) -> str | None:
+    """`find_quantization` of a folder, in which a file of ModelOpt may name it too.
+
+    Raises: as `read_config`.
+    """
+    if found := find_quantization(read_config(folder)):
+        return found
+    path = folder / MODELOPT
+    return (
+        str(read_json(path).get("quantization", {}).get("quant_algo") or "packed")
+        if path.is_file()
+        else None
+    )
+
+
+def read_dtype(folder: Path) -> str | None:
+    """The type of the weights by config.json; None if it names none. Raises: as `read_config`."""
+    # `torch_dtype` until transformers 4.56.
+    sections = text_sections(read_config(folder))
+    return next(
+        (dtype for one in sections if (dtype := one.get("dtype") or one.get("torch_dtype"))), None
+    )
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The generation_config.json of a folder; empty without one.
+
+    Raises:
+        ValueError: if it is corrupt.
+    """
+    path = folder / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a safetensors folder, by the tensor's name.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: a file is truncated; the message names it.
+    """
+    first = weight_files(folder)[0]
+    if (folder / INDEX).is_file():
+        return {
+            name: folder / file for name, file in read_as(folder / INDEX, _Index).weight_map.items()
+        }
+    if first.name != WEIGHTS:
+        raise FileNotFoundError(f"{folder} has its weights in {first.name}: {TO_SAFETENSORS}")
+    return dict.fromkeys(safetensors_header(first), first)
+
+
+def _refuse_two(folder: Path) -> None:
+    """Raise ValueError if a folder has two sets of weights.
+
+    Transformers reads the whole file, vLLM the index.
+    """
+    if (folder / WEIGHTS).is_file() and WEIGHTS not in read_as(
+        folder / INDEX, _Index
+    ).weight_map.values():
+        raise ValueError(
+            f"{folder} has both {WEIGHTS} and {INDEX}, which transformers and vLLM do not choose "
+            "alike: remove the one that is left over"
+        )
+
+
+def count_parameters(folder: Path) -> int:
+    """Number of values in the weights of a safetensors folder. Raises: as `tensor_files`."""
+    headers = [safetensors_header(file) for file in sorted(set(tensor_files(folder).values()))]
+    return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
+
+
+def is_hub_name(name_or_path: str | Path) -> bool:
+    """True for `owner/name`, unless such a folder exists here, or it is a GGUF file's name."""
+    is_name = HUB_NAME.fullmatch(str(name_or_path)) is not None and not _is_gguf(name_or_path)
+    return is_name and not Path(name_or_path).exists()
+
+
+def _is_gguf(name_or_path: str | Path) -> bool:
+    return Path(name_or_path).suffix.lower() == ".gguf"
+
+
+def refuse_gguf(name_or_path: str | Path) -> None:
+    """Raise ValueError if a model is named by its GGUF file.
+
+    The message is the command that makes a folder of it.
+    """
+    if _is_gguf(name_or_path):
+        raise ValueError(
+            f"{name_or_path} is a GGUF file: run `redraft data import-gguf {name_or_path} FOLDER`, "
+            "then give FOLDER instead"
+        )
+
+
+def model_folder(name_or_path: str | Path) -> Path:
+    """The folder of a model: the given one, or for a hub name the folder in the hub's cache.
+
+    Raises:
+        FileNotFoundError: the hub's cache does not hold the model.
+        ValueError: the name is a GGUF file.
+    """
+    refuse_gguf(name_or_path)
+    if not is_hub_name(name_or_path):
+        return Path(name_or_path)
+    from huggingface_hub import try_to_load_from_cache
+
+    # Never from the network: a question about a folder must not start a download of many gigabytes.
+    # By one file, since `snapshot_download` refuses a snapshot without the files of the repository
+    # which nobody reads.
+    config = try_to_load_from_cache(str(name_or_path), CONFIG)
+    if not isinstance(config, str):
+        raise FileNotFoundError(
+            f"{name_or_path} is neither a folder here nor in the hub's cache: load it once"
+        )
+    return Path(config).parent
+
+
+def open_folder(name_or_path: str | Path) -> Path:
+    """The folder of a model with all files but the weights.
+
+    The given one, or for a hub name the one in the hub's cache, made complete.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or neither the hub nor its cache gives the
+            model.
+        ValueError: the name is a GGUF file.
+    """
+    if not is_hub_name(name_or_path):
+        return model_folder(name_or_path)
+    reason = _download(str(name_or_path), *SMALL_FILES)
+    try:
+        return model_folder(name_or_path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name_or_path} is no folder here, and the hub does not give it: {reason or error}"
+        ) from error
+
+
+def fetch_model(name_or_path: str | Path) -> Path:
+    """The folder of a model.
+
+    The given one, or for a hub name the folder in the hub's cache, made complete. Only files are
+    downloaded which transformers or vLLM read. If the hub cannot be asked, a complete model in the
+    cache will do.
+
+    Raises:
+        FileNotFoundError: the hub does not give the model, and the cache does not hold all of it.
+        ValueError: the name is a GGUF file.
+    """
+    if not is_hub_name(name_or_path):
+        return model_folder(name_or_path)
+    reason = _download(str(name_or_path), *MODEL_FILES)
+    try:
+        folder = model_folder(name_or_path)
+        if not reason and not _has_weights(folder):
+            reason = _download(str(name_or_path), OLD_WEIGHTS)
+        _check_weights(folder)
+        if not _has_weights(folder):
+            raise FileNotFoundError(f"{folder} holds no weights")
+    except (FileNotFoundError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name_or_path} is no folder here, and the hub does not give all of it: "
+            f"{reason or error}"
+        ) from error
+    return folder
+
+
+def _download(name: str, *patterns: str) -> str:
+    """Download the files of a model that are not in the hub's cache.
+
+    Returns the reason if it fails, or "".
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=[*OTHERS])
+    except (
+        Exception
+    ) as error:  # OSError and the errors of the HTTP library, which differs from release to release
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob(OLD_WEIGHTS))
+
+
+def check_model_folder(name_or_path: str | Path) -> None:
+    """Check that a local model folder is complete.
+
+    A config, every shard of the index, and no file cut short. A folder with a manifest is compared
+    with it byte for byte. A hub name is left to the hub's checks.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or is not a model folder.
+        ValueError: a file is corrupt or missing, or the name is a GGUF file; the message names it.
+    """
+    refuse_gguf(name_or_path)
+    if is_hub_name(name_or_path):
+        return
+    folder = Path(name_or_path)
+    read_config(folder)
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+    _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise ValueError, naming the first, if a safetensors file is cut short or a shard of an index
+    is missing.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        safetensors_header(path)
+    if (folder / INDEX).is_file():
+        _refuse_two(folder)
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = set(read_as(path, _Index).weight_map.values())
+        if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
+            raise ValueError(
+                f"{folder / missing[0]} is missing: {path.name} names it; fetch it again"
+            )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights, sorted: those of the index, the whole file, or the old ones.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: there are two sets.
+    """
+    if (folder / INDEX).is_file():
+        _refuse_two(folder)
+        return sorted(
+            {folder / name for name in read_as(folder / INDEX, _Index).weight_map.values()}
+        )
+    whole = folder / WEIGHTS
+    if files := [whole] if whole.is_file() else sorted(folder.glob(OLD_WEIGHTS)):
+        return files
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES)
+    if not others:
+        raise FileNotFoundError(
+            f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder"
+        )
+    cure = TO_SAFETENSORS
+    if others[0].endswith(".safetensors"):
+        cure = f"fetch {INDEX} too" if len(others) > 1 else f"rename it to {WEIGHTS}"
+    raise FileNotFoundError(f"{folder} has its weights in {others[0]}: {cure}")
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the
+    weights. From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES
+    at the start, middle and end of every tensor. So tens of GB take about a second, and a
+    fine-tuned copy still differs. Other weight files are read in full. The same weights in other
+    shards count as another model. A fingerprint does not show corrupt bytes; `verify` does.
+
+    Raises:
+        FileNotFoundError: there is no config.json, or no weights.
+        ValueError: a file is truncated or corrupt.
+    """
+    config, digest = read_config(folder), hashlib.sha256()
+    # Keys are sorted below, because saving a model again may reorder them.
+    kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
+        digest.update(bytes.fromhex(sha256(path)))
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            for block in safetensors_samples(path):
+                digest.update(block)
+        else:
+            digest.update(bytes.fromhex(sha256(path)))
+    return digest.hexdigest()
+
+
+def lineage(folder: Path) -> str:
+    """SHA-256, in hex, over the part of a target that the layout of a draft depends on.
+
+    This is the model's type, the vocabulary, and the names and shapes of the tensors. A fine-tune
+    or a later checkpoint has the lineage of the model it began as, with another `fingerprint`.
+    Settings that a later release of transformers spells differently do not count, nor do the types
+    of the tensors, their order in shards, and an output head that is a copy of tied embeddings.
+
+    Raises:
+        FileNotFoundError: there is no config.json, or no weights in safetensors.
+        ValueError: a file is truncated or corrupt.
+    """
+    config = read_config(folder)
+    headers = [safetensors_header(path) for path in sorted(set(tensor_files(folder).values()))]
+    shapes = {
+        name: entry["shape"]
+        for header in headers
+        for name, entry in header.items()
+        if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
+    }
+    types = [section.get("model_type") for section in text_sections(config)]
+    known = json.dumps([types, shapes, _digest_vocabulary(folder)], sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()
+
+
+def _digest_vocabulary(folder: Path) -> str:
+    """SHA-256 over tokens and merges of a tokenizer; empty without one."""
+    path = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+    if path is None:
+        return ""
+    if path.name != "tokenizer.json":
+        return sha256(path)
+    # Padding, truncation, added tokens and the spelling of merges change when a fine-tune is saved.
+    model = read_json(path).get("model") or {}
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()
+    ]
+    return hashlib.sha256(
+        json.dumps([model.get("vocab"), merges], sort_keys=True).encode()
+    ).hexdigest()
+
+
+def trained_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The trained architecture in an export's config.json; empty for one of another trainer."""
+    recorded: Mapping[str, Any] = (config.get("redraft") or {}).get(TRAINED_WITH) or {}
+    return recorded

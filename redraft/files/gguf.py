@@ -1,0 +1,270 @@
+"""Read a GGUF file with `transformers`, and write the model as a folder in bfloat16.
+
+Engines and trainers read folders of safetensors. A GGUF file keeps its weights in blocks of a few
+bits; they are converted to bfloat16 once, so every later run loads the same numbers.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from redraft.files.artifact import require_space
+from redraft.files.checkpoint import first_line, load_tokenizer
+
+MAGIC = b"GGUF"
+
+PROBE = "Hello, world!\n\n  def f(x):\n      return x ** 2 + 10  # naïve café, 東京, 🙂\n"
+"""Text that a tokenizer must return unchanged: indentation, digits, accents, and characters of
+three and four bytes.
+"""
+
+WRITE_MARGIN = 1.05
+"""Room for the tokenizer, the config and the file system, as a factor on the bytes of the weights.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    """The metadata of a GGUF file, without the weights."""
+
+    architecture: str
+    """llama.cpp's name of the architecture, e.g. `llama` or `qwen2`."""
+    name: str
+    license: str
+    weight_types: tuple[str, ...]
+    """Types of the stored tensors, e.g. `Q4_1` and `F32`."""
+    end_of_turn: int | None
+    """Id of the token that ends a turn of a chat, if it differs from the tokenizer's end token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufModel:
+    """A model read from a GGUF file, in bfloat16, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def check_gguf(path: Path) -> None:
+    """Check that `path` starts as a GGUF file does, and that the package to read it is installed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a GGUF file, or the `gguf` package is not installed.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: give the path of a .gguf file")
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{path} is not a GGUF file: it does not start with {MAGIC.decode()}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("GGUF files need a separate package: pip install gguf")
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The metadata of a GGUF file.
+
+    Raises:
+        ValueError: the file is truncated or corrupt.
+    """
+    from gguf import GGUFReader, GGUFValueType  # an optional dependency
+
+    class Reader(GGUFReader):  # type: ignore[misc]  # gguf has no types
+        def _get_field_parts(self, offset: int, raw_type: int) -> Any:
+            # gguf would read zeros behind the end, for as long as a length in the file says.
+            if raw_type == GGUFValueType.ARRAY:
+                length = self._get(offset + 4, np.uint64)
+                if not length.size or length[0] > self.data.size:
+                    raise ValueError("an array is longer than the file")
+            return super()._get_field_parts(offset, raw_type)
+
+    try:
+        reader = Reader(path)
+        fields = {
+            key: reader.fields[key].contents()
+            for key in (
+                "general.architecture",
+                "general.name",
+                "general.license",
+                "general.type",
+                "split.count",
+                "tokenizer.ggml.eot_token_id",
+            )
+            if key in reader.fields
+        }
+        types = {tensor.tensor_type.name for tensor in reader.tensors}
+    except Exception as error:  # numpy, struct and unicode errors: the reader checks nothing itself
+        raise ValueError(
+            f"{path} is truncated or corrupt ({first_line(error)}): fetch it again"
+        ) from error
+    if (parts := int(fields.get("split.count", 0))) > 1:
+        raise ValueError(
+            f"{path} is one of {parts} parts (split.count): merge them first, with "
+            "llama-gguf-split --merge FIRST_PART OUTPUT"
+        )
+    if fields.get("general.type", "model") != "model":
+        raise ValueError(
+            f"{path} holds {fields['general.type']} weights (general.type), not a model: an adapter "
+            "is merged into its model first, with llama-export-lora"
+        )
+    if "general.architecture" not in fields:
+        raise ValueError(f"{path} names no architecture: it is not the GGUF file of a model")
+    return GgufHeader(
+        architecture=fields["general.architecture"],
+        name=fields.get("general.name", ""),
+        license=fields.get("general.license", ""),
+        weight_types=tuple(sorted(types)),
+        end_of_turn=fields.get("tokenizer.ggml.eot_token_id"),
+    )
+
+
+def read_config(path: Path, architecture: str) -> Any:
+    """The `transformers` config of a GGUF file.
+
+    Raises:
+        ValueError: transformers does not read the architecture, or not as a causal language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
+        with torch.device("meta"):  # also refuses encoders
+            AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} does not read {path}, of the architecture "
+            f"{architecture!r}, "
+            f"as a causal language model ({first_line(error)}): get the model as safetensors"
+        ) from error
+    return config
+
+
+def require_space_for(config: Any, output: Path) -> None:
+    """Raise OSError (ENOSPC) unless the disk of `output` has room for a model of this config in
+    bfloat16.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # `parameters` yields tied weights once, as the file holds them.
+    num_bytes = sum(weight.numel() for weight in model.parameters()) * torch.bfloat16.itemsize
+    require_space(output, int(num_bytes * WRITE_MARGIN))
+
+
+def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
+    """Convert the weights to bfloat16, with a progress bar, and read the tokenizer.
+
+    Raises:
+        ValueError: the file is truncated, a weight is missing, or the tokenizer cannot be read.
+    """
+    folder, name = str(path.parent), path.name
+    options: dict[str, Any] = {}
+    if hasattr(
+        transformers, "GgufConfig"
+    ):  # since 5.19 quantised weights may stay packed, which cannot be saved
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=name,
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
+        )
+    except Exception as error:
+        raise ValueError(f"cannot read {path}: {first_line(error)}") from error
+    if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+        raise ValueError(
+            f"{path} misses {len(wrong)} weights of its architecture, the first is {wrong[0]}"
+        )
+    return GgufModel(model=_make_savable(loaded, config, header.end_of_turn), tokenizer=tokenizer)
+
+
+def save(read: GgufModel, folder: Path) -> None:
+    """Write the model and the tokenizer, and check both as written.
+
+    Raises:
+        ValueError: the tokenizer of the folder does not return a probe text, or the chat template
+            fails.
+    """
+    read.model.save_pretrained(folder)
+    read.tokenizer.save_pretrained(folder)
+    _drop_added_tokens(folder, read.model.config.vocab_size)
+    check_tokenizer(folder, vocab_size=read.model.config.vocab_size)
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Check the tokenizer of a folder.
+
+    A probe text returns unchanged, ids fit the model, the template renders.
+
+    Raises:
+        ValueError: one of these fails; the message says which.
+    """
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer(PROBE, add_special_tokens=False).input_ids
+    if (text := tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != PROBE:
+        raise ValueError(
+            f"the tokenizer does not return a probe text: {PROBE!r} became {text!r}; get the "
+            "safetensors"
+        )
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model only {vocab_size:,}"
+        )
+    if tokenizer.chat_template is None:
+        return
+    messages = [{"role": "user", "content": "ping-redraft"}]
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:
+        raise ValueError(f"the chat template cannot be rendered: {first_line(error)}") from error
+    if "ping-redraft" not in rendered:
+        raise ValueError(f"the chat template drops the question: it renders {rendered!r}")
+
+
+def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
+    """Drop the tokens that transformers adds to a tokenizer but the model has no embedding for.
+
+    It adds GPT-2's `<|endoftext|>` to every byte-level tokenizer. In a prompt, its id would be out
+    of range.
+    """
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"] = [
+        token for token in tokenizer["added_tokens"] if token["id"] < vocab_size
+    ]
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
+    """A plain model of `config` that shares the weights of `loaded`, which counts as quantised and
+    refuses to save.
+    """
+    state: Mapping[str, torch.Tensor] = loaded.state_dict()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Assigned, not copied: a meta model has no memory to copy into. It unties tied weights, so tie
+    # them again.
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    # A file has one end token. Many chat models end a turn with another: without it, an answer
+    # would run on.
+    ends = [token for token in (config.eos_token_id, end_of_turn) if token is not None]
+    # or the next load takes the config's end token again
+    model.generation_config._from_model_config = False
+    model.generation_config.eos_token_id = (
+        ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None
+    )
+    return model

@@ -1,0 +1,65 @@
+"""A cache on disk, by a hash of all inputs of a value: an interrupted run continues from it."""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from redraft.files.artifact import write_whole
+from redraft.files.folder import is_hub_name, model_folder
+
+T = TypeVar("T")
+
+KEPT = re.compile(r"(.+-)?[0-9a-f]{16}\.json")
+"""Names of kept values, with the first 64 bits of the hash of their key."""
+
+
+def compute_once(
+    folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]
+) -> T:
+    """The result of `compute()`, or the value left by a run with an equal `key` in `folder` as
+    `name`-HASH.json.
+    """
+    # 64 bits of the hash suffice for the few values of a folder.
+    path = folder / f"{name}-{hash_key(key)[:16]}.json"
+    if path.is_file():
+        # compute it again if it was written by a version whose `kind` has other fields
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+    value = compute()
+    write_whole(path, msgspec.json.encode(value))
+    return value
+
+
+def find_not_kept(folder: Path) -> Path | None:
+    """The first file under `folder` that is not named as a kept value, or None."""
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return next((path for path in files if not KEPT.fullmatch(path.name)), None)
+
+
+def hash_key(key: object) -> str:
+    """SHA-256 (hex) of any JSON-serialisable value."""
+    return hashlib.sha256(msgspec.json.encode(key)).hexdigest()
+
+
+def fingerprint_path(name: str) -> str:
+    """A hash over names, sizes and times of the files at a path.
+
+    Of a hub name, the commit in the hub's cache if it is there; else `name` itself.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if is_hub_name(name):
+            return f"{name}@{model_folder(name).name}"
+    path = Path(name)
+    if not name or not path.exists():
+        return name
+    files = (
+        sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+    )
+    # Size and time instead of the bytes, which take minutes to read for a large model.
+    stats = [(str(file.relative_to(path)), file.stat()) for file in files]
+    return hash_key([(below, stat.st_size, stat.st_mtime_ns) for below, stat in stats])

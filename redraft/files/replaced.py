@@ -1,0 +1,145 @@
+"""Replace the results of an earlier run, which stay usable until the new ones are complete.
+
+    OUT/draft/, OUT/report.json    results, by the names that their command writes
+    OUT/.previous/                 those of the earlier run, while the new ones are made
+
+    find_obstacle     before any work: what would be lost that is not a result of redraft
+    keep_previous     when nothing can be refused any more
+    drop_previous     when the new results are complete
+
+A failed or killed run leaves the earlier results there. The next --overwrite keeps them.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+from redraft.files.artifact import find_foreign, require_free, sync
+from redraft.files.kept import find_not_kept
+
+PREVIOUS = ".previous"
+
+
+def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
+    """Raise FileExistsError as `require_free`, and if a path in `reads`, the settings of the
+    command, lies in `folder`.
+    """
+    if obstacle := find_obstacle([folder], reads, lambda _: None):
+        raise FileExistsError(f"{obstacle}: choose another output folder")
+    require_free(folder, overwrite=overwrite)
+
+
+def find_obstacle(
+    results: Iterable[Path],
+    reads: object,
+    find_foreign: Callable[[Path], Path | None] = find_foreign,
+) -> str:
+    """Why `results` may not be replaced, or an empty string.
+
+    `reads` are the settings of the command, a mapping or a dataclass: a path in them, also through
+    links, must not lie in the results. Nor may a file that `find_foreign` finds in a folder.
+    """
+    results = [path for path in results if os.path.lexists(path)]
+    for path in results:
+        if path.is_dir() and (foreign := find_foreign(path)) is not None:
+            return f"{foreign} was not written by redraft"
+    places = {place for path in results for place in _places(path)}
+    for flag, read in _find_paths(reads, "-"):
+        if any(
+            place == end or place in end.parents
+            for end in _list_ends(Path(read))
+            for place in places
+        ):
+            return f"{flag} {read} would be replaced by the results"
+    return ""
+
+
+def start_over(folder: Path, name: str, reads: object) -> None:
+    """Set the kept values in `folder`/`name` aside, until `drop_previous` of `folder`/.previous.
+
+    Raises:
+        ValueError: it holds other files, or one that a path in `reads` names.
+    """
+    if obstacle := find_obstacle([folder / name], reads, find_not_kept):
+        raise ValueError(f"{obstacle}: choose another --output")
+    keep_previous([folder / name], folder / PREVIOUS)
+
+
+def keep_previous(results: Iterable[Path], previous: Path) -> None:
+    """Move `results` into the folder `previous`.
+
+    If it is there already, they are those of a replacement that was never completed, and are
+    removed.
+    """
+    undo_move(previous)
+    results = [path for path in results if os.path.lexists(path)]
+    if not results:
+        return
+    if previous.is_dir():
+        for path in results:
+            _remove(path)
+    else:
+        moving = _moving(previous)
+        moving.mkdir(parents=True)
+        for path in results:
+            path.rename(moving / path.name)
+        moving.rename(previous)
+        sync(previous.parent)
+    print(f"the earlier results are kept in {previous} until the new ones are complete", flush=True)
+
+
+def undo_move(previous: Path) -> None:
+    """Undo a `keep_previous` that was killed on its way."""
+    moving = _moving(previous)
+    if moving.is_dir():
+        for path in moving.iterdir():
+            path.rename(previous.parent / path.name)
+        moving.rmdir()
+
+
+def drop_previous(previous: Path) -> None:
+    """Remove the earlier results, because the new ones are complete."""
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _moving(previous: Path) -> Path:
+    return previous.with_name(f"{previous.name}.partial")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _places(path: Path) -> set[Path]:
+    """A path by its name in its real folder, and by the target of its links."""
+    return {path.parent.resolve() / path.name, path.resolve()}
+
+
+def _list_ends(read: Path) -> Iterator[Path]:
+    """All places from which reading `read` takes a file."""
+    yield from _places(read)
+    for folder, names, files in os.walk(read):
+        for name in (*names, *files):
+            if (inside := Path(folder, name)).is_symlink():
+                yield inside.resolve()
+
+
+def _find_paths(value: object, flag: str) -> Iterator[tuple[str, str]]:
+    """(flag, path as it was given) of every file and folder that the settings of a command name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if (flag, name) != ("-", "output"):
+                key = str(name).replace("_", "-")
+                yield from _find_paths(inner, f"{flag}{'-' if flag == '-' else '.'}{key}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _find_paths(inner, flag)
+    elif isinstance(value, str | Path) and str(value):
+        # A draft may have a name: NAME=FOLDER.
+        for text in (str(value), str(value).partition("=")[2]):
+            if text and os.path.exists(text):
+                yield flag, text

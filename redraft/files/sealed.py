@@ -1,0 +1,101 @@
+"""Small JSON files that state their layout and show whether they are whole.
+
+A number and a CRC-32 beside the fields.
+
+    {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
+
+Files from earlier releases have neither and are read unchecked.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from redraft.files.artifact import write_whole
+
+T = TypeVar("T")
+D = TypeVar("D")
+LAYOUT, CRC = "layout", "crc32"
+
+
+class DamagedError(ValueError):
+    """The file is torn, altered or empty."""
+
+
+def write_sealed(
+    path: Path, fields: Mapping[str, Any], layout: int = 1, *, mode: int | None = None
+) -> None:
+    """Write the fields with layout and checksum, whole or not at all.
+
+    `mode` is the file's, whatever the umask.
+    """
+    sealed = {LAYOUT: layout, CRC: _checksum({LAYOUT: layout, **fields}), **fields}
+    write_whole(path, json.dumps(sealed), mode=mode)
+
+
+def read_sealed(path: Path, layout: int = 1) -> Any:
+    """The fields that `write_sealed` wrote.
+
+    Of a file with neither layout nor checksum, the JSON value as it is.
+
+    Raises:
+        DamagedError: if the file is not what was written.
+        ValueError: if a later release wrote it.
+        OSError: if it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged ({error})") from error
+    # One of the two makes it a sealed file: half a seal is damage.
+    if not isinstance(content, dict) or not {LAYOUT, CRC} & content.keys():
+        return content
+    checksum = content.pop(CRC, None)
+    if checksum != _checksum(content):
+        raise DamagedError(f"{path} is damaged (its checksum differs)")
+    # After the checksum, which covers the layout: a flipped bit in it is damage, not a later
+    # release.
+    written = content.pop(LAYOUT, layout)
+    if written > layout:
+        raise ValueError(
+            f"{path} was written by a later release of redraft (layout {written}): upgrade this one"
+        )
+    return content
+
+
+def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
+    """The fields as a record; `otherwise` if there is no file.
+
+    Raises:
+        DamagedError: also for a wrong type.
+        ValueError: if a later release wrote it.
+        OSError: if it cannot be read.
+    """
+    if not path.exists():
+        return otherwise
+    content = read_sealed(path)
+    try:
+        return msgspec.convert(content, kind)
+    except ValueError as error:
+        name = kind.__name__.strip("_").lower()
+        raise DamagedError(f"{path} is damaged (it does not hold a {name}: {error})") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file, so a person can look at it; returns the new path.
+
+    An earlier one is replaced.
+    """
+    aside = path.with_name(f"{path.name}.damaged")
+    return path.replace(aside)
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    # As they will be read back: json sorts 2 before 10 as numbers, and "10" before "2" as the keys
+    # of a file.
+    canonical = json.dumps(json.loads(json.dumps(fields)), sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(canonical.encode()):08x}"

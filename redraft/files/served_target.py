@@ -1,0 +1,145 @@
+"""Whether vLLM serves a target as it teaches a draft. If not, no training begins."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from redraft.files.folder import tensor_files
+from redraft.files.target_folder import TargetFolder
+from redraft.files.windows import target_window
+
+# fmt: off
+WITH_AUX = frozenset({
+    "AfmoeForCausalLM", "ApertusForCausalLM", "ArceeForCausalLM", "Cohere2MoeForCausalLM",
+    "CohereCompassForConditionalGeneration", "CwmForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "Emu3ForConditionalGeneration", "Ernie4_5ForCausalLM",
+    "Exaone4_5_ForConditionalGeneration", "FlexOlmoForCausalLM", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM",
+    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "Glm5NextForConditionalGeneration", "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
+    "GraniteForCausalLM", "GraniteSWAForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM",
+    "HunYuanVLForConditionalGeneration", "Jais2ForCausalLM", "KimiLinearForCausalLM", "LagunaForCausalLM",
+    "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM", "LlavaForConditionalGeneration",
+    "MellumForCausalLM", "MiMoForCausalLM", "MiMoV2FlashForCausalLM", "MiniCPM3ForCausalLM",
+    "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration", "MiniMaxM2ForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration",
+    "MistralForCausalLM", "MuseGlimmerForConditionalGeneration", "NemotronHForCausalLM", "NemotronH_Omni_Reasoning_V3",
+    "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM",
+})
+# fmt: on
+"""Architectures of transformers whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`).
+"""
+
+NUM_ROWS = 64  # Rows compared of two tables that should be equal.
+
+
+def require_aux(target: TargetFolder, family: str) -> None:
+    """Raise ValueError if vLLM cannot serve a head that reads inner layers of this target."""
+    architecture = next(iter(target.config.architectures or []), "")
+    if architecture and architecture not in WITH_AUX:
+        raise ValueError(
+            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the "
+            f"family {family} on "
+            f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for "
+            "another engine with --prove.no-engine"
+        )
+
+
+def require_served_alike(target: TargetFolder) -> None:
+    """Raise ValueError if vLLM would serve other positions, ids or another head."""
+    _require_one_rope(target.text_config, target.name)
+    require_rows(target)
+    # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
+    if all(
+        getattr(config, "tie_word_embeddings", False)
+        for config in (target.config, target.text_config)
+    ):
+        _require_tied(target.folder)
+
+
+def _require_one_rope(config: Any, name: str) -> None:
+    """With longrope vLLM takes the long factors for all texts, transformers for long ones only."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    original = (
+        rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    )
+    if config.max_position_embeddings > original:
+        raise ValueError(
+            f"{name} has longrope, of which vLLM takes other factors than training if it serves "
+            f"more than {original} "
+            f"tokens: set max_position_embeddings to {original} in the config.json of a copy, and "
+            "train for and serve the copy"
+        )
+
+
+def visible_length(config: Any, asked: int | None = None) -> int:
+    """Tokens that a draft of this target sees at once when served: `asked` at most.
+
+    With a window in all of the target's layers, vLLM gives it to the draft's.
+
+    Raises:
+        ValueError: nothing says how many.
+    """
+    lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
+    lengths.append(target_window(config))
+    if not any(lengths):
+        raise ValueError(
+            f"the config.json of this {config.model_type} does not say max_position_embeddings"
+        )
+    return min(filter(None, lengths))
+
+
+def require_rows(target: TargetFolder) -> None:
+    """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
+
+    A special token missing from the chat template needs no row, because no text has it: padding.
+    """
+    tokenizer, rows = target.tokenizer, target.text_config.vocab_size
+    late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
+    special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)
+    if written := [token for token in late if token not in special or token in template]:
+        num_ids = 1 + max(tokenizer.get_vocab().values())
+        raise ValueError(
+            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {target.name} "
+            f"{rows:,} "
+            "embeddings: take the tokens added later out of the tokenizer, or give the target rows "
+            "for them (resize_token_embeddings)"
+        )
+
+
+def _require_tied(folder: Path) -> None:
+    """Refuse two tables in the files of a model with one.
+
+    Transformers and vLLM may choose differently.
+    """
+    try:
+        files = tensor_files(folder)
+        names = [
+            name
+            for end in ("embed_tokens.weight", "lm_head.weight")
+            for name in files
+            if name.endswith(end)
+        ]
+        tables = [_some_rows(files[name], name) for name in names]
+    except FileNotFoundError:  # weights of another format, or on another machine
+        return
+    if len(tables) == 2 and (tables[0].shape != tables[1].shape or not tables[0].equal(tables[1])):
+        raise ValueError(
+            f"{folder} has tie_word_embeddings, but {names[1]} differs from {names[0]}: set "
+            "tie_word_embeddings "
+            f"to false in config.json if the head was trained, or remove {names[1]}"
+        )
+
+
+def _some_rows(path: Path, name: str) -> Any:
+    with safe_open(path, "pt") as file:
+        rows = file.get_slice(name)
+        step = max(1, rows.get_shape()[0] // NUM_ROWS)
+        return rows[::step]

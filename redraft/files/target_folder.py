@@ -1,0 +1,126 @@
+"""A target, opened once and passed on.
+
+Its folder, and everything that others read from the files in it.
+
+Importing this loads no torch: what needs transformers is read when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from redraft.files.folder import fingerprint, lineage, open_folder, read_quantization
+
+TARGET_VERSION = "redraft_target_version"
+"""Key of vLLM's `additional_config` under which a worker names the weights
+(`online.engine.target_watch`).
+"""
+
+TargetDtype = Literal["float32", "bfloat16"]
+"""Types in which a target computes here and is served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFolder:
+    """The files of a target, each read at most once."""
+
+    name: str
+    """The folder or hub name, as it was given: reports, servers and other processes take this one.
+    """
+    folder: Path
+    dtype: TargetDtype | None = None
+    """Type in which it computes; None for the stored one (`engine.target_dtype.open_target`).
+    """
+
+    @staticmethod
+    def open(name_or_path: str | Path) -> TargetFolder:
+        """Find the folder; the small files of a hub name are downloaded.
+
+        Raises: as `open_folder`.
+        """
+        return TargetFolder(name=str(name_or_path), folder=open_folder(name_or_path))
+
+    @property
+    def torch_dtype(self) -> Any:
+        """`dtype` as torch's."""
+        import torch
+
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+    @cached_property
+    def config(self) -> Any:
+        """The `transformers` config.
+
+        Copy it before building a model: that changes it. Raises: as `load_config`.
+        """
+        from redraft.files.checkpoint import load_config
+
+        return load_config(self.folder)
+
+    @property
+    def text_config(self) -> Any:
+        """The part of `config` for the language model.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        config = self.config.get_text_config()
+        if getattr(config, "vocab_size", None) is None:
+            raise ValueError(
+                f"{self.name} has no language model: a {type(config).__name__} has no vocabulary"
+            )
+        return config
+
+    @cached_property
+    def quantization(self) -> str | None:
+        """The quantization of the weights, as the tool calls it; None if they are plain."""
+        return read_quantization(self.folder)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The identity of the model (`folder.fingerprint`).
+
+        Raises: as it does, also before the weights are there.
+        """
+        return fingerprint(self.folder)
+
+    @cached_property
+    def lineage(self) -> str:
+        """The layout that drafts fit (`folder.lineage`); empty without weights in safetensors.
+
+        Then only drafts for these very weights fit.
+
+        Raises:
+            ValueError: if a file is corrupt.
+        """
+        try:
+            return lineage(self.folder)
+        except FileNotFoundError:
+            return ""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with the chat template. Raises: as `load_tokenizer`."""
+        from redraft.files.checkpoint import load_tokenizer
+
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens at which an engine ends an answer."""
+        from redraft.files.checkpoint import end_ids
+
+        return end_ids(self.folder, self.tokenizer)
+
+    @property
+    def writes_date(self) -> bool:
+        """`writes_date` of the tokenizer."""
+        return writes_date(self.tokenizer)
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Whether the chat template writes today's date, as those of Llama 3.2, SmolLM3 and gpt-oss do."""
+    return "strftime_now" in str(tokenizer.chat_template)

@@ -1,0 +1,124 @@
+"""Tensors by name: read a few from a sharded model, write and load those of a head."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from redraft.files.folder import CONFIG, INDEX, WEIGHTS, tensor_files, weight_files
+
+
+def list_tensors(folder: Path) -> dict[str, Path]:
+    """`tensor_files`, also of a folder with the older files pytorch_model*.bin.
+
+    Raises: as it does.
+    """
+    files = weight_files(folder)
+    if (folder / INDEX).is_file() or files[0].name == WEIGHTS:
+        return tensor_files(folder)
+    return {name: path for path in files for name in _map_bin(path)}
+
+
+def _map_bin(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=True
+        )
+    except Exception as error:  # of torch, zipfile and pickle
+        raise ValueError(f"{path} is corrupt ({type(error).__name__}): fetch it again") from error
+    return tensors
+
+
+def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """The named tensors, from any shard.
+
+    A KeyError is a bug, because names come from `list_tensors`.
+    """
+    files = list_tensors(folder)
+    tensors: dict[str, Tensor] = {}
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    for path, wanted in by_file.items():
+        if path.suffix == ".bin":
+            mapped = _map_bin(path)
+            tensors |= {name: mapped[name] for name in wanted}
+            continue
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in wanted}
+    return tensors
+
+
+def write_head(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    float32: tuple[str, ...] = (),
+) -> None:
+    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in
+    `dtype`. Those whose names begin with one of `float32` are written in float32.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
+    cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
+    # cloned, because safetensors refuses tensors with shared memory
+    save_file(
+        {n: t.detach().cpu().contiguous().clone() for n, t in cast.items()},
+        folder / WEIGHTS,
+        {"format": "pt"},
+    )
+    # Readers older than transformers 5 look for `torch_dtype`.
+    named_dtype = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (folder / CONFIG).write_text(json.dumps({**config, **named_dtype}, indent=2) + "\n")
+
+
+def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
+    # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
+    return mine.is_floating_point() and (
+        tensor.element_size() == 1 or not tensor.is_floating_point()
+    )
+
+
+def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Copy `tensors` into the parameters of the same names.
+
+    Engines silently load a head with a missing tensor; here it is an error.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, quantised or of another shape; the message names
+            the first.
+    """
+    mine = module.state_dict()
+    if packed := sorted(
+        name for name, tensor in tensors.items() if name in mine and _is_packed(tensor, mine[name])
+    ):
+        raise ValueError(
+            f"{source} holds quantised weights, such as {packed[0]}: give the weights from before "
+            "quantization"
+        )
+    if missing := sorted(mine.keys() - tensors.keys()):
+        raise ValueError(
+            f"{source} lacks {len(missing)} tensors of its head, the first is {missing[0]}"
+        )
+    if unknown := sorted(tensors.keys() - mine.keys()):
+        raise ValueError(
+            f"{source} holds {len(unknown)} tensors its config does not call for, such as "
+            f"{unknown[0]}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != mine[name].shape:
+            shapes = f"{tuple(tensor.shape)} instead of {tuple(mine[name].shape)}"
+            raise ValueError(
+                f"{source}: tensor {name} is {shapes}; it belongs to another target or config"
+            )
+    # Copies in the module's dtype: a checkpoint in bfloat16 becomes float32, to train on with.
+    module.load_state_dict(dict(tensors))

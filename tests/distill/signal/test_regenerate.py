@@ -1,0 +1,475 @@
+"""Against a small HTTP server that speaks the contract.
+
+It answers with the question and the length of the history.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from teachers import Reply, Teacher, teaching
+
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.messages import conversation_hash
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.target_answers import Sampling, prompt_key, regenerate
+from redraft.files import progress
+from redraft.recipes.data.regenerate import Config
+
+
+def answer(request: dict[str, Any]) -> Reply:
+    history = request["messages"]
+    message = {"role": "assistant", "content": f"{history[-1]['content']}! ({len(history)})"}
+    return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+
+@dataclass
+class Scripted(Teacher):
+    """One that replies by a function of the request."""
+
+    script: Callable[[dict[str, Any]], Reply] = answer
+
+    def reply(self, request: dict[str, Any]) -> Reply:
+        return self.script(request)
+
+
+@contextmanager
+def serving(
+    script: Callable[[dict[str, Any]], Reply] = answer,
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(URL, the requests received so far) of a server that lists one model and replies by `script`."""
+    with teaching(Scripted(script=script)) as teacher:
+        yield teacher.url, teacher.requests
+
+
+def make_endpoint(url: str, **options: Any) -> Endpoint:
+    return Endpoint(url, **{"attempts": 3, "backoff_s": 0.01, "concurrency": 4, **options})
+
+
+def make_conversation(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    messages = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+    ]
+    return {"messages": messages, "domain": "test"}
+
+
+def contents(output: Path) -> set[tuple[str, ...]]:
+    return {tuple(m["content"] for m in c["messages"]) for c in load_conversations(str(output))}
+
+
+def test_every_turn_is_answered_in_order_on_the_regenerated_history(tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "answers.jsonl"
+    with serving() as (url, requests):
+        stats = regenerate(
+            [make_conversation("a", "old", "b", "old", "c"), make_conversation("lonely", "old")],
+            make_endpoint(url + "/v1/"),
+            output,
+            Sampling(temperature=0.5, max_tokens=7, template_options={"enable_thinking": False}),
+        )
+    assert stats.done == 2
+    assert contents(output) == {
+        ("a", "a! (1)", "b", "b! (3)", "c", "c! (5)"),
+        ("lonely", "lonely! (1)"),
+    }
+    expected = {"model": "the-target", "temperature": 0.5, "max_tokens": 7}
+    assert all(expected.items() <= request.items() for request in requests)
+    assert requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert {c["domain"] for c in load_conversations(str(output))} == {"test"}
+
+
+def test_a_second_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    conversations = [make_conversation(f"question {i}", "old") for i in range(6)]
+    with serving() as (url, requests):
+        regenerate(conversations[:4], make_endpoint(url), output, Sampling())
+        with output.open("a") as file:
+            file.write('{"key": "0af9')
+        stats = regenerate(conversations, make_endpoint(url), output, Sampling())
+    assert (stats.already_there, stats.done, len(requests)) == (4, 2, 6)
+    assert contents(output) == {(f"question {i}", f"question {i}! (1)") for i in range(6)}
+
+
+@pytest.mark.parametrize("arguments", ['{"cup": 1', "[1]", '{"cup": "\\ud83d"}'])
+def test_a_malformed_tool_call_costs_one_conversation(arguments: str, tmp_path: Path) -> None:
+    def call(request: dict[str, Any]) -> Reply:
+        if request["messages"][-1]["content"] != "weigh":
+            return answer(request)
+        function = {"name": "weigh", "arguments": arguments}
+        message = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    output = tmp_path / "answers.jsonl"
+    asked = [make_conversation(question, "old") for question in ("a", "weigh", "b")]
+    with serving(call) as (url, _):
+        for there in (0, 2):
+            stats = regenerate(asked, make_endpoint(url), output, Sampling())
+            assert (stats.already_there, stats.done, stats.refused) == (there, 2 - there, 1)
+    assert contents(output) == {("a", "a! (1)"), ("b", "b! (1)")}
+
+
+def test_a_log_shows_the_wait_for_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+
+    def slow(request: dict[str, Any]) -> Reply:
+        time.sleep(1.5)
+        return answer(request)
+
+    with serving(slow) as (url, _):
+        regenerate(
+            [make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling()
+        )
+    waiting = [line for line in capsys.readouterr().err.splitlines() if "0/1" in line]
+    assert any("00:01" in line for line in waiting)
+
+
+def test_an_overloaded_server_is_asked_again(tmp_path: Path) -> None:
+    failures = iter([503, 429, 500])
+
+    def overloaded(request: dict[str, Any]) -> Reply:
+        status = next(failures, 200)
+        return answer(request) if status == 200 else (status, {"error": {"message": "busy"}})
+
+    with serving(overloaded) as (url, requests):
+        stats = regenerate(
+            [make_conversation("a")],
+            make_endpoint(url, attempts=4),
+            tmp_path / "answers.jsonl",
+            Sampling(),
+        )
+    assert (stats.done, len(requests)) == (1, 4)
+
+
+def test_a_server_that_goes_away_is_named_and_what_was_regenerated_stays(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    left = iter(range(3))
+
+    def dying(request: dict[str, Any]) -> Reply:
+        return (
+            answer(request)
+            if next(left, None) is not None
+            else (503, {"error": {"message": "shutting down"}})
+        )
+
+    conversations = [make_conversation(f"question {i}") for i in range(8)]
+    with serving(dying) as (url, _), pytest.raises(ConnectionError) as error:
+        regenerate(conversations, make_endpoint(url), output, Sampling())
+    message = str(error.value)
+    assert "\n" not in message
+    assert re.search(rf"{url}/v1/chat/completions .*\b3\b.*\(HTTP 503: shutting down\)", message)
+    assert re.search(rf"\b3 of 8\b.* {output}:", message)
+    assert len(contents(output)) == 3
+
+
+def test_an_address_where_nothing_listens_is_named(tmp_path: Path) -> None:
+    with serving() as (url, _):
+        pass  # the port is free again
+    with pytest.raises(ConnectionError, match=rf"{url}/v1/models .*\b3\b.*[Cc]onnect"):
+        regenerate(
+            [make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling()
+        )
+
+
+def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
+    def picky(request: dict[str, Any]) -> Reply:
+        if request["messages"][0]["content"] == "too long":
+            return 400, {"error": {"message": "maximum context length is 9\nmore of it"}}
+        return answer(request)
+
+    with serving(picky) as (url, _):
+        stats = regenerate(
+            [make_conversation("too long"), make_conversation("fine")],
+            make_endpoint(url),
+            tmp_path / "a",
+            Sampling(),
+        )
+        assert (stats.done, stats.refused) == (1, 1)
+        assert "first: " + url in str(stats)
+        assert str(stats).endswith("HTTP 400: maximum context length is 9")
+        with pytest.raises(ValueError, match=r"HTTP 400: .*\b9\b"):
+            regenerate(
+                [make_conversation("too long")], make_endpoint(url), tmp_path / "b", Sampling()
+            )
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"error": {"message": "the model is at its limit"}}, "the model is at its limit"),
+        ({"error": "no route to the model"}, "no route to the model"),
+        ({"error": {"message": "too long", "code": 400}}, "too long"),
+        ({"id": "x", "choices": None}, "choices"),
+        ({"choices": []}, "choices"),
+        ({"choices": [{"finish_reason": "stop"}]}, "choices"),
+        (
+            {"choices": [{"message": {"content": "half"}, "finish_reason": "content_filter"}]},
+            "filter",
+        ),
+    ],
+)
+def test_a_reply_without_an_answer_costs_one_conversation(
+    said: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    def gateway(request: dict[str, Any]) -> Reply:
+        return (200, said) if request["messages"][0]["content"] == "odd" else answer(request)
+
+    with serving(gateway) as (url, _):
+        stats = regenerate(
+            [make_conversation("odd"), make_conversation("fine")],
+            make_endpoint(url),
+            tmp_path / "a",
+            Sampling(),
+        )
+    assert (stats.done, stats.refused) == (1, 1)
+    assert reason in stats.refusal
+
+
+def test_an_overload_that_is_said_with_the_status_200_is_asked_again(tmp_path: Path) -> None:
+    replies = [(200, {"error": {"message": "slow down", "code": 429}})]
+
+    with serving(lambda request: replies.pop() if replies else answer(request)) as (url, requests):
+        stats = regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling())
+    assert (stats.done, stats.refused, len(requests)) == (1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("listing", "reason"),
+    [(b'{"data": []}', "--model"), (b"<!doctype html>", "OpenAI"), (b'["a"]', "OpenAI")],
+)
+def test_an_address_without_a_model_or_an_api_is_named(
+    listing: bytes, reason: str, tmp_path: Path
+) -> None:
+    with teaching(Scripted(listing=listing)) as teacher:
+        url = teacher.url
+        with pytest.raises((ValueError, ConnectionError), match=f"{url}.*{reason}"):
+            regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling())
+
+
+def test_a_wrong_model_name_ends_the_run(tmp_path: Path) -> None:
+    def unknown(request: dict[str, Any]) -> Reply:
+        return 404, {"error": {"message": f"no model {request['model']}"}}
+
+    with serving(unknown) as (url, _), pytest.raises(ValueError, match="HTTP 404"):
+        regenerate(
+            [make_conversation("a")],
+            make_endpoint(url, model="wrong"),
+            tmp_path / "answers.jsonl",
+            Sampling(),
+        )
+
+
+def test_an_answer_cut_at_the_length_limit_ends_its_conversation(tmp_path: Path) -> None:
+    def cut(request: dict[str, Any]) -> Reply:
+        status, body = answer(request)
+        body["choices"][0]["finish_reason"] = "length"
+        return status, body
+
+    output = tmp_path / "answers.jsonl"
+    with serving(cut) as (url, _):
+        stats = regenerate(
+            [make_conversation("a", "old", "b", "old")], make_endpoint(url), output, Sampling()
+        )
+    assert stats.cut == 1
+    (conversation,) = load_conversations(str(output))
+    assert conversation["cut"]
+    assert len(conversation["messages"]) == 2
+
+
+def test_an_answer_cut_in_its_thought_is_kept_with_the_thought(tmp_path: Path) -> None:
+    def cut(request: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": None, "reasoning": "First the number"}
+        return 200, {"choices": [{"message": message, "finish_reason": "length"}]}
+
+    output = tmp_path / "answers.jsonl"
+    with serving(cut) as (url, _):
+        stats = regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+    assert (stats.done, stats.cut, stats.refused) == (1, 1, 0)
+    (conversation,) = load_conversations(str(output))
+    assert conversation["cut"]
+    assert conversation["messages"][1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning": "First the number",
+    }
+
+
+def test_questions_are_asked_with_their_context_and_system_prompt(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [
+        {
+            "instruction": "how tall?",
+            "context": "It has 3 m.",
+            "response": "old",
+            "system": "Be a guide.",
+        },
+        {
+            "messages": json.dumps(
+                [{"role": "User", "value": "why?"}, {"role": "ai", "value": "old"}]
+            )
+        },
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving() as (url, requests):
+        endpoint = make_endpoint(url, concurrency=1)
+        regenerate(
+            load_conversations(str(source)), endpoint, tmp_path / "answers.jsonl", Sampling()
+        )
+    asked = [[(m["role"], m["content"]) for m in request["messages"]] for request in requests]
+    assert asked == [
+        [("system", "Be a guide."), ("user", "how tall?\n\nIt has 3 m.")],
+        [("user", "why?")],
+    ]
+
+
+def test_an_empty_answer_ends_its_conversation(tmp_path: Path) -> None:
+    def silent_at_b(request: dict[str, Any]) -> Reply:
+        status, body = answer(request)
+        if request["messages"][-1]["content"] == "b":
+            body["choices"][0]["message"]["content"] = None
+        return status, body
+
+    output = tmp_path / "answers.jsonl"
+    with serving(silent_at_b) as (url, _):
+        stats = regenerate(
+            [make_conversation("a", "old", "b", "old"), make_conversation("b")],
+            make_endpoint(url),
+            output,
+            Sampling(),
+        )
+    assert (stats.done, stats.refused) == (1, 1)
+    assert contents(output) == {("a", "a! (1)", "b")}
+
+
+def test_reasoning_that_the_server_parsed_out_stays_beside_the_answer(tmp_path: Path) -> None:
+    def thinking(request: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": "so", "reasoning": "hm"}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    output = tmp_path / "answers.jsonl"
+    with serving(thinking) as (url, requests):
+        regenerate([make_conversation("a", "old", "b")], make_endpoint(url), output, Sampling())
+    answer = {"role": "assistant", "content": "so", "reasoning": "hm"}
+    (conversation,) = load_conversations(str(output))
+    assert conversation["messages"][1::2] == [answer, answer]
+    assert requests[1]["messages"][1] == answer
+
+
+def test_tool_calls_are_answered_up_to_the_first_result(tmp_path: Path) -> None:
+    """The result in the data belongs to another call than the target's."""
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": None, "parameters": None}}
+    ]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+
+    def calling(request: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    old = {"role": "assistant", "content": "old"}
+    called = [{"role": "user", "content": "a"}, old, {"role": "tool", "content": "5"}, old]
+    twice = [{"role": "user", "content": "b"}, old, {"role": "user", "content": "c"}]
+    output = tmp_path / "answers.jsonl"
+    with serving(calling) as (url, requests):
+        conversations = [{"messages": m, "domain": "all", "tools": tools} for m in (called, twice)]
+        regenerate(conversations, make_endpoint(url, concurrency=1), output, Sampling())
+    assert [request["tools"] for request in requests] == [tools] * 3
+    assert requests[2]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 2}'
+    first, second = load_conversations(str(output))
+    assert [m["role"] for m in first["messages"]] == ["user", "assistant"]
+    assert first["tools"] == tools
+    for message in (first["messages"][1], *second["messages"][1::2]):
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+
+
+def test_the_same_question_is_asked_again_with_other_tools(tmp_path: Path) -> None:
+    def make_tools(*names: str) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": name}} for name in names]
+
+    plain = make_conversation("a", "old")
+    adding, calling = (
+        {**plain, "tools": make_tools(*names)} for names in (["add"], ["add", "call"])
+    )
+    output = tmp_path / "answers.jsonl"
+    with serving() as (url, requests):
+        stats = regenerate([plain, adding, calling, adding], make_endpoint(url), output, Sampling())
+    assert stats.done == len(requests) == 3
+    assert sorted(len(c.get("tools", [])) for c in load_conversations(str(output))) == [0, 1, 2]
+    # Outputs without tools stay valid.
+    assert (
+        prompt_key(plain)
+        == prompt_key({**plain, "tools": []})
+        == conversation_hash(plain["messages"][:1])
+    )
+
+
+def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with serving() as (url, _):
+        regenerate([make_conversation("a")], make_endpoint(url), output, Sampling(max_tokens=5))
+        with pytest.raises(ValueError, match=r"'max_tokens': 5.*--overwrite"):
+            regenerate([make_conversation("a")], make_endpoint(url), output, Sampling(max_tokens=6))
+        output.write_text('{"messages": []}\n')
+        with pytest.raises(ValueError, match=r"answers\.jsonl, line 1:"):
+            regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+
+
+TORN = f'{{"key": "{"0f" * 32}", "domain": "test", "messages": [{{"ro'
+"""A row that a kill cut off."""
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        '{"weights": [1, 2, 3]}',
+        '{"key": "value"}',
+        f'{{"key": "{"0f" * 32}", "note": 1}}',
+        f'{{"messages": []}}\n{TORN}',
+        "one\n\nlast",
+    ],
+)
+def test_a_file_of_another_kind_is_refused_as_it_was(tmp_path: Path, held: str) -> None:
+    output = tmp_path / "answers.jsonl"
+    output.write_text(held)
+    with serving() as (url, requests), pytest.raises(ValueError, match=r"answers\.jsonl, line \d:"):
+        regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+    assert output.read_text() == held
+    assert not requests
+
+
+def test_a_run_killed_in_its_first_row_starts_again(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with serving() as (url, _):
+        for length in (0, 1, 40, 80, len(TORN)):
+            output.write_text(TORN[:length])
+            regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+            assert contents(output) == {("a", "a! (1)")}
+
+
+def test_template_options_can_be_given_on_the_command_line() -> None:
+    arguments = [
+        "--prompts",
+        "a",
+        "--output",
+        "b",
+        "--template-options",
+        "enable_thinking",
+        "False",
+    ]
+    assert tyro.cli(Config, args=arguments).template_options == {"enable_thinking": False}
