@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
+from redraft.engine.settings import write_settings
 from redraft.online.learning.replay import training_sequence
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import CorruptRecordError, read_frames
@@ -48,16 +49,16 @@ def measure(cfg: Config, results: Results) -> None:
             name = f"{draft}, {kind}"
             file, spool = cfg.output / f"engine-{draft}-{kind}.json", cfg.output / f"spool-{draft}"
             shutil.rmtree(spool, ignore_errors=True)
-            own = {"REDRAFT_CAPTURE_SPOOL": str(spool), "REDRAFT_CAPTURE_HIDDEN_STATES": "1"}
-            env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
             # A server with a registry pins the memory of drafts at its start.
-            env["REDRAFT_REGISTRY"] = str(cfg.output)
+            settings: dict[str, Any] = {"registry": str(cfg.output)}
+            if kind == "recorded":
+                settings["capture"] = {"spool": str(spool), "hidden_states": True}
+            env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+            env |= write_settings(settings)
             command = [sys.executable, "-m", "benchmarks.gpu.engines", draft, str(file), str(spool)]
             file.unlink(missing_ok=True)
             try:
-                code: object = subprocess.run(
-                    command, env=env | (own if kind == "recorded" else {}), timeout=LIMIT_S
-                ).returncode
+                code: object = subprocess.run(command, env=env, timeout=LIMIT_S).returncode
             except subprocess.TimeoutExpired:
                 code = f"stopped after {LIMIT_S:.0f} s"
             results.keep(

@@ -22,23 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.engine import wait
 from redraft.engine.machine import environment
 from redraft.engine.measure import Measurement, measure
 from redraft.engine.prompts import Prompt
 from redraft.engine.server import Mode, vllm_server
+from redraft.engine.settings import write_settings
 from redraft.eval.serving.baseline import count_speeds
 from redraft.files.artifact import write_whole
 from redraft.recipes.cli.run import run_recipe
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+OWN_WAIT = write_settings({"engine_wait": False})
 
 SETTINGS: Mapping[str, tuple[Mode, Mapping[str, str]]] = {
     "auto, eager": ("eager", {}),
     "auto, compiled": ("compiled", {}),
-    "auto, eager, vLLM's own wait": ("eager", {wait.ENABLED: "0"}),
+    "auto, eager, vLLM's own wait": ("eager", OWN_WAIT),
     "nobind, eager": ("eager", {BIND: "nobind"}),
-    "nobind, eager, vLLM's own wait": ("eager", {BIND: "nobind", wait.ENABLED: "0"}),
+    "nobind, eager, vLLM's own wait": ("eager", {BIND: "nobind", **OWN_WAIT}),
     "nobind, one thread, eager": ("eager", {BIND: "nobind", "OMP_NUM_THREADS": "1"}),
 }
 """By name, the mode and the environment of a server."""

@@ -1,12 +1,13 @@
-"""Settings of the plugin, read from the environment: every process of a vLLM server inherits it."""
+"""Settings of the plugin, with their meaning; `engine.settings` says how they reach it."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from redraft.online.records.nats_config import Nats
+from redraft.engine.settings import VARIABLE, read_settings
+from redraft.files.settings import convert, require_known
 from redraft.online.records.outlet import Recording, Sample
 from redraft.online.records.states import HiddenFormat
 from redraft.online.tokens import check_token, read_token
@@ -28,12 +29,7 @@ class ServerSample(Sample):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig(ServerSample, Recording):
-    """Settings of the plugin's capture.
-
-    The environment sets them as REDRAFT_CAPTURE_SPOOL and so on, with tenants separated by commas,
-    and those of the ingest log as REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and
-    REDRAFT_NATS_CERTIFICATE.
-    """
+    """Settings of the plugin's capture."""
 
     hidden_states: bool = False
     """Also record the hidden states of the target; a draft head such as EAGLE learns from them.
@@ -80,24 +76,36 @@ class SwapConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginConfig:
+class Settings:
+    """Keys of the JSON object in REDRAFT_SETTINGS. Paths are absolute."""
+
     registry: Path | None = None
-    """REDRAFT_REGISTRY: folder of the draft's versions (v000001, ...). Without it no draft can be
-    swapped.
-    """
+    """Folder of the draft's versions (v000001, ...). Without it no draft can be swapped."""
     targets: tuple[Path, ...] = ()
-    """REDRAFT_TARGETS: folders, separated by colons. A trainer may load target weights from within
-    them.
-    """
-    token: str | None = field(default=None, repr=False)
-    """Content of the file REDRAFT_TOKEN_FILE, or without that file REDRAFT_TOKEN. Without a token the
-    routes refuse every request.
+    """Folders from within which a trainer may load target weights."""
+    token_file: Path | None = None
+    """File with the bearer token; without it the variable REDRAFT_TOKEN holds the token. Without a
+    token the routes refuse every request.
     """
     allow_remote: bool = False
-    """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
+    """The routes answer other machines too."""
+    pace: str = "off"
+    """`auto` chooses the number of draft tokens of each step, a number is that one, and `off` leaves
+    it to vLLM.
+    """
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)
-    """REDRAFT_SWAP_CACHE."""
+    lookup: dict[str, Any] = field(default_factory=dict)
+    """Counted answers and lookups before a head, as `redraft serve --draft` writes them."""
+    engine_wait: bool = False
+    """Only the patches for engines that redraft starts itself, without the rest of the plugin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginConfig(Settings):
+    """The settings with the token."""
+
+    token: str | None = field(default=None, repr=False)
 
 
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
@@ -112,31 +120,21 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
     """The plugin's settings.
 
     Raises:
-        ValueError
+        ValueError: a setting is unknown or wrong.
         FileNotFoundError: no token file or registry.
     """
-    registry = _read_path(environment, "REGISTRY")
-    if registry is not None and not registry.is_dir():
-        raise FileNotFoundError(
-            f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable"
-        )
-    targets = tuple(
-        map(Path, filter(None, environment.get("REDRAFT_TARGETS", "").split(os.pathsep)))
-    )
-    for folder in targets:
+    values = read_settings(environment)
+    require_known(values, Settings, "")
+    config: PluginConfig = convert(values, PluginConfig, VARIABLE, Path)
+    if config.registry is not None and not config.registry.is_dir():
+        raise FileNotFoundError(f"registry {config.registry} is not a folder: create it")
+    for folder in config.targets:
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"REDRAFT_TARGETS names {folder}, which is no folder: create it, or leave it out"
+                f"targets names {folder}, which is no folder: create it, or leave it out"
             )
-    file = _read_path(environment, "TOKEN_FILE")
-    return PluginConfig(
-        targets=targets,
-        registry=registry,
-        token=_read_token(environment.get("REDRAFT_TOKEN"), file),
-        allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
-        capture=_read_capture(environment),
-        swap=SwapConfig(cache=_read_choice(environment, "SWAP_CACHE", get_args(SwapCache), "auto")),
-    )
+    check_pace(config.pace)
+    return replace(config, token=_read_token(environment.get("REDRAFT_TOKEN"), config.token_file))
 
 
 def check_pace(pace: str, most: int | None = None) -> str:
@@ -148,47 +146,6 @@ def check_pace(pace: str, most: int | None = None) -> str:
             f"pace {pace} is above --num-speculative-tokens, {most}: raise that, or lower the pace"
         )
     return pace
-
-
-def _read_choice(
-    environment: Mapping[str, str], name: str, known: tuple[Any, ...], default: str
-) -> Any:
-    """The one of the `known` that a variable of the plugin names.
-
-    Raises:
-        ValueError
-    """
-    found = environment.get(f"REDRAFT_{name}") or default
-    if found not in known:
-        raise ValueError(f"REDRAFT_{name}={found} is not one of {', '.join(known)}")
-    return found
-
-
-def _read_path(environment: Mapping[str, str], name: str) -> Path | None:
-    value = environment.get(f"REDRAFT_{name}")
-    return Path(value) if value else None
-
-
-def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
-    tenants = environment.get("REDRAFT_CAPTURE_TENANTS", "")
-    return CaptureConfig(
-        spool=_read_path(environment, "CAPTURE_SPOOL"),
-        ingest=environment.get("REDRAFT_CAPTURE_INGEST", ""),
-        nats=Nats(
-            fleet=environment.get("REDRAFT_NATS_FLEET", Nats.fleet),
-            credentials=_read_path(environment, "NATS_CREDENTIALS"),
-            ca=_read_path(environment, "NATS_CA"),
-            certificate=_read_path(environment, "NATS_CERTIFICATE"),
-        ),
-        fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
-        tenants=tuple(tenants.split(",")) if tenants else (),
-        logprobs=int(environment.get("REDRAFT_CAPTURE_LOGPROBS", CaptureConfig.logprobs)),
-        spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
-        hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
-        hidden_format=_read_choice(
-            environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"
-        ),
-    )
 
 
 def _read_token(token: str | None, file: Path | None) -> str | None:

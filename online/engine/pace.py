@@ -19,7 +19,6 @@ the draft has read READ of it.
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.engine.counters import read_samples
 from redraft.engine.hooks import RunnerState, SchedulerState, find_state, hook
+from redraft.engine.settings import read_settings
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory
 from redraft.online.engine.pace_policy import Policy
@@ -304,14 +304,14 @@ def is_paced() -> bool:
     """Whether the environment asks for a pace.
 
     Raises:
-        ValueError: bad REDRAFT_PACE.
+        ValueError: a wrong pace.
     """
-    return check_pace(os.environ.get("REDRAFT_PACE", "off")) != "off"
+    return check_pace(read_settings().get("pace", "off")) != "off"
 
 
 def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
     """A scheduler's `__init__` that lets a `Pacer` choose, as the environment says."""
-    pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
+    pace = check_pace(read_settings().get("pace", "off"))
 
     def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         init(scheduler, *args, **kwargs)

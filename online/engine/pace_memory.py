@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
-from redraft.engine import lookup_first, lookups
+from redraft.engine.lookup_first import SECTION
 from redraft.engine.machine import VLLM_VERSION, read_processor
+from redraft.engine.settings import read_settings
 from redraft.files.folder import fingerprint, model_folder
 from redraft.files.sealed import read_sealed_as, write_sealed
 from redraft.online.engine.pace_policy import Known, Policy
@@ -111,7 +112,6 @@ def make_key(vllm_config: Any) -> str:
     from vllm.platforms import current_platform  # not above: tests of the files need no engine
 
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    asked = {**lookups.VARIABLES, **lookup_first.VARIABLES}.values()
     facts = {
         "machine": [read_processor(), os.cpu_count(), current_platform.get_device_name()],
         "engine": VLLM_VERSION,
@@ -120,6 +120,6 @@ def make_key(vllm_config: Any) -> str:
         "ranks": vllm_config.parallel_config.world_size,
         "requests": vllm_config.scheduler_config.max_num_seqs,
         "draft": [speculative.method, speculative.num_speculative_tokens],
-        "lookup": {name: os.environ.get(name) for name in sorted(asked)},
+        "lookup": read_settings().get(SECTION),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

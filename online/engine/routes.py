@@ -35,7 +35,7 @@ from redraft.online.records.origin import (
 
 logger = logging.getLogger("vllm.redraft")
 
-NO_REGISTRY = "no registry: start the server with REDRAFT_REGISTRY=FOLDER"
+NO_REGISTRY = "no registry: start the server with `redraft serve --registry FOLDER`"
 
 PACE_TIMEOUT_S = 2.0
 """Longest time that /metrics waits for an engine."""
@@ -211,11 +211,12 @@ def authorize(request: Request, config: PluginConfig) -> None:
     # no client: a Unix socket
     if not config.allow_remote and request.client and not is_local(request.client.host):
         raise HTTPException(
-            403, "only this machine may ask: set REDRAFT_ALLOW_REMOTE=1 to allow others"
+            403, "only this machine may ask: `redraft serve --allow-remote` allows others"
         )
     if config.token is None:
         raise HTTPException(
-            503, "no token: start the server with REDRAFT_TOKEN or REDRAFT_TOKEN_FILE"
+            503,
+            "no token: start the server with `redraft serve --token-file FILE` or REDRAFT_TOKEN",
         )
     given = request.headers.get("authorization", "")
     # As bytes: `compare_digest` raises for a string that is not ASCII.

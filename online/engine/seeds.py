@@ -14,17 +14,19 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from redraft.engine import lookup_first, lookups
+from redraft.engine.lookup_first import SECTION
+from redraft.engine.settings import read_settings
 from redraft.heads.families.retrieval import FOLDER
 
-VARYING = (lookups.VARIABLES[FOLDER], lookup_first.VARIABLES["head_requests"])
-"""Variables with which a lookup or a head drafts less beside more requests."""
+VARYING = (FOLDER, "head_requests")
+"""Settings with which a lookup or a head drafts less beside more requests."""
 
 
 def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether what is drafted for a request depends on others."""
-    is_paced = environment.get("REDRAFT_PACE", "off") != "off"
-    return is_paced or any(environment.get(name) for name in VARYING)
+    settings = read_settings(environment)
+    lookup = settings.get(SECTION, {})
+    return settings.get("pace", "off") != "off" or any(lookup.get(key) for key in VARYING)
 
 
 def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:

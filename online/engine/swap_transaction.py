@@ -221,7 +221,8 @@ class Swaps:
         """
         if not self.targets:
             raise RefusedError(
-                503, "no folder for target weights: start the server with REDRAFT_TARGETS=FOLDER"
+                503,
+                "no folder for target weights: start the server with `redraft serve --targets FOLDER`",
             )
         status = await self.calls.status()
         try:

@@ -43,7 +43,9 @@ def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
 
 def _require_within(found: Path, named: Path, allowed: list[Path]) -> None:
     if not any(found.is_relative_to(root) for root in allowed):
-        raise OutsideError(f"{named} is outside of REDRAFT_TARGETS: restart the server to allow it")
+        raise OutsideError(
+            f"{named} is outside of the folders of `redraft serve --targets`: restart the server to allow it"
+        )
 
 
 def read_through(files: Iterable[Path]) -> None:

@@ -3,7 +3,7 @@
 `--weight-transfer-config '{"backend": "redraft"}'`.
 
     start_weight_update, or start_draft_weight_update
-    update_weights {"path": FILE or FOLDER}      safetensors within REDRAFT_TARGETS or the registry, such as
+    update_weights {"path": FILE or FOLDER}      safetensors within --targets or the registry, such as
                                                  a folder in /dev/shm; as often as there are parts
     finish_weight_update                         checks and loads all parts: until then the old weights stay
 

@@ -1,7 +1,7 @@
 """The registry: the versions of one draft as immutable folders, and a link to the one the fleet
 should serve.
 
-    <root>/<draft>/                 the servers' REDRAFT_REGISTRY
+    <root>/<draft>/                 the servers' --registry
         v000001/ v000002/ ...       weights, config, provenance.json, evaluation.json, STABLE, manifest.json (SHA-256)
         current -> v000002          replaced atomically
         promoted.json               the versions that were current, in order, up to the present one

@@ -392,7 +392,7 @@ def serve_flags(choice: Choice) -> str:
         **lookup_env(config),
         **({"VLLM_PLUGINS": PLUGIN_NAME} if needs_plugin(config) else {}),
     }
-    shown = "".join(f"{name}={value} " for name, value in variables.items())
+    shown = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
     return f"{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(config)))}"
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from redraft.engine.command import vllm_command
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import ENGINE_IS_CPU, count_cores
 from redraft.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
+from redraft.engine.settings import read_settings, write_settings
 from redraft.eval.forecast.draft_source import DraftSource, Lookups
 from redraft.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
 from redraft.files.folder import read_config as read_model
@@ -69,8 +71,9 @@ def main(cfg: Config) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     if cfg.pace != "off" and keeps_states(cfg.target):
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    lookup = lookup_env(speculative_config(cfg), read_settings(environment))
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
-    os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
+    os.execve(command[0], command, environment | lookup)
 
 
 def require_target(target: str) -> None:
@@ -158,35 +161,32 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
 
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that switch the plugin on, to be added to `environment`."""
-    capture = cfg.capture
+    capture, nats = cfg.capture, cfg.capture.nats
     prefixes = map(str.strip, environment.get(RAY_PREFIXES, "").split(","))
-    variables = {
-        "VLLM_PLUGINS": with_plugin(environment.get("VLLM_PLUGINS")),
-        RAY_PREFIXES: ",".join(dict.fromkeys([*filter(None, prefixes), "REDRAFT_"])),
-        "REDRAFT_REGISTRY": _absolute(cfg.registry),
-        "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
-        "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
-        "REDRAFT_TARGETS": os.pathsep.join(str(path.absolute()) for path in cfg.targets) or None,
-        "REDRAFT_CAPTURE_TENANTS": ",".join(capture.tenants) or None,  # live counts too heed it
-        "REDRAFT_SWAP_CACHE": cfg.swap.cache,
-        "REDRAFT_PACE": None if cfg.pace == "off" else cfg.pace,
+    settings = {
+        "registry": _absolute(cfg.registry),
+        "token_file": _absolute(cfg.token_file),
+        "allow_remote": cfg.allow_remote or None,
+        "targets": [str(path.absolute()) for path in cfg.targets] or None,
+        "swap": asdict(cfg.swap),
+        "pace": None if cfg.pace == "off" else cfg.pace,
+        "capture": {"tenants": list(capture.tenants)} if capture.tenants else None,  # live counts
     }
     if capture.is_on:
-        variables |= {
-            "REDRAFT_CAPTURE_SPOOL": _absolute(capture.spool),
-            "REDRAFT_CAPTURE_INGEST": capture.ingest or None,
-            "REDRAFT_NATS_FLEET": capture.nats.fleet,
-            "REDRAFT_NATS_CREDENTIALS": _absolute(capture.nats.credentials),
-            "REDRAFT_NATS_CA": _absolute(capture.nats.ca),
-            "REDRAFT_NATS_CERTIFICATE": _absolute(capture.nats.certificate),
-            "REDRAFT_CAPTURE_FRACTION": str(capture.fraction),
-            "REDRAFT_CAPTURE_LOGPROBS": str(capture.logprobs),
-            "REDRAFT_CAPTURE_SPOOL_BYTES": str(capture.spool_bytes),
-            "REDRAFT_CAPTURE_HIDDEN_STATES": "1" if capture.hidden_states else "0",
-            "REDRAFT_CAPTURE_HIDDEN_FORMAT": capture.hidden_format,
+        files = {
+            name: _absolute(getattr(nats, name)) for name in ("credentials", "ca", "certificate")
         }
-    # None: a variable of the user's environment stays in force.
-    return {name: value for name, value in variables.items() if value is not None}
+        settings["capture"] = asdict(capture) | {
+            "spool": _absolute(capture.spool),
+            "nats": {"fleet": nats.fleet, **files},
+        }
+    # None: a setting of the user's environment stays in force.
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {
+        "VLLM_PLUGINS": with_plugin(environment.get("VLLM_PLUGINS")),
+        RAY_PREFIXES: ",".join(dict.fromkeys([*filter(None, prefixes), "REDRAFT_"])),
+        **write_settings(read_settings(environment), given),
+    }
 
 
 def keeps_states(target: str) -> bool:

@@ -5,9 +5,9 @@
     $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool \
     -- --port 8001
 
-Everything after `--` goes to vLLM unchanged. The plugin reads settings from environment variables
-(REDRAFT_...), which this command sets. A deployment that starts vLLM itself sets
-VLLM_PLUGINS=redraft and those variables instead.
+Everything after `--` goes to vLLM unchanged. The plugin reads its settings from the environment
+variable REDRAFT_SETTINGS, a JSON object, which this command writes. A deployment that starts vLLM
+itself sets VLLM_PLUGINS=redraft and that variable instead (docs/online.md).
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ def main(cfg: Config) -> None:
             send.
     """
     # Here, because they import torch.
+    from redraft.engine.settings import read_settings, write_settings
     from redraft.engine.wait import ENABLED
     from redraft.files.checkpoint import load_text_config
     from redraft.recipes.serve.serve import with_plugin
@@ -67,7 +68,10 @@ def main(cfg: Config) -> None:
         )
     command = server_command(cfg, config.num_hidden_layers)
     # The plugin notices weights that move.
-    variables = {ENABLED: "1", "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS"))}
+    variables = {
+        "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS")),
+        **write_settings(read_settings(), ENABLED),
+    }
     os.execve(command[0], command, os.environ | variables)
 
 

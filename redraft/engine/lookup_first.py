@@ -18,18 +18,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from redraft.engine.answer_counter import FirstTokens
+from redraft.engine.settings import read_settings
 from redraft.heads.catalog import FAMILIES, find_speculative
 from redraft.heads.families.retrieval import Live
 
 LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")  # n-gram lengths; beside a head vLLM sets 0
 
-VARIABLES = {
-    **dict(zip(LOOKUP, ("REDRAFT_NGRAM_MIN", "REDRAFT_NGRAM_MAX"), strict=True)),
-    "head_tokens": "REDRAFT_HEAD_TOKENS",
-    "head_requests": "REDRAFT_HEAD_REQUESTS",
-}
-"""Keys of a mixed config, and the environment variables by which they reach the engine, past vLLM.
-"""
+KEYS = (*LOOKUP, "head_tokens", "head_requests")
+"""Keys of a mixed config, which reach the engine past vLLM."""
+
+SECTION = "lookup"
+"""Key of the plugin's settings for lookups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +84,7 @@ def is_mixed(config: Mapping[str, Any]) -> bool:
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """A speculative config without the settings that reach the engine past vLLM."""
-    return {
-        key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES
-    }
+    return {key: value for key, value in config.items() if not is_mixed(config) or key not in KEYS}
 
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
@@ -96,11 +93,12 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     Raises:
         ValueError: one is no number.
     """
-    found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
+    asked = read_settings(environment).get(SECTION, {})
+    found = {key: asked[key] for key in KEYS if key in asked}
     for key, value in found.items():
-        if not value.isdecimal():
-            raise ValueError(f"{VARIABLES[key]}={value} is not a number of at least 0")
-    return {key: int(value) for key, value in found.items()} if LOOKUP[1] in found else {}
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{SECTION}.{key} is {value!r}: give a number of at least 0")
+    return found if LOOKUP[1] in found else {}
 
 
 class Lookup(Protocol):

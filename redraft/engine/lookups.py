@@ -14,12 +14,12 @@ from typing import Any
 from redraft.engine import lookup_first
 from redraft.engine.answer_counter import AnswerCounter
 from redraft.engine.hooks import RunnerState, around, find_state, hook
+from redraft.engine.lookup_first import SECTION
+from redraft.engine.settings import read_settings, write_settings
 from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Live, Retrieval
 
-VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
-"""Keys of a config with counted answers, and the environment variables by which they reach the
-engine, past vLLM.
-"""
+KEYS = (FOLDER, VERIFY_COST)
+"""Keys of a config with counted answers, which reach the engine past vLLM."""
 
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
@@ -29,9 +29,9 @@ def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | Non
         FileNotFoundError: there is no such folder.
         ValueError: it holds another draft, or a number is out of bounds.
     """
-    found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
-    folder = found.pop(FOLDER, None)
-    changes = {key: float(value) for key, value in found.items()}
+    asked = read_settings(environment).get(SECTION, {})
+    folder = asked.get(FOLDER)
+    changes = {VERIFY_COST: float(asked[VERIFY_COST])} if VERIFY_COST in asked else {}
     return Retrieval.read(Path(folder), **changes) if folder else None
 
 
@@ -75,23 +75,24 @@ class Counted:
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in lookup_first.vllm_part(config).items() if key not in VARIABLES
-    }
+    return {key: value for key, value in lookup_first.vllm_part(config).items() if key not in KEYS}
 
 
-def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
+def lookup_env(
+    config: Mapping[str, Any] | None, settings: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """Environment variables with which vLLM looks tokens up as forecast, by its first runner.
 
-    The second takes the last occurrence.
+    The second takes the last occurrence. `settings` of the plugin stay beside the lookup's.
     """
-    config = config or {}
+    config, settings = config or {}, settings or {}
     # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):
-        return {}
-    variables = VARIABLES | (lookup_first.VARIABLES if lookup_first.is_mixed(config) else {})
-    passed = {name: str(config[key]) for key, name in variables.items() if key in config}
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **passed}
+        return write_settings(settings)
+    keys = KEYS + (lookup_first.KEYS if lookup_first.is_mixed(config) else ())
+    asked = {key: config[key] for key in keys if key in config}
+    lookup = {SECTION: asked} if asked else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **write_settings(settings, lookup)}
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:
@@ -110,7 +111,7 @@ def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, An
     # vLLM calls this on every worker, after the target and the draft are loaded
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         initialize(wrapper, kv_cache_configs)
-        # Does nothing without the variables, or with the proposer in place.
+        # Does nothing without these settings, or with the proposer in place.
         install(wrapper.worker.model_runner)
 
     return initialize_and_install

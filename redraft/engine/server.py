@@ -24,9 +24,11 @@ from redraft.engine.engine_log import why_ended
 from redraft.engine.lookups import lookup_env, vllm_part
 from redraft.engine.machine import ENGINE_IS_CPU, VLLM_VERSION
 from redraft.engine.process import free_port, process_group
+from redraft.engine.settings import read_settings
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.files.folder import CONFIG, model_folder, read_config
 from redraft.files.progress import Progress
+from redraft.files.settings import merge
 from redraft.files.windows import View, is_mixed, served_views
 from redraft.heads.catalog import find_speculative
 from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED
@@ -108,9 +110,10 @@ def vllm_server(
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": ready_s,
-        engine_wait.ENABLED: "1",
+        **(extra_env or {}),
     }
-    env |= {**lookup_env(speculative_config), **(extra_env or {})}
+    asked = merge(engine_wait.ENABLED, read_settings({**os.environ, **env}))
+    env |= lookup_env(speculative_config, asked)
     if cpu_cores:
         env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
     # The caller's arguments come last, so they win over those above.

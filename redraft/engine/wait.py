@@ -10,23 +10,24 @@ then lets the thread in and costs 1% of a step.
 """
 
 import itertools
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from redraft.engine import hooks
+from redraft.engine.settings import read_settings
 
-ENABLED = "REDRAFT_ENGINE_WAIT"  # 1: for measurements and hidden states; serve patches itself
+ENABLED = {"engine_wait": True}
+"""Settings for measurements and hidden states; a server with the plugin patches itself."""
 
 YIELDS_PER_SLEEP = 128  # One sleep per 128 calls, which is about every 0.3 ms of waiting.
 SLEEP_S = 20e-6
 
 
 def register() -> None:
-    """Entry point of vLLM's general plugins. Does nothing unless ENABLED is set."""
-    if os.environ.get(ENABLED) == "1":
+    """Entry point of vLLM's general plugins. Does nothing without the settings ENABLED."""
+    if read_settings().get("engine_wait"):
         for feature in hooks.FEATURES:
             if feature.is_measured:
                 hooks.install_if_asked(feature)

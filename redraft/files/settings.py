@@ -63,9 +63,9 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
         )
     values = read_table(path)
     for override in overrides:
-        values = _merge(values, _parse(override, f"--set {override}"))
+        values = merge(values, _parse(override, f"--set {override}"))
     # After the merge, so that a misspelt override is found too.
-    _require_known(values, config_type, "")
+    require_known(values, config_type, "")
     folder = path.parent.absolute()
     config: Config = convert(
         values, config_type, str(path), lambda text: folder / Path(text).expanduser()
@@ -189,10 +189,10 @@ def describe_unknown(key: str, known: Sequence[str], section: str) -> str:
     return f"there is no setting {section}{key}: {hint}"
 
 
-def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Both tables in one, table by table; a value of `upper` wins."""
     nested = {
-        key: _merge(lower[key], value)
+        key: merge(lower[key], value)
         for key, value in upper.items()
         if isinstance(value, dict) and isinstance(lower.get(key), dict)
     }
@@ -200,7 +200,7 @@ def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]
     return {**lower, **upper, **nested}
 
 
-def _require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
+def require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
     """Raise ValueError unless every key is a field. msgspec would pass over an unknown one in
     silence.
     """
@@ -212,4 +212,4 @@ def _require_known(values: Mapping[str, Any], config_type: type, section: str) -
         if isinstance(value, dict) and is_dataclass(types[key]):
             nested = types[key]
             assert isinstance(nested, type)
-            _require_known(value, nested, f"{section}{key}.")
+            require_known(value, nested, f"{section}{key}.")

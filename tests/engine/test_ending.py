@@ -11,6 +11,7 @@ import time
 import pytest
 
 from redraft.engine import wait
+from redraft.engine.settings import write_settings
 from redraft.engine.wait import ENABLED
 
 # As `serve_http` of vLLM ends: the server's task is cancelled, then its `shutdown` is awaited.
@@ -59,7 +60,7 @@ def test_a_client_that_keeps_its_connection_does_not_keep_the_server(name):
         "half a body": HEAD + b"abc",
         "a slow reader": HEAD + b"123456789",
     }[name]
-    environment = os.environ | {ENABLED: "1"}
+    environment = os.environ | write_settings(ENABLED)
     environment.pop("VLLM_PLUGINS", None)
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(

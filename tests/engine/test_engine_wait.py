@@ -11,10 +11,11 @@ import pytest
 
 from redraft.engine import wait as engine_wait
 from redraft.engine.server import find_two_speeds
+from redraft.engine.settings import VARIABLE, write_settings
 
 CASES = {
     "another's server": ({}, False),
-    "measured": ({engine_wait.ENABLED: "1"}, True),
+    "measured": (write_settings(engine_wait.ENABLED), True),
     "redraft serve": ({"VLLM_PLUGINS": "redraft"}, True),
 }
 
@@ -59,9 +60,7 @@ def test_one_in_a_number_of_calls_sleeps(monkeypatch):
 def loaded() -> str:
     """A line for each case: whether an engine core in its environment waits with sleeps."""
     clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VLLM_PLUGINS", engine_wait.ENABLED)
+        name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", VARIABLE)
     }
     environments = json.dumps({name: environment for name, (environment, _) in CASES.items()})
     command = [sys.executable, "-c", LOAD_AND_RUN, environments]

@@ -13,6 +13,7 @@ import pytest
 from redraft.engine.lookup_first import HeadLimits, is_mixed, mix, read_mix
 from redraft.engine.lookups import install, lookup_env
 from redraft.engine.server import DROPS_A_BLOCK, vllm_keys
+from redraft.engine.settings import write_settings
 from redraft.eval.forecast.ngram import Ngram
 
 LOOKUP = Ngram(min=2, max=3).speculative_config
@@ -33,8 +34,8 @@ def test_a_mix_reaches_vllm_as_the_head_and_the_plugin_by_the_environment() -> N
     assert not is_mixed(LOOKUP)
     assert not is_mixed(EAGLE3)
     assert (lookup_env(EAGLE3), read_mix(lookup_env(LOOKUP))) == ({}, {})
-    with pytest.raises(ValueError, match="REDRAFT_HEAD_TOKENS=two"):
-        read_mix({**environment, "REDRAFT_HEAD_TOKENS": "two"})
+    with pytest.raises(ValueError, match=r"lookup\.head_tokens is .two"):
+        read_mix(write_settings({"lookup": told | {"head_tokens": "two"}}))
 
 
 def test_only_a_greedy_head_with_its_own_vocabulary_chooses_there() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ import pytest
 from redraft.engine import answer_counter
 from redraft.engine.answer_counter import MOST_TOKENS, MOST_WAITING, cut_answer
 from redraft.engine.lookup_first import HeadLimits, LookupFirst, mix
-from redraft.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
+from redraft.engine.lookups import Counted, install, lookup_env, needs_plugin
 from redraft.engine.server import vllm_keys
+from redraft.engine.settings import VARIABLE, write_settings
 from redraft.eval.forecast.draft_source import DraftSource
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config, Live, Retrieval
@@ -49,11 +51,12 @@ def test_vllm_gets_its_ngrams_and_the_plugin_the_folder(tmp_path: Path) -> None:
     config = {**Retrieval.speculative_config(tmp_path), "num_speculative_tokens": 6}
     assert "retrieval" not in vllm_keys(config)
     assert vllm_keys(config)["method"] == "ngram"
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "REDRAFT_RETRIEVAL": str(tmp_path)}
-    assert lookup_env(config) == variables
+    told = {"retrieval": str(tmp_path)}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert lookup_env(config) == runner | write_settings({"lookup": told})
     dear = Retrieval.speculative_config(tmp_path, verify_cost=0.5)
     assert "verify_cost" not in vllm_keys(dear)
-    assert lookup_env(dear) == {**variables, "REDRAFT_VERIFY_COST": "0.5"}
+    assert lookup_env(dear) == runner | write_settings({"lookup": told | {"verify_cost": 0.5}})
     assert needs_plugin(config)
     assert not needs_plugin(Ngram().speculative_config)
 
@@ -446,10 +449,13 @@ def test_the_better_of_lookup_and_head_drafts_also_after_a_swap(
 def test_a_runner_takes_the_folder_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def ask(**lookup: Any) -> None:
+        monkeypatch.setenv(VARIABLE, json.dumps({"lookup": lookup}))
+
     runner = make_runner([1, 5])
     install(runner)
-    assert runner.propose_draft_token_ids is None, "without the variable it is left alone"
-    monkeypatch.setenv(VARIABLES["retrieval"], str(tmp_path))
+    assert runner.propose_draft_token_ids is None, "without the setting it is left alone"
+    ask(retrieval=str(tmp_path))
     with pytest.raises(FileNotFoundError):
         install(runner)
     DRAFT.write(tmp_path)
@@ -458,16 +464,16 @@ def test_a_runner_takes_the_folder_of_the_environment(
     assert proposed(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [[6]]
     install(runner)
     assert runner.propose_draft_token_ids == proposed, "once"
-    monkeypatch.setenv(VARIABLES["verify_cost"], "0.95")
+    ask(retrieval=str(tmp_path), verify_cost=0.95)
     dear = make_runner([1, 5])
     install(dear)
     assert dear.propose_draft_token_ids(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [
         []
     ]
-    monkeypatch.setenv(VARIABLES["verify_cost"], "2")
+    ask(retrieval=str(tmp_path), verify_cost=2)
     with pytest.raises(ValueError, match=r"2\.0"):
         install(make_runner([1, 5]))
-    monkeypatch.delenv(VARIABLES["verify_cost"])
+    ask(retrieval=str(tmp_path))
     v2 = make_runner([1, 5])
     del v2.drafter
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):

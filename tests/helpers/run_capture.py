@@ -10,7 +10,7 @@ The prompts of a round are answered together; a later round may find earlier pro
 `engine` and `sampling` are options of vLLM, the latter one for each prompt. Requests whose index is
 in `aborted` are given up after eight tokens. Prints one line of JSON: `answers`, the token ids of
 every answer by round, prompt and n, `status`, the worker's, `counted_drafts`, the scheduler's,
-`batches_at_once`, above 1 if steps are scheduled ahead, and `preemptions`. With REDRAFT_PACE, a
+`batches_at_once`, above 1 if steps are scheduled ahead, and `preemptions`. With a pace in REDRAFT_SETTINGS, a
 round with a `pace` takes it from its first step on, `seen` has by round the calls of the draft and
 the numbers of draft tokens scheduled, and `pace` is the engine's word at the end.
 """
@@ -26,6 +26,7 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("VLLM_PLUGINS", "redraft")
 
+from redraft.engine.settings import read_settings, write_settings
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 
 ABORT_AFTER = 8
@@ -118,7 +119,9 @@ def wait_until_shipped(llm: Any) -> dict[str, Any]:
 
 
 def main(spec: dict[str, Any]) -> None:
-    os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"], "REDRAFT_CAPTURE_HIDDEN_STATES": "1"}
+    capture = {"spool": spec["spool"], "hidden_states": True}
+    os.environ |= write_settings(read_settings(), {"capture": capture})
+    is_paced = "pace" in read_settings()
     from vllm import LLM
 
     settings: dict[str, Any] = {
@@ -141,7 +144,7 @@ def main(spec: dict[str, Any]) -> None:
     llm = LLM(**settings | spec.get("engine", {}))
     preempted = count_preemptions(llm)
     core, answers, seen = llm.llm_engine.engine_core.engine_core, [], []
-    calls, numbers = count_calls(core) if "REDRAFT_PACE" in os.environ else ([], [])
+    calls, numbers = count_calls(core) if is_paced else ([], [])
     for number, asked in enumerate(spec["rounds"]):
         if "pace" in asked:
             core.redraft_pace(asked["pace"])
@@ -152,7 +155,7 @@ def main(spec: dict[str, Any]) -> None:
     report: dict[str, Any] = {
         "answers": answers,
         "seen": seen,
-        "pace": core.redraft_pace() if "REDRAFT_PACE" in os.environ else None,
+        "pace": core.redraft_pace() if is_paced else None,
         "status": wait_until_shipped(llm),
         "batches_at_once": llm.llm_engine.vllm_config.max_concurrent_batches,
         "preemptions": len(preempted),

@@ -22,7 +22,6 @@ from typing import Any
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
-    "REDRAFT_CAPTURE_HIDDEN_STATES": "1",
 }
 
 import numpy as np
@@ -40,6 +39,7 @@ from transformers import (
 )
 
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.engine.settings import write_settings
 from redraft.heads.families import eagle3
 from redraft.heads.target import Target
 from tests.helpers.served_targets import DELTA, SIZES
@@ -175,7 +175,8 @@ def main(spec: dict[str, Any]) -> None:
     for head in heads:
         config = eagle3.Config(aux_layer_ids=LAYERS, num_steps=3)
         make_random(eagle3.Eagle3(config, Target.from_model(model))).to(model.dtype).export(head)
-    os.environ["REDRAFT_CAPTURE_SPOOL"] = str(folder / "records")
+    capture = {"spool": str(folder / "records"), "hidden_states": True}
+    os.environ |= write_settings({"capture": capture})
     llm = LLM(
         model=str(target),
         dtype=dtype,

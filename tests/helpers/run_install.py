@@ -28,6 +28,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 
+from redraft.engine.settings import read_settings, write_settings
 from redraft.online.engine import runner_v1, worker
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import read_frames
@@ -51,7 +52,9 @@ def failing(name: str, engine_worker: Any = None) -> Iterator[None]:
             engine_worker.vllm_config.model_config, "model", "s3://bucket/target"
         )
     elif name == "setting":
-        plant = mock.patch.dict(os.environ, REDRAFT_CAPTURE_FRACTION="3")
+        plant = mock.patch.dict(
+            os.environ, write_settings(read_settings(), {"capture": {"fraction": 3}})
+        )
     elif name == "fingerprint":
         plant = mock.patch.object(
             worker, "TargetFolder", side_effect=RuntimeError(f"{name} is broken")
@@ -67,7 +70,7 @@ def read_records(spool: Path) -> list[Any]:
 
 
 def main(spec: dict[str, Any]) -> None:
-    os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"]}
+    os.environ |= write_settings({"capture": {"spool": spec["spool"]}})
     from vllm import LLM, SamplingParams
 
     start: dict[str, Any] = {

@@ -8,7 +8,7 @@ requests.
 The prompts `cached` are answered twice. Then those of `running` are answered, with the swap after
 eight steps, and `cached` once more. Prints one line of JSON: of every round the `answers`, the
 draft tokens `accepted`, and the tokens `found` in the cache; and the `status` at the end.
-REDRAFT_SWAP_CACHE chooses the fate of the cache, if REDRAFT_REGISTRY is set.
+The setting swap.cache of REDRAFT_SETTINGS chooses the fate of the cache, if it names a registry.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ os.environ |= {
 import torch
 from safetensors.torch import load_file
 
+from redraft.engine.settings import write_settings
 from redraft.online.engine.target_watch import look_at_target
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 
@@ -67,7 +68,9 @@ def push_100_times(llm: Any, spec: dict[str, Any], sampling: Any) -> None:
 
 
 def main(spec: dict[str, Any]) -> None:
-    os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"], "REDRAFT_TARGETS": spec["folders"]}
+    os.environ |= write_settings(
+        {"capture": {"spool": spec["spool"]}, "targets": spec["folders"].split(os.pathsep)}
+    )
     from vllm import LLM, SamplingParams
 
     llm = LLM(

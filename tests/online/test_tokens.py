@@ -7,6 +7,7 @@ import os
 import pytest
 from other_user import USER, call_as_other, needs_root, reachable_folder
 
+from redraft.engine.settings import write_settings
 from redraft.online.engine.config import read_config
 from redraft.online.fleet.discovery import FleetConfig, read_fleet
 from redraft.online.records.nats_config import Nats
@@ -43,7 +44,7 @@ def test_a_token_that_others_can_read_or_change_is_refused_by_all_who_read_it(tm
     content = path.read_text().strip()
     (tmp_path / "fleet.toml").write_text('[[servers]]\nurl = "http://a:1"\ntoken_file = "token"\n')
     for read in (
-        lambda: read_config({"REDRAFT_TOKEN_FILE": str(path)}),
+        lambda: read_config(write_settings({"token_file": str(path)})),
         lambda: FleetConfig(servers=("http://a:1",), token_file=path).token(),
         lambda: read_fleet(tmp_path / "fleet.toml", "t"),
         lambda: Nats(credentials=path),
@@ -61,7 +62,7 @@ def test_a_token_of_the_shell_beside_a_file_leaves_server_and_learner_with_one(
     path = make_token(tmp_path, 0o600)
     monkeypatch.setenv("REDRAFT_TOKEN", "token-of-the-shell")
     server = read_config(
-        {"REDRAFT_TOKEN_FILE": str(path), "REDRAFT_TOKEN": "token-of-the-shell"}
+        write_settings({"token_file": str(path)}) | {"REDRAFT_TOKEN": "token-of-the-shell"}
     ).token
     assert server == FleetConfig(servers=("http://a:1",), token_file=path).token()
     assert server == path.read_text().strip()

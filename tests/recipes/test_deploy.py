@@ -15,6 +15,7 @@ import yaml
 from compose_spec import PyCompose
 from parse_flags import parse
 
+from redraft.engine.settings import read_settings, write_settings
 from redraft.heads.catalog import find_family
 from redraft.online.daemon.config import load_config
 from redraft.online.engine.config import is_enabled, read_config
@@ -148,11 +149,15 @@ def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
     }
     (tmp_path / "token").write_text("a-secret-for-tests")
     (tmp_path / "token").chmod(0o600)
-    here = {"REDRAFT_REGISTRY": str(tmp_path), "REDRAFT_TOKEN_FILE": str(tmp_path / "token")}
-    for name in ("REDRAFT_NATS_CREDENTIALS", "REDRAFT_NATS_CA"):
-        here[name] = str(make_file(tmp_path, environment[name]))
-    assert set(here) < set(environment)
-    config = read_config(environment | here)
+    written = read_settings(environment)["capture"]["nats"]
+    files = {name: str(make_file(tmp_path, written[name])) for name in ("credentials", "ca")}
+    here = {
+        "registry": str(tmp_path),
+        "token_file": str(tmp_path / "token"),
+        "capture": {"nats": files},
+    }
+    assert set(here) < set(read_settings(environment))
+    config = read_config(environment | write_settings(read_settings(environment), here))
     assert is_enabled(environment)
     assert config.allow_remote
     assert config.capture.is_on
@@ -305,12 +310,13 @@ def test_20_servers_of_the_manifests_fit_their_learner_by_the_table_of_capacity(
         speculative["method"],
         speculative["model"],
     )
-    assert (environment["REDRAFT_CAPTURE_HIDDEN_STATES"] == "1") == family.is_head
+    capture = read_settings(environment)["capture"]
+    assert capture["hidden_states"] == family.is_head
     page = (DEPLOY.parents[1] / "docs" / "capacity.md").read_text()
     table = page.partition("<!-- table thousand -->")[2].partition("<!-- end -->")[0]
     (row,) = (line for line in table.splitlines() if line.startswith("| EAGLE-3 |"))
     rate, per_day, _, _, gpus = (cell.strip() for cell in row.split("|")[2:7])
-    thousands = 20 * 2 * float(environment["REDRAFT_CAPTURE_FRACTION"])
+    thousands = 20 * 2 * capture["fraction"]
     shown = page.partition("## 20 servers on Kubernetes")[2].partition("\n## ")[0]
     used = float(gpus) * thousands
     assert used < float(

@@ -60,6 +60,7 @@ from redraft.distill.train.loop import LoadedData
 from redraft.distill.train.objective import distill_loss
 from redraft.distill.train.run_config import Signal
 from redraft.engine.server import VllmServer, vllm_server
+from redraft.engine.settings import write_settings
 from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
@@ -783,11 +784,11 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states_server(served_pair: tuple[Path, Path], storage: Path) -> Iterator[VllmServer]:
     """A real vLLM that sends the streams after layers 0 and 1 of the target, and after its last, 2."""
     extra = server_args((0, 1), num_layers=2, storage=str(storage))
-    targets = f"{storage.parent}:{served_pair[0]}"
+    targets = [str(storage.parent), str(served_pair[0])]
     env = {
         "VLLM_PLUGINS": "redraft",
         "REDRAFT_TOKEN": "a-token-for-tests",
-        "REDRAFT_TARGETS": targets,
+        **write_settings({"targets": targets}),
     }
     log = storage.parent / "vllm.log"
     with vllm_server(

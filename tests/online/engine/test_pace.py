@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import math
 import random
@@ -24,6 +25,7 @@ from waiting import wait_until
 
 from redraft.engine import hooks
 from redraft.engine.hooks import RunnerState, SchedulerState
+from redraft.engine.settings import VARIABLE
 from redraft.online.engine import pace as pace_hooks
 from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.domains import is_counted
@@ -800,26 +802,23 @@ def test_vllm_prepares_for_each_number_of_the_policy(most):
 
 
 @pytest.mark.parametrize(
-    ("variables", "varies"),
+    ("settings", "varies"),
     [
         ({}, False),
-        ({"REDRAFT_PACE": "off"}, False),
-        ({"REDRAFT_PACE": "auto"}, True),
-        ({"REDRAFT_PACE": "2"}, True),
-        ({"REDRAFT_RETRIEVAL": "live"}, True),
-        ({"REDRAFT_HEAD_REQUESTS": "4"}, True),
-        ({"REDRAFT_HEAD_TOKENS": "4"}, False),
+        ({"pace": "off"}, False),
+        ({"pace": "auto"}, True),
+        ({"pace": "2"}, True),
+        ({"lookup": {"retrieval": "live"}}, True),
+        ({"lookup": {"head_requests": 4}}, True),
+        ({"lookup": {"head_tokens": 4}}, False),
     ],
 )
 def test_sampled_requests_with_a_seed_have_no_draft_where_drafts_vary(
-    monkeypatch, variables, varies
+    monkeypatch, settings, varies
 ):
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    for name in ("REDRAFT_PACE", "REDRAFT_RETRIEVAL", "REDRAFT_HEAD_REQUESTS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(VARIABLE, json.dumps(settings))
     seen = []
     monkeypatch.setattr(
         Scheduler,

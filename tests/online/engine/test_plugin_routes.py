@@ -1156,7 +1156,7 @@ def test_a_move_to_nothing_is_the_callers_mistake(registry, body):
 
 def test_a_server_without_folders_loads_no_target(registry, checkpoint):
     answer = make_client(registry, Engine({})).post(MOVE, json={"path": str(checkpoint)})
-    assert (answer.status_code, "REDRAFT_TARGETS=FOLDER" in answer.text) == (503, True)
+    assert (answer.status_code, "--targets FOLDER" in answer.text) == (503, True)
     answer = make_client(registry, Engine({})).post(
         MOVE, json={"version": "1"}, headers={"Authorization": "Bearer x"}
     )

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.fleet import turn_keys
+from redraft.engine.settings import write_settings
 from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.config import read_config
 from redraft.online.engine.reread import Ledger, Rereader
@@ -265,9 +266,9 @@ def test_keys_of_an_unknown_layout_are_refused(changes, told):
 
 def test_the_setting_is_read_and_a_wrong_one_is_told():
     assert read_config({}).swap.cache == "auto"
-    assert read_config({"REDRAFT_SWAP_CACHE": "draft"}).swap.cache == "draft"
-    with pytest.raises(ValueError, match="REDRAFT_SWAP_CACHE=flush"):
-        read_config({"REDRAFT_SWAP_CACHE": "flush"})
+    assert read_config(write_settings({"swap": {"cache": "draft"}})).swap.cache == "draft"
+    with pytest.raises(ValueError, match=r"flush.*swap\.cache"):
+        read_config(write_settings({"swap": {"cache": "flush"}}))
 
 
 @pytest.mark.parametrize(
@@ -345,10 +346,9 @@ def run(pair, swap, runner, cache, folder, **changes):
         "swap": swap and str(swap),
     }
     spec |= {"cached": cached, "running": running} | changes
-    environment = model_runners.environment(runner) | {
-        "REDRAFT_REGISTRY": str(folder),
-        "REDRAFT_SWAP_CACHE": cache,
-    }
+    environment = model_runners.environment(runner) | write_settings(
+        {"registry": str(folder), "swap": {"cache": cache}}
+    )
     command = [
         sys.executable,
         Path(__file__).parents[2] / "helpers/run_kept_cache.py",

@@ -21,6 +21,7 @@ from redraft.engine.hooks import RunnerState
 from redraft.engine.lookup_first import HeadLimits, mix
 from redraft.engine.lookups import lookup_env
 from redraft.engine.server import vllm_keys
+from redraft.engine.settings import write_settings
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
@@ -479,7 +480,7 @@ def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(
         "rounds": [asked | {"pace": pace} for pace in ("0", "3", "1", "auto")],
     }
     answers, told, records = run_capture(
-        runner, tmp_path, schedules_ahead, {"REDRAFT_PACE": "auto"}, **spec
+        runner, tmp_path, schedules_ahead, write_settings({"pace": "auto"}), **spec
     )
     off, most, one, auto = told["seen"]
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from redraft.engine.cpu_patches import expand_kernel
+from redraft.engine.settings import write_settings
 from redraft.files.folder import fingerprint
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
@@ -291,33 +292,35 @@ def test_who_may_use_the_routes(host, token, config, code):
 def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
     (tmp_path / "token").write_text("a-secret-for-tests\n")
     (tmp_path / "token").chmod(0o600)
-    config = read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
+    config = read_config(write_settings({"token_file": str(tmp_path / "token")}))
     assert config.token == "a-secret-for-tests"
     assert "a-secret" not in repr(config)
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ValueError, match=str(tmp_path / "token")):
-        read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
+        read_config(write_settings({"token_file": str(tmp_path / "token")}))
 
 
 def test_target_weights_are_loaded_from_folders_that_are_there(tmp_path):
     (tmp_path / "second").mkdir()
     assert read_config({}).targets == ()
-    assert read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/second"}).targets == (
+    assert read_config(
+        write_settings({"targets": [str(tmp_path), f"{tmp_path}/second"]})
+    ).targets == (
         tmp_path,
         tmp_path / "second",
     )
     with pytest.raises(FileNotFoundError, match="third"):
-        read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/third"})
+        read_config(write_settings({"targets": [f"{tmp_path}/third"]}))
 
 
 def test_nothing_is_captured_unless_asked_for(tmp_path):
     assert not read_config({}).capture.is_on
     capture = read_config(
-        {"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}
+        write_settings({"capture": {"spool": str(tmp_path), "tenants": ["a", "b"]}})
     ).capture
     assert (capture.is_on, capture.tenants) == (True, ("a", "b"))
     with pytest.raises(ValueError, match=r"\b0 and 1\b"):
-        read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_FRACTION": "3"})
+        read_config(write_settings({"capture": {"spool": str(tmp_path), "fraction": 3}}))
 
 
 def test_the_fixed_kernel_fills_float_outputs():

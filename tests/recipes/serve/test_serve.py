@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.engine.server import vllm_keys
+from redraft.engine.settings import read_settings, write_settings
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
@@ -292,9 +293,10 @@ def test_ngrams_go_before_a_head(tmp_path):
     assert not {"prompt_lookup_max", "head_tokens"} & speculative.keys(), (
         "vLLM would refuse them, or set them to 0"
     )
-    told = {"NGRAM_MIN": "2", "NGRAM_MAX": "4", "HEAD_TOKENS": "2", "HEAD_REQUESTS": "6"}
-    environment = {f"REDRAFT_{name}": value for name, value in told.items()}
-    assert lookup_env(speculative_config(mixed)) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
+    told = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "head_tokens": 2, "head_requests": 6}
+    environment = lookup_env(speculative_config(mixed))
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert read_settings(environment) == {"lookup": told}
     model = write_draft(tmp_path / "model")
     with pytest.raises(ValueError, match="draft_model"):
         server_command(parse("target", "--draft", f"ngram+{model}"))
@@ -305,23 +307,22 @@ def test_counted_answers_go_before_a_head(tmp_path):
     flags = ("target", "--draft", f"{answers}+{head}:2", "--num-speculative-tokens", "6")
     mixed = speculative_config(parse(*flags))
     assert vllm_keys(mixed).keys() & {"retrieval", "prompt_lookup_max", "head_tokens"} == set()
-    told = {"RETRIEVAL": answers, "HEAD_TOKENS": "2", "NGRAM_MIN": "1", "NGRAM_MAX": "1"}
-    environment = {f"REDRAFT_{name}": value for name, value in told.items()}
-    assert lookup_env(mixed) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
-    dear = parse(*flags, "--verify-cost", "0.1")
-    assert lookup_env(speculative_config(dear)).items() >= {
-        ("REDRAFT_VERIFY_COST", "0.1"),
-    }
+    told = {"retrieval": answers, "head_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    environment = lookup_env(mixed)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert read_settings(environment) == {"lookup": told}
+    dear = read_settings(lookup_env(speculative_config(parse(*flags, "--verify-cost", "0.1"))))
+    assert dear["lookup"]["verify_cost"] == 0.1
 
 
 def test_live_counts_are_ngrams_to_vllm_and_a_name_to_the_plugin(tmp_path):
     head = write_draft(tmp_path / "head", "eagle3")
     alone = speculative_config(parse("target", "--draft", "live", "--verify-cost", "0.1"))
     assert vllm_keys(alone)["method"] == "ngram"
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "REDRAFT_RETRIEVAL": "live"}
-    assert lookup_env(alone) == {**variables, "REDRAFT_VERIFY_COST": "0.1"}
+    assert read_settings(lookup_env(alone))["lookup"] == {"retrieval": "live", "verify_cost": 0.1}
     mixed = lookup_env(speculative_config(parse("target", "--draft", f"live+{head}:2")))
-    assert mixed.items() >= {**variables, "REDRAFT_HEAD_TOKENS": "2"}.items()
+    asked = read_settings(mixed)["lookup"]
+    assert (asked["retrieval"], asked["head_tokens"]) == ("live", 2)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "mtp"])
@@ -407,7 +408,7 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
 @pytest.mark.parametrize("spool", [(), ("--capture.spool", "spool")])
 def test_live_counts_heed_the_tenants_with_and_without_capture(spool):
     cfg = parse("target", "--draft", "live", "--capture.tenants", "a", "b", *spool)
-    config = read_config(plugin_environment(cfg, {"REDRAFT_CAPTURE_TENANTS": "c"}))
+    config = read_config(plugin_environment(cfg, write_settings({"capture": {"tenants": ["c"]}})))
     assert config.capture.is_on == bool(spool)
     counted = []
     for tenant in ("a", "b", "c", ""):
@@ -439,23 +440,25 @@ def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("settings", "message"),
     [
         (
-            {"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"},
+            {"capture": {"spool": "s", "ingest": "nats://log:4222"}},
             "spool.*ingest",
         ),
-        ({"REDRAFT_CAPTURE_INGEST": "log:4222"}, "nats://HOST:4222"),
+        ({"capture": {"ingest": "log:4222"}}, "nats://HOST:4222"),
         (
-            {"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_FLEET": "a b"},
+            {"capture": {"ingest": "nats://log:4222", "nats": {"fleet": "a b"}}},
             r"nats\.fleet",
         ),
-        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_CA": "absent"}, "absent"),
+        ({"capture": {"ingest": "nats://log:4222", "nats": {"ca": "absent"}}}, "absent"),
+        ({"capture": {"spol": "s"}}, r"did you mean capture\.spool"),
+        ({"pace": "fast"}, "fast"),
     ],
 )
-def test_a_mistake_about_the_log_is_told_before_vllm_starts(variables, message):
+def test_a_mistake_about_the_log_is_told_before_vllm_starts(settings, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        read_config(variables)
+        read_config(write_settings(settings))
 
 
 def test_plugins_that_were_allowed_stay_allowed():
@@ -493,22 +496,22 @@ def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
         (line for line in done.stdout.splitlines() if line.startswith("COPIED")), done.stderr
     ).split()
     assert {*plugin, "MY_VARIABLE"} <= set(copied)
-    assert {"VLLM_PLUGINS", "REDRAFT_REGISTRY", "REDRAFT_CAPTURE_SPOOL"} <= plugin.keys()
+    assert {"VLLM_PLUGINS", "REDRAFT_SETTINGS"} <= plugin.keys()
 
 
 def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_path):
     draft = write_draft(tmp_path)
-    table, variable = "num_speculative_tokens_per_batch_size", "REDRAFT_PACE"
+    table = "num_speculative_tokens_per_batch_size"
     plain = parse("target", "--draft", draft)
     assert table not in speculative_config(plain)
-    assert variable not in plugin_environment(plain, {})
+    assert "pace" not in read_settings(plugin_environment(plain, {}))
     for pace in ("auto", "5", "0"):
         paced = parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace)
         command = server_command(paced)
         assert json.loads(command[command.index("--speculative-config") + 1])[table] == make_table(
             5
         )
-        assert plugin_environment(paced, {})[variable] == pace
+        assert read_settings(plugin_environment(paced, {}))["pace"] == pace
     for pace, said in (
         ("6", r"\b6\b.*--num-speculative-tokens\b.*\b5\b"),
         ("fast", "fast"),

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 from waiting import wait_until
 
+from redraft.engine.settings import write_settings
 from redraft.files.artifact import publish
 from redraft.online.records.record import Record
 from redraft.recipes.rl_grpo import Config, main
@@ -38,7 +39,7 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
         def do_POST(self) -> None:
             self.send_response(503)
             self.end_headers()
-            self.wfile.write(b'{"detail": "set REDRAFT_TARGETS"}')
+            self.wfile.write(b'{"detail": "set --targets"}')
 
     class Session:
         """TRL's client."""
@@ -83,7 +84,7 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
             prompts=str(questions),
             output=tmp_path / "policies",
         )
-        with pytest.raises(ValueError, match=r"step-1: .*\bREDRAFT_TARGETS\b"):
+        with pytest.raises(ValueError, match=r"step-1: .*set --targets\b"):
             main(config)
         server.shutdown()
     saved = load_file(tmp_path / "policies/step-1/model.safetensors")
@@ -116,7 +117,7 @@ def test_each_policy_is_served_and_named(
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--logprobs-mode", "processed_logprobs", "--dtype", dtype]
-    environment = {"REDRAFT_TARGETS": str(policies)}
+    environment = write_settings({"targets": [str(policies)]})
     with running_server(
         tiny_target, registry, tmp_path, [], arguments=arguments, environment=environment
     ) as server:

@@ -1,0 +1,41 @@
+"""Settings of the plugin: one JSON object in the environment, which every process of a vLLM server
+inherits.
+
+    REDRAFT_SETTINGS='{"registry": "/drafts", "pace": "auto", "capture": {"spool": "/spool"}}'
+
+`redraft serve` writes it. Whoever starts vLLM without it sets it; its keys are the fields of
+`online.engine.config.Settings`, and docs/online.md lists them.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from redraft.files.settings import merge
+
+VARIABLE = "REDRAFT_SETTINGS"
+
+
+def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The settings in an environment; empty if it has none.
+
+    Raises:
+        ValueError: the variable is not a JSON object.
+    """
+    text = environment.get(VARIABLE) or "{}"
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE} is not valid JSON ({error}): {text[:200]}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{VARIABLE} is not a JSON object in braces: {text[:200]}")
+    return settings
+
+
+def write_settings(*settings: Mapping[str, Any]) -> dict[str, str]:
+    """The variable with all these settings, of which later ones win; empty if there are none."""
+    merged: Mapping[str, Any] = {}
+    for more in settings:
+        merged = merge(merged, more)
+    return {VARIABLE: json.dumps(merged)} if merged else {}
