@@ -72,9 +72,7 @@ def split_key(conversation: Conversation) -> str:
 
 @dataclass(kw_only=True)
 class Overlap:
-    """Text that stood in the training part twice, or in both parts, before it was taken out of
-    training.
-    """
+    """Text found twice in the training part, or in both parts, and taken out of training."""
 
     held_out_answers: int = 0
     """Different held-out answers longer than MIN_SHARED_CHARS."""
@@ -99,8 +97,9 @@ class Overlap:
 def remove_overlap(
     train: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> tuple[list[Conversation], Overlap]:
-    """The training conversations without repetitions and without the held-out answers, and their
-    counts. Short answers ("Yes.") are shared by chance and stay.
+    """Take repetitions and held-out answers out of the training conversations.
+
+    Returns the conversations and the counts. Short answers ("Yes.") are shared by chance and stay.
     """
     held_out_texts = {text for conversation in held_out for text in _answers(conversation)}
     overlap = Overlap(held_out_answers=len(held_out_texts))

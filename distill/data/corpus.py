@@ -31,8 +31,9 @@ Conversation = dict[str, object]
 
 
 def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
-    """Conversations `{"domain": "code" | "prose", "messages": [...]}` from the standard library's
-    sources.
+    """Conversations made from the sources of Python's standard library.
+
+    Each is `{"domain": "code" | "prose", "messages": [...]}`.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()

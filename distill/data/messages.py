@@ -250,8 +250,9 @@ def is_cut_reason(value: Any) -> bool:
 
 
 def refuse_media(names: Iterable[str]) -> None:
-    """Raise UnusableRowError if a column or key of these names has images or sound, about which the
-    text then is.
+    """Refuse a row whose text is about an image or a sound.
+
+    Raises UnusableRowError if a column or key of these names has one.
     """
     if media := next(filter(MEDIA.fullmatch, names), None):
         raise UnusableRowError("with images or sound, which are not read", f"under {media}")

@@ -21,8 +21,9 @@ PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "
 
 
 class PieceEncoder:
-    """Encodes texts with special tokens in them, as `tokenizer(texts, add_special_tokens=False)`
-    does.
+    """Encodes texts that contain special tokens.
+
+    The result is that of `tokenizer(texts, add_special_tokens=False)`.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -122,8 +122,9 @@ class Renderer:
     def turns(
         self, conversation: Conversation, keep: Callable[[Turn], T]
     ) -> tuple[list[T], Counter[str]]:
-        """`keep` of every assistant turn with a message before it, and the refused answers by
-        reason; a cut last turn has no end. Raises jinja2.TemplateError.
+        """`keep` of every assistant turn that follows a message, and the refused answers by reason.
+
+        A last turn that was cut has no end. Raises jinja2.TemplateError.
         """
         return self.retry_without_opening(
             conversation["messages"], lambda messages: self._turns(messages, conversation, keep)
@@ -144,8 +145,9 @@ class Renderer:
     def retry_without_opening(
         messages: Sequence[Message], work: Callable[[Sequence[Message]], T]
     ) -> T:
-        """`work(messages)`, or, if the template refuses them, without the assistant's before the
-        first other: a third of ShareGPT begins so, because long chats were cut.
+        """`work(messages)`; if the template refuses them, without the opening answers.
+
+        A third of ShareGPT begins with the assistant's messages, because long chats were cut.
         """
         try:
             return work(messages)

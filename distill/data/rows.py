@@ -144,9 +144,7 @@ def _stamp(path: Path) -> list[Any]:
 
 
 def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The visible files with one of these suffixes anywhere under `folder`, compressed or not,
-    sorted.
-    """
+    """The visible files below `folder` with one of these suffixes, compressed or not, sorted."""
     return sorted(path for path in _visible_files(folder) if table_format(path, suffixes))
 
 
@@ -321,8 +319,9 @@ def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _load_hub(source: str, split: str) -> datasets.Dataset:
-    """One split of a data set, named as `owner/name` or, with one of several configs,
-    `owner/name:config`.
+    """One split of a data set.
+
+    The data set is named `owner/name` or, with one of several configs, `owner/name:config`.
     """
     name, _, config = source.partition(":")
     import datasets  # takes a second: not for --help

@@ -1,5 +1,6 @@
-"""Conversations as token ids with a loss mask, every assistant turn rendered exactly as it is
-served.
+"""Conversations as token ids with a loss mask.
+
+Every assistant turn is rendered exactly as it is served.
 
 A template may rewrite earlier turns (Qwen3 drops the `<think>`). So a turn joins the sample of the
 turns before it only if the served prompt starts with exactly the tokens of this sample; otherwise a
@@ -168,12 +169,14 @@ def stream_samples(
     progress: bool = True,
     purpose: str = "to train on",
 ) -> Iterator[Sample]:
-    """Samples of at most `max_length` tokens, in the order of the conversations' hashes, counted in
-    `stats`. A longer conversation is cut after the last answer that fits, and the rest dropped.
-    If not even the first answer fits, it is cut in the middle. A longer plain document is cut
-    into several samples. `template_options` reach the chat template as they would in a request,
-    e.g. `enable_thinking`. A template that writes today's date writes `day`, and needs one.
-    `ends` are the stop ids: with them, an answer whose end of turn is another is refused.
+    """Samples of at most `max_length` tokens, counted in `stats`.
+
+    They come in the order of the conversations' hashes. A longer conversation is cut after the last
+    answer that fits, and the rest is dropped. If not even the first answer fits, it is cut in the
+    middle. A longer plain document is cut into several samples. `template_options` reach the chat
+    template as they would in a request, e.g. `enable_thinking`. A template that writes today's date
+    writes `day`, and needs one. `ends` are the stop ids: with them, an answer whose end of turn is
+    another is refused.
 
     Raises:
         ValueError: at the end if nothing is left for the `purpose`, or if a chat template is needed
@@ -223,13 +226,14 @@ def held_out_prompts(
     day: datetime.date | None = None,
     beside: Iterable[Prompt] = (),
 ) -> list[Prompt]:
-    """Up to `num_prompts` different prompts, of the last assistant turn of the conversations, taken
-    from each domain in turn; none is `beside`. The conversations' hashes decide which. Repeats
-    are left out: an answer follows from its prompt, so they would count the same evidence again.
-    So are prompts longer than `max_length` tokens; plain documents have no prompt. What is left
-    out is printed in one line, with the number for each reason. `template_options` and `day` are
-    those of `stream_samples`; by default the options are the arguments with which most answers
-    begin.
+    """Up to `num_prompts` different prompts of the conversations' last assistant turns.
+
+    They are taken from each domain in turn, none of them from `beside`, and the conversations'
+    hashes decide which. Repeats are left out: an answer follows from its prompt, so they would
+    count the same evidence again. Prompts longer than `max_length` tokens are left out too; plain
+    documents have no prompt. One line is printed with the number left out for each reason.
+    `template_options` and `day` are those of `stream_samples`; by default the options are the
+    arguments with which most answers begin.
 
     Raises:
         ValueError: if no prompt is left.
@@ -292,9 +296,7 @@ def choose_arguments(
 
 
 def _prompt(conversation: Conversation, render: Renderer, max_length: int) -> Prompt | str:
-    """The prompt of the last assistant turn as a server renders it, or the reason why it is left
-    out.
-    """
+    """The prompt of the last assistant turn as a server renders it, or why it is left out."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

@@ -193,9 +193,7 @@ class TurnWriter:
         return bool(self.render.special.search(self._after(arguments, calls=True, is_last=True)))
 
     def _after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
-        """The template's text after an answer, or a call's arguments, up to the next message or the
-        end.
-        """
+        """The template's text after an answer or a call's arguments, up to the next message."""
         key = (repr(arguments), calls, is_last)
         if key not in self._known:
             self._known[key] = self._render_after(arguments, calls=calls, is_last=is_last)

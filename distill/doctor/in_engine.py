@@ -152,8 +152,9 @@ def plan_run(
 def _beyond_windows(
     pair: Pair, prompts: Sequence[Sequence[int]], room: int, notes: list[str]
 ) -> list[list[int]]:
-    """A prompt of three windows and two blocks, and one of LONG_TOKENS if the target has as many
-    positions. None for a head that sees everything.
+    """Prompts that reach beyond the head's windows; None if it has none.
+
+    One has three windows and two blocks, and one LONG_TOKENS if the target has as many positions.
     """
     views = served_views(pair.config) if pair.family.layers_key else ()
     windows = [view.window for view in views if view.window]
@@ -298,9 +299,7 @@ def _judge_without_forecast(
 def _prompts(
     pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
 ) -> tuple[list[list[int]], bool]:
-    """Token ids of the prompts to answer, and whether they come from the data of the draft's
-    training.
-    """
+    """Token ids of the prompts to answer, and whether they are of the draft's training data."""
     tokenizer = pair.target.tokenizer
     data, day = pair.provenance.config.data, day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
@@ -331,8 +330,10 @@ def _prompts(
 def ask_fallback(
     tokenizer: Any, num_prompts: int, day: datetime.date | None = None
 ) -> list[list[int]]:
-    """The first questions of FALLBACK as token ids, in the words of the chat template if there is
-    one. A template that writes today's date writes `day`, and needs one.
+    """The first questions of FALLBACK as token ids.
+
+    They are in the words of the chat template if there is one. A template that writes today's date
+    writes `day`, and needs one.
     """
     questions: Sequence[str] = FALLBACK[:num_prompts]
     if tokenizer.chat_template is None:
@@ -364,7 +365,8 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
 
 
 def day_of_training(pair: Pair) -> datetime.date:
-    """The date that the template wrote in training, so a template with today's date is no
-    difference on another day. Today, if the provenance does not hold it.
+    """The date that the template wrote in training; today if the provenance has none.
+
+    So a template that writes the date makes no difference on another day.
     """
     return choose_day(pair.provenance.date, "the date in the draft's provenance")

@@ -70,8 +70,10 @@ def find_better_readings(
     num_tokens: int,
     device: str = "cpu",
 ) -> Iterator[Finding]:
-    """The reading that accepts most on the target's answers, of those that accept clearly more than
-    the head as it is. `answers` are token ids of prompts and answers.
+    """The reading of the head that accepts most on the target's answers.
+
+    Only readings that accept clearly more than the head as it is count. `answers` are token ids of
+    prompts and answers.
     """
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
@@ -406,8 +408,9 @@ def _set_mask_token(head: Any, token: int) -> None:
 
 
 def _anchor_in_context() -> Reading:
-    """The target reads the anchor while it verifies, so in training its feature is there, and in
-    serving it is not.
+    """Whether the anchor's feature was there in training, though it is not in serving.
+
+    The target reads the anchor only while it verifies.
     """
     return Reading(
         problem="the head was trained with the target's feature of the anchor in the context, and "

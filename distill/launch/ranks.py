@@ -45,8 +45,9 @@ def die_with_launcher() -> None:
 
 
 def join_on_cpu() -> None:
-    """Join the ranks of a launch on a machine without a GPU, with the launcher's settings for FSDP
-    or DeepSpeed. Without this, accelerate reads these settings only for GPUs.
+    """Join the ranks of a launch on a machine without a GPU.
+
+    accelerate reads the launcher's settings for FSDP or DeepSpeed for GPUs only; this applies them.
     """
     if uses_deepspeed():
         # Before the first import of deepspeed, which reads it.
@@ -84,9 +85,11 @@ def refuse_abandoned_build() -> None:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """End this rank's part of a successful launch. gloo's threads may still hold tensors of the
-    last collectives, and need the interpreter to release them. If the interpreter ends
-    meanwhile, the process aborts, and the launchers of other machines wait minutes for this one.
+    """End this rank's part of a successful launch.
+
+    gloo's threads may still refer to tensors of the last collectives, and need the interpreter to
+    release them. If the interpreter ends meanwhile, the process aborts, and the launchers of other
+    machines wait minutes for this one.
     """
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         time.sleep(LET_GO_S)

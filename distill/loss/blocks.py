@@ -74,8 +74,9 @@ def _softmax(scratch: Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor,
 def softmax_and_log(
     scratch: Scratch, temperature: float, name: str, logits_MV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax of logits / temperature, the logarithm, the argmax), the first two in the scratch
-    memory of `name`.
+    """(softmax of logits / temperature, its logarithm, the argmax).
+
+    The first two are in the scratch memory of `name`.
     """
     z_MV = _wide(scratch, temperature, name, logits_MV)
     p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
@@ -155,8 +156,10 @@ class ExactBlock:
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W) of the
-        rows at `place_M`. `place_M` is None if draft row m is compared with row m.
+        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W).
+
+        They are those of the rows at `place_M`, which is None if draft row m is compared with row
+        m.
         """
         p_RW, log_p_RW = self._probabilities = self._probabilities or self._compute()
         # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not
@@ -197,8 +200,10 @@ class TopKBlock:
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W) of
-        the rows at `place_M`. `place_M` is None if draft row m is compared with row m.
+        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W).
+
+        They are those of the rows at `place_M`, which is None if draft row m is compared with row
+        m.
         """
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:

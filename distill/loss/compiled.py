@@ -31,9 +31,10 @@ def compare_rows(
     divergence: Divergence,
     cap: float | None = None,
 ) -> Tensor:
-    """(divergence, alpha and alpha_greedy) of every row, [3, M], of a block that has its log sum
-    exp. The gradient at the logits before `cap`, times `scale_M`, takes the place of the logits.
-    `place_M` is None if draft row m is compared with row m of the block.
+    """(divergence, alpha and alpha_greedy) of every row of a block, [3, M].
+
+    The block must have its log sum exp. The gradient at the logits before `cap`, times `scale_M`,
+    replaces the logits. `place_M` is None if draft row m is compared with row m of the block.
     """
     assert block.log_sum_exp_R1 is not None
     values_3M: Tensor = _compiled_rows(divergence, cap)(

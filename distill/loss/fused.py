@@ -1,5 +1,6 @@
-"""The divergence of draft and target from hidden states and heads, never holding [tokens,
-vocabulary] of either.
+"""The divergence of draft and target from hidden states and heads.
+
+The logits [tokens, vocabulary] of either never exist as a whole.
 
 S = draft steps, M = labelled rows of a draft step, N = rows of the target, C = target rows of a
 chunk, R = of a block, D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary,
@@ -146,10 +147,12 @@ def fused_linear_divergence(
     labels_N: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> FusedResult:
-    """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in the factors of every
-    draft's logits. A row of the target that no step is compared with costs as much as any other,
-    so give each row to at least one step. `normaliser` is the global count of valid tokens.
-    `labels_N` are the text's next tokens; only cross_entropy reads them.
+    """sum_S sum_M weight * D(target, draft) / normaliser.
+
+    It is differentiable in the factors of every draft's logits. A row of the target that no step is
+    compared with costs as much as any other, so give each row to at least one step. `normaliser` is
+    the global count of valid tokens. `labels_N` are the text's next tokens; only cross_entropy
+    reads them.
 
     Raises:
         ValueError: the vocabularies differ in size, a top-k target has a temperature other than 1,
@@ -402,9 +405,7 @@ def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one draft step, at most `chunk_tokens` of them, to be compared with rows of one
-    chunk.
-    """
+    """At most `chunk_tokens` rows of one draft step, to be compared with rows of one chunk."""
 
     step: _Step
     rows_M: Tensor
@@ -625,8 +626,9 @@ def _divergence(
     place_M: Tensor | None,
     logits_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(divergence, alpha and alpha_greedy [3, M]; gradient of the divergence at logits /
-    temperature [M, W]).
+    """The divergence and its gradient at logits / temperature.
+
+    Returns (divergence, alpha and alpha_greedy [3, M]; gradient [M, W]).
     """
     divergence = request.divergence
     compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, step.draft_ids_W)

@@ -1,5 +1,6 @@
-"""The divergences between target p and draft q, each with the gradient at the draft's logits in
-closed form.
+"""The divergences between target p and draft q, with their gradients in closed form.
+
+The gradients are at the draft's logits.
 
 M = rows, X = outcomes compared (see `distill.loss.outcomes`). The draft's logits z give q =
 softmax(z).
@@ -78,8 +79,9 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
 
 
 def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
-    """beta p + (1 - beta) q, clamped above zero to keep the log finite for outcomes of probability
-    zero.
+    """beta p + (1 - beta) q, clamped above zero.
+
+    So the log of an outcome of probability zero is finite.
     """
     return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
 

@@ -59,8 +59,9 @@ def matmul_dtype(
 def _prefers_float32(
     dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], float], num_threads: int
 ) -> bool:
-    """Whether products in float32 are faster here than in `dtype`, timed once for each number of
-    threads.
+    """Whether products in float32 are faster here than in `dtype`.
+
+    It is timed once for each number of threads.
     """
 
     def fastest(dtype: torch.dtype) -> float:

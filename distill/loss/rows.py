@@ -63,8 +63,10 @@ def _launch(logits_MW: Tensor) -> dict[str, int]:
 def target_rows(
     logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """(logits on the draft's ids [C, W], empty without them; log sum exp over V and p's mass on W
-    [2, C]), the sums of logits / temperature.
+    """The target's part of a comparison, from its hidden states.
+
+    Returns (logits on the draft's ids [C, W], empty without them; log sum exp over V and p's mass
+    on W [2, C]) and the sums of logits / temperature.
     """
     rows, width = logits_CV.shape
     kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)

@@ -282,8 +282,9 @@ def _make_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _make_target(plan: Plan) -> Any:
-    """The target; or embeddings and output head, all that a trainer loads of one that runs
-    elsewhere.
+    """The target, or its embeddings and output head only.
+
+    A trainer loads no more of a target that runs elsewhere.
     """
     if plan.signal == "model":
         return _make_model(plan.whole or plan.target, plan.dtype)

@@ -77,8 +77,9 @@ class Adaptation:
 def adapt(
     family: Family, cfg: Config, old: Path, machine: Machine | None = None
 ) -> Adaptation | None:
-    """Train `old`, or a new start, for the target of `cfg`, which continues `old`, and publish it
-    if it gains; returns the result on the main process. Raises as `run`.
+    """Train `old`, or a new start, for the target of `cfg`, and publish it if it gains.
+
+    The target continues that of `old`. Returns the result on the main process. Raises as `run`.
     """
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)

@@ -101,9 +101,10 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
 
 
 def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
-    """Training and held-out rows of `loop.sequence_length` tokens, of documents that a server shows
-    a draft whole, held-out prompts, and the target's end tokens. The main process tokenises,
-    once; all processes map the result, also when the run is resumed.
+    """The training and held-out rows, the held-out prompts and the target's end tokens.
+
+    A row has `loop.sequence_length` tokens of documents that a server shows a draft whole. The main
+    process tokenises, once; all processes map the result, also when the run is resumed.
 
     Raises:
         ValueError: if the source is empty or nothing in it can be trained on.

@@ -202,8 +202,9 @@ class EngineProof:
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:
-    """Move a model to the CPU, because vLLM takes the whole GPU, and views of its weights, which
-    would hold the GPU's memory. Tensors on `meta` have no data to move.
+    """Move a model, and views of its weights, to the CPU: vLLM takes the whole GPU.
+
+    A view would keep the GPU's memory. Tensors on `meta` have no data to move.
     """
     for tensor in (*model.parameters(), *model.buffers(), *views):
         if not tensor.is_meta:

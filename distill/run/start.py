@@ -145,8 +145,7 @@ def share(run: Run, head: Any) -> None:
 
 
 def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
-    """For each stream, after k layers, the factors of the norm in the target's layer that reads it,
-    [D].
+    """For each stream, after k layers, the norm's factors in the layer that reads it, [D].
 
     Raises:
         ValueError: a stream is not read by an RMS norm, or the target ends with another norm.

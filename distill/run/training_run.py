@@ -78,8 +78,9 @@ Config = HeadConfig[Any] | StandaloneConfig
 
 
 def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
-    """Train a draft of a family, by default on this machine, publish it, prove it and write the
-    report. Nothing is left behind.
+    """Train a draft of a family, publish it, prove it and write the report.
+
+    By default it runs on this machine. Nothing is left behind.
 
     Raises:
         ValueError, OSError: the flags do not fit each other, the target or the machine.
@@ -267,10 +268,11 @@ class Run:
     def train(
         self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
     ) -> tuple[Any, TrainingCost]:
-        """Train `draft` (`distill.train.loop.train`) and return it with trained weights, and the
-        cost. A `stage` beside the main training has checkpoints and metrics of its own, in a
-        folder of this name. The returned draft is whole even if the ranks shared it in training;
-        on all but the main process it is None.
+        """Train `draft` and return it with trained weights, and the cost.
+
+        `distill.train.loop.train` does the work. A `stage` beside the main training has checkpoints
+        and metrics of its own, in a folder of this name. The returned draft is whole even if the
+        ranks shared it in training; on all but the main process it is None.
         """
         cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
         # Before `Distillation`, which may shard the draft in place.

@@ -1,5 +1,6 @@
-"""One batch ahead: a server or a disk works on the next batch's signal while the draft trains on
-this one.
+"""The signal one batch ahead.
+
+A server or a disk works on the next batch's signal while the draft trains on this one.
 
 training     | step 1           | step 2           | step 3
 teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
@@ -16,8 +17,9 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 
 
 class OneAhead:
-    """A source of signals (`distill.signal.sources`) that can be asked for a batch before it is
-    needed.
+    """A source of signals that can be asked for a batch before it is needed.
+
+    `distill.signal.sources` has the sources.
     """
 
     def __init__(self, source: Callable[[Batch], TargetSignal], device: torch.device) -> None:
@@ -56,9 +58,7 @@ class OneAhead:
         return signal
 
     def _follow(self) -> None:
-        """Let the stream wait for the caller's, on which the batch may still be on its way
-        (`to_device`).
-        """
+        """Let the stream wait for the caller's, where the batch may still arrive (`to_device`)."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 

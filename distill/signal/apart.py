@@ -47,8 +47,9 @@ def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
 
 
 def split_by_length(lengths: Sequence[int]) -> list[int]:
-    """Ends of at most `PASSES` runs of these lengths, descending, that cost the fewest padded
-    tokens.
+    """Split these lengths, in descending order, into at most `PASSES` runs.
+
+    Returns the ends of the runs that cost the fewest padded tokens.
     """
     # A run may begin at the first of all lengths with the same number of steps.
     rounded = [-(-length // STEP) for length in lengths]

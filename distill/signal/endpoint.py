@@ -83,9 +83,7 @@ class Endpoint:
         return self._model
 
     async def is_back(self, timeout_s: float) -> bool:
-        """Whether the server answers within `timeout_s` and still lists the model of earlier
-        requests.
-        """
+        """Whether the server answers within `timeout_s` and still lists the same model."""
         try:
             listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
             return self._model in {None, *(model["id"] for model in listed["data"])}

@@ -1,5 +1,6 @@
-"""Hidden states of a target loaded only by a vLLM server, through vLLM's `extract_hidden_states`
-method.
+"""Hidden states of a target that only a vLLM server loads.
+
+They come through vLLM's `extract_hidden_states` method.
 
     here                                      the server, or one of several
     document's tokens       ── HTTP ───────►  one pass; residual stream after the layers it was started with
@@ -40,8 +41,9 @@ ATTEMPTS = 3  # Tries per document whose states are lost between the server and 
 def server_args(
     layers: Sequence[int], num_layers: int, storage: str, states_format: StatesFormat = "exact"
 ) -> list[str]:
-    """vLLM server arguments for writing the streams after `layers`, and the last stream, to
-    `storage`.
+    """Arguments for a vLLM server that writes hidden states to `storage`.
+
+    It writes the streams after `layers`, and the last one.
 
     Raises:
         ValueError: for a layer the target does not have.

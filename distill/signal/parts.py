@@ -72,8 +72,9 @@ def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Colle
 
 
 def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, str], bool]) -> Any:
-    """The target on the CPU with the final norm, and the tensors of layers for which
-    `is_wanted(layer, name)`.
+    """The target on the CPU, with the final norm and the wanted tensors of its layers.
+
+    `is_wanted(layer, name)` chooses them.
     """
 
     def choose(name: str) -> bool:
@@ -84,8 +85,7 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
 
 def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
-    """For each stream, after k layers, the factors of the norm in the target's layer that reads it,
-    [D].
+    """For each stream, after k layers, the norm's factors in the layer that reads it, [D].
 
     Raises:
         ValueError: a norm is of another kind.

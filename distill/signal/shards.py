@@ -73,8 +73,9 @@ class Content(Protocol):
         ...
 
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
-        """The tensors to keep for these rows of the flattened batch, by name, [N, ...] each, on the
-        CPU.
+        """The tensors to keep of these rows of the flattened batch.
+
+        Returns them by name, [N, ...] each, on the CPU.
         """
         ...
 
@@ -112,10 +113,11 @@ def write_cache(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> CacheHeader:
-    """Write `content` of the signal from `source` for all samples, after printing how large it will
-    be. Existing shards are kept, so an interrupted run continues where it stopped. Of several
-    ranks each writes every `num_ranks`-th shard, and the cache is complete when all have
-    returned.
+    """Write `content` of the signal from `source` for all samples.
+
+    It first prints how large the cache will be. Existing shards are kept, so an interrupted run
+    continues where it stopped. Of several ranks each writes every `num_ranks`-th shard, and the
+    cache is complete when all have returned.
 
     Raises:
         OSError: if the disk has too little space.
@@ -277,8 +279,10 @@ class Shards:
     """A complete cache, mapped into memory."""
 
     def __init__(self, folder: Path, content: Content, *, target: str, data: str) -> None:
-        """Raises ValueError if the cache is incomplete or corrupt, or was written for another
-        target, other data or another content; of hidden states it may hold more layers.
+        """Open a complete cache of this target, data and content.
+
+        Raises ValueError if it is incomplete, corrupt, or of another target, other data or another
+        content; a cache of hidden states may have more layers.
         """
         self.folder, self.header = folder, read_header(folder)
         there = {"target": self.header.target, "data": self.header.data, **self.header.content}

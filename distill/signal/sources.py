@@ -75,9 +75,11 @@ class InProcessTarget:
     def __init__(
         self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True
     ) -> None:
-        """`aux_layers`: k is the residual stream after k layers, from 0 (the embeddings) to the
-        number of layers. Without weights no values are checked, and only the cost of the signal
-        can be counted.
+        """A target, with or without weights.
+
+        `aux_layers`: k is the residual stream after k layers, from 0 (the embeddings) to the number
+        of layers. Without weights no values are checked, and only the cost of the signal can be
+        counted.
 
         Raises:
             ValueError: a layer does not exist, or the model cannot be used exactly.
@@ -117,8 +119,9 @@ class InProcessTarget:
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
     def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:
-        """The last hidden states of one document a row, at the places in the packed rows, [B, T,
-        D]; and the same of the streams.
+        """The last hidden states of one document per pass, and the same of the streams.
+
+        They are at the places in the packed rows, [B, T, D].
         """
         ids_N = batch.input_ids_BT.flatten()
         passes = split_documents(batch.document_BT, self._most_pairs())
@@ -244,8 +247,9 @@ class InProcessTarget:
 
 @torch.no_grad()
 def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(ids, float32 log-probabilities) of the given rows of the flattened batch, [N, K] each,
-    descending.
+    """(ids, float32 log-probabilities) of the given rows, [N, K] each, descending.
+
+    The rows are those of the flattened batch.
 
     Raises:
         ValueError: if k exceeds the vocabulary.
@@ -296,9 +300,11 @@ class EndpointTarget:
         self._runner = asyncio.Runner()
 
     def require_target(self) -> None:
-        """Raise ValueError if a server certainly serves another target, or ConnectionError if it,
-        or each of several, does not answer; the message names the URL. A dead server among
-        several is checked when it comes back, and gets no requests if it fails.
+        """Refuse servers that certainly serve another target, or do not answer.
+
+        Raises ValueError in the first case, and ConnectionError if the server, or each of several,
+        does not answer; the message names the URL. A dead server among several is checked when it
+        comes back, and gets no requests if it fails.
         """
         if isinstance(self.endpoint, Endpoints):
             self._runner.run(self.endpoint.require(self._require_target))

@@ -90,10 +90,12 @@ def regenerate(
     *,
     overwrite: bool = False,
 ) -> RegenerationStats:
-    """Answer every assistant turn again, in order, each on the regenerated history, and append to
-    `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run
-    continues where it stopped. `target` identifies what answers, beyond the name of its model.
-    With `overwrite`, new answers replace those in `output`, which are set aside at the first one.
+    """Answer every assistant turn again, in order, and append to `output` (JSONL).
+
+    Each is answered on the regenerated history. Conversations already in `output` are skipped, so
+    an interrupted run continues where it stopped. `target` identifies what answers, beyond the name
+    of its model. With `overwrite`, new answers replace those in `output`, which are set aside at
+    the first one.
 
     Raises:
         ConnectionError: if the server does not answer; it names the URL and how many conversations

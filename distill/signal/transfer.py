@@ -15,8 +15,10 @@ def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def to_device(value: T, device: torch.device) -> T:
-    """A tensor, or a dataclass with tensors at any depth, on `device`, where a GPU may still be
-    copying: its current stream finds the tensors whole. The host may change its own.
+    """A tensor, or a dataclass with tensors at any depth, on `device`.
+
+    A GPU may still be copying: its current stream finds the tensors whole. The host may change its
+    own.
     """
     if is_dataclass(value):
         moved: dict[str, Any] = {

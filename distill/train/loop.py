@@ -182,9 +182,9 @@ def train(
     loop: Loop,
     num_speculative_tokens: int,
 ) -> TrainingCost:
-    """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls
-    (`loop.stop_by`); losses and held-out acceptance go to the metrics. Raises as
-    `RunFolder.restore`.
+    """Train from the newest checkpoint of `run` until `loop.steps` or `loop.stop_by`.
+
+    Losses and held-out acceptance go to the metrics. Raises as `RunFolder.restore`.
     """
     accelerator = distillation.accelerator
     if loop.compile:

@@ -132,8 +132,9 @@ def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
-    """Raise ValueError if Muon is to move matrices that the ranks share out, or that DeepSpeed
-    holds.
+    """Refuse Muon for matrices that ranks or DeepSpeed split.
+
+    Raises ValueError then.
     """
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
@@ -165,8 +166,9 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
 
 
 def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | None = None) -> None:
-    """Compile the layers of a draft, and of a target that is whole in this process
-    (`distill.launch.compiled`).
+    """Compile the layers of a draft, and of a target that is whole in this process.
+
+    `distill.launch.compiled` says which.
     """
     compile_in_place(draft_layers(draft), recomputed=getattr(draft, "recomputes", False))
     if isinstance(target, InProcessTarget):
@@ -413,8 +415,9 @@ class Distillation:
         )
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
-        """Held-out acceptance over the batches of all ranks, by the definitions of
-        `redraft.eval.forecast`.
+        """Held-out acceptance over the batches of all ranks.
+
+        `redraft.eval.forecast` defines it.
         """
         # `self.module` and not `self.draft`: outside of the wrapped forward a rank may hold shards
         # only.
