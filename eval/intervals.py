@@ -80,8 +80,9 @@ def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
 
 
 def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """The weighted sum of estimates from different prompts, with the degrees of freedom of
-    Satterthwaite (1946).
+    """The weighted sum of estimates from different prompts.
+
+    Its degrees of freedom are those of Satterthwaite (1946).
     """
     value = sum(weight * one.value for one, weight in zip(estimates, weights, strict=True))
     errors = [abs(weight) * one.error for one, weight in zip(estimates, weights, strict=True)]
@@ -99,9 +100,10 @@ def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Est
 def paired_interval(
     ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int]
 ) -> tuple[float, float]:
-    """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of rates between 0
-    and 1. `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt,
-    `rows` [N] the number of rows.
+    """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows).
+
+    That is a difference of rates between 0 and 1. `ours` and `theirs` [N] are the sums of two
+    drafts over the rows of each prompt, `rows` [N] the number of rows.
 
     Raises:
         ValueError: if the sequences differ in length or are empty.
@@ -115,10 +117,11 @@ def paired_interval(
 
 
 def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:
-    """The median and its 95% interval from order statistics, which holds for any distribution (the
-    sign test). The interval is infinite with fewer than six values: the smallest and the largest
-    then hold the median in less than 95% of cases. For rounds on a shared machine, where the
-    mean follows single disturbed rounds.
+    """The median and its 95% interval from order statistics (the sign test).
+
+    It holds for any distribution. With fewer than six values the interval is infinite: the smallest
+    and the largest then enclose the median in less than 95% of cases. For rounds on a shared
+    machine, where the mean follows single disturbed rounds.
     """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
@@ -134,8 +137,9 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
 def estimate_tau_gain(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> Estimate:
-    """`estimate_gain` in tau of one draft over another, from the counts on each of the same
-    prompts.
+    """`estimate_gain` in tau of one draft over another.
+
+    The counts are those on each of the same prompts.
     """
     over_N2, under_N2 = (
         np.array(
@@ -177,9 +181,10 @@ def _error(deviation_N: Array, under_N: Array) -> float:
 
 @functools.lru_cache(maxsize=4096)  # a report asks hundreds of times for the same prompts
 def student_t_quantile(probability: float, freedom: float) -> float:
-    """The value below which Student's t with `freedom` (>= 1) degrees of freedom lies with
-    `probability` (> 0.5). Hill (1970), Algorithm 396. scipy has the exact one, but is not among
-    the dependencies.
+    """The `probability` quantile of Student's t with `freedom` degrees of freedom.
+
+    `freedom` is at least 1, `probability` above 0.5. Hill (1970), Algorithm 396. scipy has the
+    exact one, but is not among the dependencies.
     """
     two_sided = 2 * (1 - probability)
     if (

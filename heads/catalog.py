@@ -362,8 +362,9 @@ def match_tensors(names: Collection[str]) -> Family | None:
 
 
 def require_head(folder: Path, name: str, target: TargetFolder) -> None:
-    """Raise ValueError unless `folder` holds a head of family `name` for the lineage of this
-    target.
+    """Refuse a folder without a head of family `name` for this target's lineage.
+
+    Raises ValueError then.
 
     Raises:
         FileNotFoundError: the folder has no weights.
@@ -378,9 +379,10 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
 
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
-    """Raise ValueError if a draft's provenance names a target of another lineage
-    (`files.folder.lineage`). A draft of another trainer names none. Another version of the
-    target, such as a fine-tune, passes.
+    """Refuse a draft whose provenance names a target of another lineage.
+
+    `files.folder.lineage` defines it. A draft of another trainer names none. Another version of the
+    target, such as a fine-tune, passes. Raises ValueError otherwise.
     """
     made = read_provenance(folder)
     if made.target_fingerprint not in ("", target.fingerprint) and not made.names_lineage(

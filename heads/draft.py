@@ -56,8 +56,9 @@ class Batch:
         width: int,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """The documents of each row, as (token ids, loss mask), laid end to end and padded on the
-        right to `width`.
+        """The documents of each row, as (token ids, loss mask), laid end to end.
+
+        Rows are padded on the right to `width`.
         """
         # Padding is id 0, which every table has: a tokenizer's padding token may have no row.
         ids_BT = torch.zeros((len(rows), width), dtype=torch.long)
@@ -109,8 +110,9 @@ class ExactTarget:
     rule: LogitRule = PLAIN
 
     def logits(self, rows_N: Tensor) -> Tensor:
-        """The target's logits in `rows_N` of the flattened batch, [N, V], in the target's dtype, as
-        it is served.
+        """The target's logits in `rows_N` of the flattened batch, [N, V].
+
+        They have the target's dtype, as it is served.
         """
         return self.rule.apply_(F.linear(self.hidden_BTD.flatten(0, 1)[rows_N], self.head_VD))
 
@@ -316,8 +318,9 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
 
 
 def label_rows(batch: Batch, shift: int) -> Tensor:
-    """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool
-    [B, T].
+    """Rows with a label for a step of this shift, bool [B, T].
+
+    Their x[t + 1 + shift] is in the loss mask and belongs to row t's document.
     """
     # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
     ahead = shift + 1

@@ -165,8 +165,9 @@ class Family:
 
     @property
     def takes_lookup(self) -> bool:
-        """A server can look tokens up first, and ask this draft if it finds none
-        (`engine.lookup_first`).
+        """Whether a server can look tokens up first, and ask this draft if it finds none.
+
+        `engine.lookup_first` does so.
         """
         return self.is_head and self.varies_tokens and "v1" in self.decoders
 
@@ -177,8 +178,9 @@ class Family:
 
     @property
     def is_head(self) -> bool:
-        """A head reads the target's hidden states and borrows embeddings, so loading one takes the
-        target too.
+        """Whether the draft reads hidden states and borrows embeddings.
+
+        Loading one then takes the target too.
         """
         return self.reads != "nothing"
 
@@ -218,8 +220,7 @@ class Family:
         return draft if dtype is None else draft.to(dtype)
 
     def extract(self, target: Path, folder: Path) -> None:
-        """Write the draft that lies in a target's weights into a folder of its own, in the target's
-        type.
+        """Write the draft in a target's weights to a folder of its own, in the target's type.
 
         Raises:
             ValueError: the target holds no such draft, or in another layout.

@@ -21,8 +21,9 @@ OUTER = re.compile(r"^((model|language_model|backbone)\.)+")
 
 
 def short_name(name: str) -> str:
-    """The name of a tensor within its language model, alike in files of text alone, and of text and
-    images.
+    """The name of a tensor within its language model.
+
+    It is the same in files of text alone, and of text and images.
     """
     short = OUTER.sub("", name)
     return EMBEDDINGS if short == "embeddings.weight" else short  # Nemotron-H

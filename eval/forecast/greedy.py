@@ -1,5 +1,6 @@
-"""A forecast of the acceptance in an engine, from teacher-forced passes over the target's greedy
-text.
+"""A forecast of the acceptance in an engine at temperature 0.
+
+It takes teacher-forced passes over the target's greedy text.
 
 B = batch, T = tokens, N = rows, K = num_speculative_tokens.
 
@@ -121,8 +122,10 @@ def greedy_continuations(
     batch_size: int = 16,
     keep: Keep | None = None,
 ) -> list[Continuation]:
-    """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens after
-    it. With `keep`, an interrupted run goes on after the last whole batch.
+    """The target's greedy answer to every prompt, and the K - 1 tokens after it.
+
+    The target is a causal LM of `transformers`. With `keep`, an interrupted run goes on after the
+    last whole batch.
 
     Raises:
         ValueError: a prompt with its answer exceeds the target's window.
@@ -287,8 +290,9 @@ def forecast(
     num_speculative_tokens: int,
     device: torch.device | str = "cpu",
 ) -> Forecast:
-    """Acceptance of `draft` at temperature 0 on the target's greedy text, in one teacher-forced
-    pass per prompt.
+    """Acceptance of `draft` at temperature 0 on the target's greedy text.
+
+    It takes one teacher-forced pass per prompt.
 
     Raises:
         ValueError: the draft has fewer draft steps than `num_speculative_tokens`.

@@ -186,8 +186,9 @@ def take_draft_steps(
 def block_matches(
     compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
 ) -> tuple[Tensor, Tensor]:
-    """(the j-th token drafted in a row is the greedy one of the target, it has a label), bool [B,
-    T, K] each; teacher-forced, so conditional on a match before.
+    """(the j-th token drafted in a row is the target's greedy one, it has a label).
+
+    Each is bool [B, T, K]; teacher-forced, so conditional on a match before.
     """
     if not is_autoregressive:
         return (

@@ -39,8 +39,9 @@ def sampled_probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
-    """p after temperature and filters over the K most probable tokens, [N, K], from
-    log-probabilities at temperature 1.
+    """p after temperature and filters over the K most probable tokens, [N, K].
+
+    The input is log-probabilities at temperature 1.
 
     The other tokens are known by their total mass at temperature 1 only:
 

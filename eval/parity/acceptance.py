@@ -34,10 +34,11 @@ TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on uns
 def find_missed_forecast(
     served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts], *, is_exact: bool
 ) -> Iterator[Finding]:
-    """A finding if serving does not count as the forecast of publication does, over the same
-    prompts. `is_exact` if both computed in float32: they count the same on nearly every prompt,
-    so that a small fault shows too. If one was in bfloat16, ties are broken otherwise here and
-    there, and only a difference in the mean counts.
+    """A finding if serving does not count as the published forecast does.
+
+    Both are over the same prompts. `is_exact` if both computed in float32: they count the same on
+    nearly every prompt, so that a small fault shows too. If one was in bfloat16, ties are broken
+    otherwise here and there, and only a difference in the mean counts.
     """
     # Columns: served, expected.
     accepted_N2, drafts_N2 = (

@@ -107,9 +107,7 @@ def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
 
 
 def bars_and_diamonds(base: alt.Chart, bar: str, diamond: str) -> alt.LayerChart:
-    """A bar with the number above for every value of one series, and a diamond for every value of
-    another.
-    """
+    """A numbered bar for every value of one series, a diamond for every one of another."""
     bars = base.transform_filter(f"datum.series == '{bar}'").mark_bar(
         width={"band": 0.55}, cornerRadiusEnd=4
     )

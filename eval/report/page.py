@@ -170,10 +170,11 @@ def write_page(
     stem: str = "report",
     extras: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `report` as <stem>.json, and as the page <stem>.html from `template` with the charts of
-    `charts`. `extras` are further values for the template. Equal reports give equal bytes.
-    Returns the path of the page. Without the `report` extra (altair, vl-convert) no page is
-    written, and the path is <stem>.json.
+    """Write `report` as <stem>.json and as the page <stem>.html.
+
+    The page comes from `template` with the charts of `charts`, and `extras` are further values for
+    it. Equal reports give equal bytes. Returns the path of the page. Without the `report` extra
+    (altair, vl-convert) no page is written, and the path is <stem>.json.
 
     Raises:
         ValueError: if a number is not finite.

@@ -1,5 +1,6 @@
-"""The numbers of an acceptance report by draft, temperature, domain and number of draft tokens,
-with 95% intervals.
+"""The numbers of an acceptance report, with 95% intervals.
+
+They are by draft, temperature, domain and number of draft tokens.
 
 N = prompts, M = quantities, K = num_speculative_tokens.
 """

@@ -1,5 +1,6 @@
-"""Read acceptance by position from any report about a draft, as far as it was measured with the
-served sampling.
+"""Acceptance by position, from any report about a draft.
+
+It must have been measured with the served sampling.
 """
 
 from collections.abc import Iterator, Mapping

@@ -76,10 +76,11 @@ def choose_mode(
     on_cpu: bool = ENGINE_IS_CPU,
     **options: Any,
 ) -> tuple[Mode, dict[Mode, float]]:
-    """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved
-    rounds. `speed` loads a server and returns tokens/s. `options` are those of `vllm_server`. If
-    they ask for eager servers, nothing is measured. The result is kept in the folder `kept` for
-    a run with an equal `key`.
+    """The mode in which vLLM serves the target fastest, from interleaved rounds.
+
+    Returns it with the median tokens/s by mode. `speed` loads a server and returns tokens/s.
+    `options` are those of `vllm_server`. If they ask for eager servers, nothing is measured. The
+    result is kept in the folder `kept` for a run with an equal `key`.
     """
     if EAGER in options.get("extra_args", ()):
         return "eager", {}

@@ -152,8 +152,9 @@ def describe_lossless(served: Lossless, alone: Lossless) -> LosslessReport:
 
 
 def choose_served(best: Sequence[Choice]) -> str | None:
-    """The name of the draft with the highest expected speed at the smallest load, of those that
-    cost nothing at the others. None if no draft has one above 1.
+    """The name of the draft with the highest expected speed at the smallest load.
+
+    Only drafts that cost nothing at the other loads count. None if no draft has a speed above 1.
     """
     for choice in best:
         smallest, *others = (choice.speedups[load] for load in sorted(choice.speedups))

@@ -27,8 +27,9 @@ from redraft.heads.catalog import find_speculative
 
 
 def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
-    """vLLM would exit if a step asked the draft of this speculative config for another number of
-    tokens than set.
+    """Whether vLLM takes no other number of tokens for this config than the one set.
+
+    vLLM would exit if a step asked the draft for another.
     """
     family = find_speculative(draft)
     return family is not None and not family.varies_tokens
@@ -219,10 +220,12 @@ class Advice:
         return sentence if best[0] == "off" else f"best {sentence}"
 
     def speculative_config(self, draft: Mapping[str, Any]) -> dict[str, Any] | None:
-        """vLLM's --speculative-config for a draft ({"method": ..., "model": ...}); None if it
-        should not be served. `num_speculative_tokens_per_batch_size` holds [first, last, k],
-        both ends included. For batch sizes above the last range, vLLM uses the k of that range.
-        A draft that `has_fixed_tokens` gets one number for all batch sizes: the best on average.
+        """vLLM's --speculative-config for a draft; None if it should not be served.
+
+        It begins with {"method": ..., "model": ...}. `num_speculative_tokens_per_batch_size` has
+        ranges [first, last, k], both ends included. For batch sizes above the last range, vLLM uses
+        the k of that range. A draft that `has_fixed_tokens` gets one number for all batch sizes:
+        the best on average.
         """
         most = max(r.num_speculative_tokens for r in self.schedule)
         if most == 0:

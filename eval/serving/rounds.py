@@ -101,8 +101,9 @@ def start_servers(
 
 
 def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
-    """vLLM's arguments, with the share of the GPU's memory that leaves room for all servers unless
-    they name one. By default each server takes nearly the whole GPU.
+    """vLLM's arguments with a share of the GPU's memory that leaves room for all servers.
+
+    Arguments that name a share stay. By default each server takes nearly the whole GPU.
     """
     # vLLM takes both spellings, and the value after an equals sign or as the next argument.
     named = any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args)

@@ -31,7 +31,9 @@ def layout(pair: Pair) -> Iterator[Finding]:
 
 
 def markov_head(pair: Pair) -> Iterator[Finding]:
-    """The table of codes has a row for each of the target's tokens, the output head one for each of
+    """The shapes of the Markov head's matrices.
+
+    The table of codes has a row for each of the target's tokens, the output head one for each of
     the draft's.
     """
     rank = pair.config.get("markov_rank")

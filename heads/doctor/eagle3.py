@@ -23,9 +23,7 @@ WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same 
 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:
-    """The engine feeds the target layers of training, and they are named at the top level of the
-    config.
-    """
+    """The engine feeds the layers of training, named at the top level of the config."""
     top, nested = pair.config.get(AUX_IDS), _nested_ids(pair)
     num_layers = pair.target_config.num_hidden_layers
     if not top and nested:

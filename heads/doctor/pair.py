@@ -1,5 +1,6 @@
-"""The folders of a draft and a target, read once for all checks, and the finding reported by a
-check.
+"""The folders of a draft and a target, and a check's finding.
+
+Both folders are read once for all checks.
 
     Pair.read(target, draft)   configs, tensor names and shapes, family, provenance
 

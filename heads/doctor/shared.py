@@ -47,10 +47,11 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
 
 
 def require_own_head(draft: Path, target: Path) -> None:
-    """Raise ValueError if the draft has an lm_head equal to the target's bit by bit. vLLM shares
-    the target's head with such a draft. It decides this when it starts, so a later version with
-    a trained head could not be swapped in. A draft without an lm_head passes, because later
-    versions have none either.
+    """Refuse a draft whose lm_head equals the target's bit by bit.
+
+    vLLM shares the target's head with such a draft. It decides this when it starts, so a later
+    version with a trained head could not be swapped in. A draft without an lm_head passes, because
+    later versions have none either. Raises ValueError.
     """
     if HEAD not in tensor_files(draft):
         return
@@ -190,8 +191,9 @@ def activation(pair: Pair) -> Iterator[Finding]:
 
 
 def arithmetic(pair: Pair) -> Iterator[Finding]:
-    """Norm and heads are those of training, or, for another trainer's head, compared with the
-    target's layers: a doubt.
+    """Norm and heads are those of training.
+
+    For another trainer's head they are compared with the target's layers: a doubt.
     """
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
@@ -246,8 +248,9 @@ EAGLE1: tuple[Check, ...] = (
 
 
 def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
-    """The token in the empty slots is a row of the target's embeddings, and none that ends an
-    answer: the head would learn both meanings at once.
+    """The token in the empty slots has a row of the target's embeddings and ends no answer.
+
+    Otherwise the head would learn both meanings at once.
     """
     rows = pair.target_config.vocab_size
     if not 0 <= mask < rows:

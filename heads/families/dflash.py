@@ -377,8 +377,7 @@ class DFlash(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
-        """A head from an exported folder of either layout, or from a checkpoint of another trainer
-        with one of them.
+        """A head from a folder in either layout, ours or another trainer's.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head

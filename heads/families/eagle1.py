@@ -81,9 +81,7 @@ class Eagle1(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ..., each with the distance between the predicted feature and the
-        target's.
-        """
+        """Steps of shifts 1, 2, ..., each with its feature's distance from the target's."""
         target_BTD = final_hidden(signal)
         steps = unroll(
             self,
@@ -125,8 +123,7 @@ class Eagle1(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:
-        """A head from an exported folder, or another trainer's, without copies of embeddings and
-        head.
+        """A head from a folder of ours or another trainer's, without copied embeddings and head.
 
         Raises:
             ValueError: a tensor or a copy is another.

@@ -1,5 +1,6 @@
-"""Weights of an EAGLE-3 head before its first training step, by least squares on the target's
-hidden states.
+"""Weights of an EAGLE-3 head before its first training step.
+
+They are fitted by least squares on the target's hidden states.
 
     hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t]
       A -> fc
@@ -40,11 +41,13 @@ SAME_TOKEN = 16.0  # of an earlier row of the same token; lower, because keys ar
 def start_by_least_squares(
     head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], stream_scales: Sequence[Tensor]
 ) -> None:
-    """Set the weights of an untrained head, all but its output head and final norm, which are the
-    target's (`Eagle3.init_from_layers`). `known` are batches with the target's hidden states:
-    several times as many tokens as F + D. `stream_scales` are, for each stream, the factors of
-    the norm in the target's layer that reads it, [D]. `fc_norm` takes them, because they shrink
-    the entries that are hundreds of times as large as the others.
+    """Set the weights of an untrained head by least squares.
+
+    Its output head and final norm stay the target's (`Eagle3.init_from_layers`). `known` are
+    batches with the target's hidden states: several times as many tokens as F + D. `stream_scales`
+    are, for each stream, the factors of the norm in the target's layer that reads it, [D].
+    `fc_norm` takes them, because they shrink the entries that are hundreds of times as large as the
+    others.
 
     Raises:
         ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature

@@ -1,5 +1,6 @@
-"""MTP: the multi-token-prediction layer of a target, finetuned or new, applied once for every draft
-token.
+"""MTP: a target's multi-token-prediction layer, fine-tuned or new.
+
+It is applied once for every draft token.
 
     combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by
     the target's head

@@ -76,8 +76,9 @@ class Layout:
         }
 
     def from_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-        """The checkpoint's tensors of this layer under our names, without copies of embeddings and
-        head.
+        """The checkpoint's tensors of this layer under our names.
+
+        Copies of embeddings and head are left out.
         """
         prefix = self.prefix.format(n=num_layers)
         mine = {

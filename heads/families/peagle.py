@@ -98,9 +98,11 @@ class PEagle(Eagle3):
         return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
 
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The first ones of `_sample_rows` for step k [B, n], and whether each is trained, bool [B,
-        n]. Every row of the batch keeps a share of its labels, whatever the other rows have: two
-        processes with a half of the batch each train what one with all of it would.
+        """The rows kept for step k, and which of them are trained, bool [B, n] each.
+
+        They are the first ones of `_sample_rows`. Every row of the batch keeps a share of its
+        labels, whatever the other rows have: two processes with a half of the batch each train what
+        one with all of it would.
         """
         # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
         # labels.

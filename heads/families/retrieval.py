@@ -116,8 +116,9 @@ class Retrieval:
     def propose(
         self, ids: Ids, most: int, num_requests: int = 1, owner: bytes | None = b""
     ) -> list[int]:
-        """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests`
-        requests.
+        """At most `most` tokens to draft behind `ids` ([T], int32).
+
+        The step has `num_requests` requests.
 
         Live counts draft the text of this `owner` alone, and none if it is None. A request's own
         text is drafted in any case.
@@ -144,8 +145,9 @@ class Retrieval:
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
     ) -> Iterator[list[int]]:
-        """The proposals behind ids[:first], ids[:first + 1], ... of a request that is alone in its
-        steps.
+        """The proposals behind ids[:first], ids[:first + 1], ...
+
+        The request is alone in its steps.
         """
         whole = np.asarray(ids, np.int32)
         for end in range(first, first + num_prefixes):

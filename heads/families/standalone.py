@@ -81,8 +81,9 @@ class StandaloneDraft(nn.Module):
     def load(
         cls, folder: str | Path, target: Target | None = None, dtype: torch.dtype | None = None
     ) -> StandaloneDraft:
-        """The draft of a model folder or hub name, in `dtype` (None: as stored), which borrows
-        nothing. Raises as `load_causal_lm` and `make_draft`.
+        """The draft of a model folder or hub name, in `dtype` (None: as stored).
+
+        It borrows nothing from a target. Raises as `load_causal_lm` and `make_draft`.
         """
         model = load_causal_lm(folder, dtype)
         _require_exact(model)
@@ -215,8 +216,9 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 
 
 def _require_exact(model: Any) -> None:
-    """Raise ValueError unless a draft's attention takes a mask of documents, and the logits follow
-    the rule.
+    """Refuse a draft whose attention takes no mask of documents, or whose rule fails.
+
+    The logits must follow the rule of `find_rule`. Raises ValueError otherwise.
     """
     config = model.config.get_text_config()
     attention, wanted = config._attn_implementation, attention_of(config) or "sdpa"
@@ -314,8 +316,9 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
 
 
 def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> StandaloneDraft:
-    """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary,
-    window and special ids.
+    """A new draft of Llama's architecture, randomly initialised.
+
+    It has the target's vocabulary, window and special ids.
 
     Raises:
         ValueError: `hidden_size` is not a multiple of HEAD_DIM.

@@ -93,8 +93,9 @@ def final_norm(model: Any) -> nn.Module:
 
 @torch.no_grad()
 def find_rule(model: Any) -> LogitRule:
-    """The rule of a causal LM's logits, compared with its class at large hidden states, which no
-    cap or scale survives unseen.
+    """The rule of a causal LM's logits.
+
+    It is compared with the class at large hidden states, where no cap or scale goes unnoticed.
 
     Raises:
         ValueError: it is another.
@@ -140,8 +141,9 @@ def take_prefixes(model: Any) -> bool:
 
 
 def prefix_arguments(document_BT: Tensor) -> dict[str, Any]:
-    """Arguments by which a model that takes prefixes attends within each document, and in a sliding
-    layer within its window.
+    """Arguments by which a model that takes prefixes attends within each document.
+
+    A sliding layer attends within its window.
     """
     # The model makes no mask of its own if it is given one, however small.
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=document_BT.device)

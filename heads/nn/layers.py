@@ -155,9 +155,7 @@ class LlamaShape:
         return replace(LlamaShape.from_config(config), **shared)
 
     def record(self) -> dict[str, Any]:
-        """The sizes that change the layer's arithmetic and not the shapes of its tensors, for the
-        doctor.
-        """
+        """The sizes that change a layer's arithmetic but not its tensors' shapes."""
         kept = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
         return {"hidden_act": "silu", **{name: getattr(self, name) for name in kept}}
 
@@ -181,8 +179,9 @@ class LlamaShape:
 
 
 def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
-    """The `transformers` config of a head's layer, Llama's or Qwen3's, with the defaults that an
-    engine takes.
+    """The `transformers` config of a head's layer, Llama's or Qwen3's.
+
+    Missing keys get the defaults that an engine takes.
     """
     kind = Qwen3Config if layer_config.get("model_type") == "qwen3" else LlamaConfig
     return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})

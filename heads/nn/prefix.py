@@ -1,5 +1,6 @@
-"""Attention of every row over a range of keys and a few keys of its own, without a mask of rows by
-keys in memory.
+"""Attention of every row over a range of keys and a few keys of its own.
+
+A mask of rows by keys never exists in memory.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
                            and its own ones: those of the same row at other draft steps, or those of
@@ -218,8 +219,9 @@ def add_own(
     num_slots: int,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(output, log sum exp) of one softmax over the range and each row's own keys, from those of
-    the range alone.
+    """(output, log sum exp) of one softmax over the range and each row's own keys.
+
+    The input is those of the range alone.
     """
     # 1. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A recurrent
     #    head has S = 1.
@@ -251,8 +253,9 @@ def add_own_gradients(
     num_slots: int,
     is_causal: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of q, of the own keys and of their values, from the range's part of the gradient of
-    q.
+    """Gradients of q, of the own keys and of their values.
+
+    The input is the range's part of the gradient of q.
     """
     blocks, wide = _Blocks(keys[0].shape[1], num_slots), total_BHN.dtype
     # delta = sum over E of grad * out: the same number for every key of a row.

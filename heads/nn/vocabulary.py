@@ -49,9 +49,10 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
 
 
 def id_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a checkpoint for a reduced vocabulary. d2t, int64 [W], is the difference
-    between target id and draft id, not the target id itself. t2d, bool [V], is true for the
-    target ids that the head proposes.
+    """The tensors of a checkpoint for a reduced vocabulary.
+
+    d2t, int64 [W], is the difference between target id and draft id, not the target id itself. t2d,
+    bool [V], is true for the target ids that the head proposes.
     """
     ids_W = draft_ids_W.cpu()
     kept_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)

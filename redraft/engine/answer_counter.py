@@ -109,8 +109,9 @@ class AnswerCounter:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Turn an exception, which would end the engine, into an answer that is not counted to its
-        end.
+        """Turn an exception into an answer that is not counted to its end.
+
+        Otherwise it would end the engine.
         """
         try:
             yield

@@ -50,8 +50,9 @@ class AcceptanceCounts:
 
     @staticmethod
     def from_blocks(accepted: Sequence[int], num_speculative_tokens: int) -> AcceptanceCounts:
-        """Counts of full blocks of `num_speculative_tokens`, given the number of accepted tokens of
-        each.
+        """Counts of full blocks, given the number of accepted tokens of each.
+
+        A block has `num_speculative_tokens`.
         """
         return AcceptanceCounts(
             num_drafts=len(accepted),
@@ -159,8 +160,10 @@ def expected_blocks(
 
 
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(chance that a block begins after output token t [T], that such a block accepts at least j +
-    1 tokens [T, K]). `accept_TK` is that of `expected_blocks`, without rows at which no block
+    """The chances that blocks begin, and that they accept so many tokens.
+
+    Returns (chance that a block begins after output token t [T], that such a block accepts at least
+    j + 1 tokens [T, K]). `accept_TK` is that of `expected_blocks`, without rows at which no block
     begins.
     """
     num_rows, k = accept_TK.shape

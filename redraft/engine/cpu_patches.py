@@ -36,8 +36,9 @@ def expand_kernel(
     replace_to: Any,
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """Write `input_val[r]` into `output` once per token of request r, or `replace_to` if it equals
-    `replace_from`.
+    """Write `input_val[r]` into `output` once per token of request r.
+
+    A value equal to `replace_from` becomes `replace_to`.
     """
     values_B = torch.where(
         input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val
@@ -48,8 +49,9 @@ def expand_kernel(
 
 
 def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`release`, run on real tensors even if torch is tracing, as EAGLE drafts in a compiled server
-    need.
+    """`release`, run on real tensors even if torch is tracing.
+
+    EAGLE drafts in a compiled server need it.
 
     A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN.
     Python may collect the handle while torch traces the draft. Its finaliser reads a tensor, torch
@@ -77,8 +79,9 @@ RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
 
 
 def with_groups(rms_norm: RmsNorm) -> RmsNorm:
-    """`rms_norm(out, input, weight, epsilon)`, for one row of weights or for one per index of the
-    first dimension.
+    """`rms_norm(out, input, weight, epsilon)` for weights of one or of several rows.
+
+    Several have one row per index of the first dimension.
 
     vLLM norms the context keys of all layers of a DFlash draft in one call, with a row of weights
     for each layer. The kernel for GPUs takes the row by the layer. The one for CPUs takes the first

@@ -32,8 +32,9 @@ def head_size(config: Any) -> int:
 
 
 def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
-    """Raise ValueError if attention of a model with this text config, in `dtype`, would not launch
-    on the GPU.
+    """Refuse a model whose attention, in `dtype`, would not launch on the GPU.
+
+    Raises ValueError then; the model is given by its text config.
     """
     if machine.gpu is None:
         return

@@ -53,9 +53,11 @@ def process_group(
 
 @contextlib.contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit within this context, unless this program handles it already, or
-    another thread is here. By default it ends a program at once. The kernel then sends SIGTERM
-    to each group, once: a vLLM that is just loading its model may ignore it.
+    """SIGTERM raises SystemExit within this context.
+
+    It does not if this program handles the signal already, or if another thread is here. By default
+    it ends a program at once. The kernel then sends SIGTERM to each group, once: a vLLM that is
+    just loading its model may ignore it.
     """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():

@@ -1,5 +1,4 @@
-"""The parameters that a request is sampled with, and those that a server takes from the target's
-folder.
+"""The sampling parameters of a request, and those in the target's folder.
 
 Imports no torch: control planes read them too.
 """

@@ -130,8 +130,9 @@ def vllm_server(
 
 
 def engine_dtype(model: str | Path) -> str:
-    """The value of vLLM's --dtype with which a target is served as it is trained for
-    (`default_target_dtype`).
+    """The value of vLLM's --dtype for a target, as it is trained for.
+
+    `default_target_dtype` chooses it.
     """
     return default_target_dtype(model, on_cpu=ENGINE_IS_CPU) or "auto"
 
@@ -174,9 +175,10 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 def require_servable(
     speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ValueError if vLLM would refuse this draft, or if more tokens are asked for than the
-    draft in the folder `model` proposes: vLLM would make up the others. A check of runner and
-    config.json before a server starts; tokens of a draft yet to be downloaded are not checked.
+    """Refuse a draft that vLLM would refuse, and more tokens than the draft proposes.
+
+    vLLM would make up the others. Runner and config.json are checked before a server starts; the
+    tokens of a draft yet to be downloaded are not. Raises ValueError.
     """
     require_runner(speculative_config, environment)
     config = speculative_config or {}
@@ -211,8 +213,9 @@ def require_runner(
     on_cpu: bool = ENGINE_IS_CPU,
     version: str | None = VLLM_VERSION,
 ) -> None:
-    """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would
-    serve does not. `views` are those of the draft's layers, by default as the folder says.
+    """Refuse a draft without a proposer in vLLM, or in the runner that would serve it.
+
+    `views` are those of the draft's layers, by default as the folder says. Raises ValueError.
     """
     family = find_speculative(speculative_config or {})
     if family is None:

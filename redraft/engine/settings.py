@@ -1,5 +1,6 @@
-"""Settings of the plugin: one JSON object in the environment, which every process of a vLLM server
-inherits.
+"""Settings of the plugin: one JSON object in the environment.
+
+Every process of a vLLM server inherits it.
 
     REDRAFT_SETTINGS='{"registry": "/drafts", "pace": "auto", "capture": {"spool": "/spool"}}'
 

@@ -73,8 +73,9 @@ def has_launcher() -> bool:
 
 
 def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
-    """`shutdown` of vLLM's API server that waits a bounded time for connections. Otherwise it never
-    ends after SIGTERM while a client sends half a request or reads nothing.
+    """`shutdown` of vLLM's API server that waits a bounded time for connections.
+
+    Otherwise it never ends after SIGTERM while a client sends half a request or reads nothing.
     """
 
     async def bounded(self: Any, sockets: Any = None) -> None:

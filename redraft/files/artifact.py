@@ -147,8 +147,10 @@ def sync(path: Path) -> None:
 
 
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set and redraft
-    has published all that it holds.
+    """Raise FileExistsError unless `folder` may be written.
+
+    It may if it is absent or empty, or if `overwrite` is set and redraft has published all that is
+    in it.
 
     Call it before hours of work, not after.
     """
@@ -259,8 +261,9 @@ def verify(folder: Path) -> dict[str, FileEntry]:
 
 
 def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Raise ValueError, naming the first file, if one of `folder` is missing or has another size
-    than in `entries`.
+    """Refuse a folder in which a file is missing or has another size than in `entries`.
+
+    Raises ValueError, naming the first such file.
     """
     for name, entry in entries.items():
         path = folder / name
@@ -344,8 +347,9 @@ FULL_BYTES = 16 << 20
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder next to `folder`, locked while the writer lives and removed if the writer
-    fails.
+    """A temporary folder beside `folder`, locked while its writer lives.
+
+    It is removed if the writer fails.
     """
     partial, lock = _make_locked(folder)
     try:
@@ -409,9 +413,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
-    """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an
-    old one aside. Everybody may read the result, but hard links as before: a server often runs
-    as another user than the trainer.
+    """Write the manifest of `partial`, flush it to disk and rename it to `folder`.
+
+    An old one is moved aside first. Everybody may read the result, but hard links as before: a
+    server often runs as another user than the trainer.
     """
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     files = {

@@ -93,9 +93,10 @@ def new_model(config: Any, dtype: torch.dtype | None) -> Any:
 def load_causal_lm(
     name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = ""
 ) -> Any:
-    """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from
-    the files. Attention is that of `attention_of`. A `cure` ends the error of a model that
-    transformers cannot load.
+    """The causal LM of a folder or hub name, in `dtype` (None: as stored).
+
+    All weights come from the files, and the attention is that of `attention_of`. A `cure` ends the
+    error of a model that transformers cannot load.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -164,8 +165,9 @@ def load_text_config(name_or_path: str | Path) -> Any:
 
 
 def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
-    """Raise ValueError, with a name and a cure, if a target's weights are stored in FP8, by AWQ,
-    GPTQ or the like.
+    """Refuse a target whose weights are stored in FP8, by AWQ, GPTQ or the like.
+
+    Raises ValueError, with a name and a cure.
     """
     if method := target.quantization:
         raise ValueError(f"{what}: it is quantised ({method}), which is not supported; {cure}")

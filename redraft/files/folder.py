@@ -354,8 +354,9 @@ def check_model_folder(name_or_path: str | Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise ValueError, naming the first, if a safetensors file is cut short or a shard of an index
-    is missing.
+    """Refuse a safetensors file that is cut short, and an index with a missing shard.
+
+    Raises ValueError, naming the first one.
     """
     for path in sorted(folder.glob("*.safetensors")):
         safetensors_header(path)
@@ -396,11 +397,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the
-    weights. From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES
-    at the start, middle and end of every tensor. So tens of GB take about a second, and a
-    fine-tuned copy still differs. Other weight files are read in full. The same weights in other
-    shards count as another model. A fingerprint does not show corrupt bytes; `verify` does.
+    """SHA-256, in hex, of a model's config, tokenizer and samples of its weights.
+
+    From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the
+    start, middle and end of every tensor. So tens of GB take about a second, and a fine-tuned copy
+    still differs. Other weight files are read in full. The same weights in other shards count as
+    another model. A fingerprint does not show corrupt bytes; `verify` does.
 
     Raises:
         FileNotFoundError: there is no config.json, or no weights.

@@ -1,5 +1,6 @@
-"""Drafts of other trainers that look like ours by some tensors and are something else, each with a
-name.
+"""Drafts of other trainers that resemble ours and are something else.
+
+Each has a name.
 
 Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's
 DFlash. Standard library only.

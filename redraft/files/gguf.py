@@ -148,8 +148,9 @@ def read_config(path: Path, architecture: str) -> Any:
 
 
 def require_space_for(config: Any, output: Path) -> None:
-    """Raise OSError (ENOSPC) unless the disk of `output` has room for a model of this config in
-    bfloat16.
+    """Raise OSError (ENOSPC) unless the disk has room for a model of this config.
+
+    The disk is that of `output`, and the model in bfloat16.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -249,8 +250,9 @@ def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
 
 
 def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
-    """A plain model of `config` that shares the weights of `loaded`, which counts as quantised and
-    refuses to save.
+    """A plain model of `config` that shares the weights of `loaded`.
+
+    `loaded` counts as quantised and refuses to save.
     """
     state: Mapping[str, torch.Tensor] = loaded.state_dict()
     with torch.device("meta"):

@@ -21,8 +21,9 @@ KEPT = re.compile(r"(.+-)?[0-9a-f]{16}\.json")
 def compute_once(
     folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]
 ) -> T:
-    """The result of `compute()`, or the value left by a run with an equal `key` in `folder` as
-    `name`-HASH.json.
+    """The result of `compute()`, or the one that an earlier run left.
+
+    A run with an equal `key` leaves it in `folder` as `name`-HASH.json.
     """
     # 64 bits of the hash suffice for the few values of a folder.
     path = folder / f"{name}-{hash_key(key)[:16]}.json"

@@ -10,8 +10,9 @@ LOG_INTERVAL_S = 10.0  # Shortest time between two lines of one bar in a log.
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """tqdm; without a terminal, one line every `LOG_INTERVAL_S` at most, instead of a bar drawn
-    over itself. A bar that is done sooner writes nothing. A longer one also writes its end.
+    """tqdm; without a terminal, a line at most every `LOG_INTERVAL_S` instead of a bar.
+
+    A bar that is done sooner writes nothing. A longer one also writes its end.
     """
 
     disable: bool

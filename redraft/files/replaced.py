@@ -23,8 +23,9 @@ PREVIOUS = ".previous"
 
 
 def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
-    """Raise FileExistsError as `require_free`, and if a path in `reads`, the settings of the
-    command, lies in `folder`.
+    """Raise FileExistsError as `require_free`, and if the command reads from `folder`.
+
+    `reads` are the settings of the command that name paths.
     """
     if obstacle := find_obstacle([folder], reads, lambda _: None):
         raise FileExistsError(f"{obstacle}: choose another output folder")

@@ -201,8 +201,9 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
-    """Raise ValueError unless every key is a field. msgspec would pass over an unknown one in
-    silence.
+    """Raise ValueError unless every key is a field.
+
+    msgspec would pass over an unknown one in silence.
     """
     types = get_type_hints(config_type)
     known = [config_field.name for config_field in fields(config_type)]

@@ -61,8 +61,10 @@ def write_head(
     dtype: torch.dtype,
     float32: tuple[str, ...] = (),
 ) -> None:
-    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in
-    `dtype`. Those whose names begin with one of `float32` are written in float32.
+    """Write `config.json` and `model.safetensors` of a head.
+
+    Floating-point tensors are written in `dtype`; those whose names begin with one of `float32`, in
+    float32.
     """
     folder.mkdir(parents=True, exist_ok=True)
     types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}

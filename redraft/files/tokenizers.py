@@ -54,13 +54,14 @@ def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
 
 
 def fit_vocabulary(draft: Any, vocab_size: int) -> None:
-    """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size` (such as 151936 to
-    152064). Engines require equal sizes. A row added to the head is the mean of all rows. The
-    logit is then the mean logit, which is never the largest, and by Jensen's inequality the
-    probability is at most 1/V. No other vector has a lower worst case over hidden states (sup_h
-    r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros would win whenever all
-    logits are negative. Before cutting, call `check_same_tokenizer`: the last rows must be
-    unused.
+    """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size`.
+
+    The sizes may be 151936 and 152064, for example; engines require equal ones. A row added to the
+    head is the mean of all rows. The logit is then the mean logit, which is never the largest, and
+    by Jensen's inequality the probability is at most 1/V. No other vector has a lower worst case
+    over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
+    would win whenever all logits are negative. Before cutting, call `check_same_tokenizer`: the
+    last rows must be unused.
     """
     size = draft.get_input_embeddings().weight.shape[0]
     if size != vocab_size:

@@ -1,5 +1,6 @@
-"""Generate with a real vLLM in this process, and save the inputs, outputs and proposals of the
-drafter.
+"""The drafter's inputs, outputs and proposals in a real vLLM.
+
+The vLLM generates in this process.
 
     python -m eval.parity.dump runs.json
 
@@ -32,8 +33,9 @@ from redraft.engine.parity.run import EngineRun
 
 
 class Recorder:
-    """Wraps the calls between an engine's model runner and drafter, and keeps copies of inputs and
-    outputs.
+    """Wraps the calls between an engine's model runner and its drafter.
+
+    It keeps copies of inputs and outputs.
     """
 
     def __init__(self, runner: Any, prompts: int, blocks_a_prompt: int) -> None:
@@ -113,8 +115,9 @@ class Recorder:
         return drafted
 
     def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
-        """The drafter's estimated acceptance of every drafted token, if any. vLLM computes it in
-        adaptive verification only, so its modules are called here.
+        """The drafter's estimated acceptance of every drafted token, if it has one.
+
+        vLLM computes it in adaptive verification only, so its modules are called here.
         """
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []

@@ -1,5 +1,6 @@
-"""Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the
-drafter.
+"""Drafts in a real vLLM, in a process of its own.
+
+The inputs and outputs of the drafter are read back.
 """
 
 import subprocess
