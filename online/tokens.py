@@ -62,8 +62,10 @@ def check_token(token: str, source: str) -> str:
 
 
 def require_private(path: Path) -> None:
-    """Raise ValueError if users outside the file's group can read it, or others than its owner can
-    change it. The group may read: with an fsGroup, Kubernetes mounts secrets with mode 0440.
+    """Refuse a file that users outside its group can read, or others can change.
+
+    The group may read: with an fsGroup, Kubernetes mounts secrets with mode 0440. Raises
+    ValueError.
     """
     _require_private(path, path.stat().st_mode)
 

@@ -171,8 +171,9 @@ class Cycle:
             self.inbox.post(Move(Event.RESUME))
 
     async def judge_draft(self, draft: Path) -> Verdict:
-        """The gate's verdict on the draft in a folder, against the current version, drafting as the
-        servers do.
+        """The gate's verdict on the draft in a folder, against the current version.
+
+        Both draft as the servers do.
         """
         drafting = self.judge.draft_as(await ask_drafting(self.servers))
         verdict = await self.in_thread(
@@ -361,8 +362,9 @@ class Cycle:
                 await asyncio.sleep(DISK_RETRY_S)
 
     def _count_without_gain(self) -> None:
-        """Begin again from the served version if training leads nowhere, and sleep first if the
-        settings say so.
+        """Begin again from the served version if training leads nowhere.
+
+        It sleeps first if the settings say so.
         """
         self._num_without_gain += 1
         if self._num_without_gain < self.cfg.training.patience:

@@ -57,9 +57,10 @@ class Judge:
         )
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
-        """(newest record, a row per request) of a version on the held-out records after sequence
-        number `after`. No rows if there are fewer than `gate.min_requests`, or if the version
-        cannot be read.
+        """A version's scores on the held-out records after sequence number `after`.
+
+        Returns (newest record, a row per request). There are no rows if there are fewer than
+        `gate.min_requests`, or if the version cannot be read.
         """
         seqs = [seq for seq in self._select_requests() if seq > after]
         if len(seqs) < self.cfg.gate.min_requests:
@@ -72,9 +73,10 @@ class Judge:
         return max(seqs), list_rows(self._score(folder, seqs).values(), self.buffer.refresh_names())
 
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
-        """Whether the current version is proven worse than the previous one on today's traffic, and
-        why. Counters of servers take no part: they count whatever anybody sends. `look` is 1 for
-        the first time after a promotion, 2 for the next one, and so on.
+        """Whether the current version is proven worse than the previous one on today's traffic.
+
+        The reason is returned too. Counters of servers take no part: they count whatever anybody
+        sends. `look` is 1 for the first time after a promotion, 2 for the next one, and so on.
 
         Raises:
             OSError, ValueError: if a version is gone or damaged.
@@ -100,9 +102,10 @@ class Judge:
     def _find_refused(
         self, current: str, theirs: dict[Request, RequestScore], seqs: Sequence[int], look: int
     ) -> tuple[bool, str]:
-        """Whether the engine refuses a draft that is good by its weights, e.g. because it runs it
-        wrongly. A score cannot see that, but the records tell which draft tokens the engine
-        accepted.
+        """Whether the engine rejects the tokens of a draft that is good by its weights.
+
+        It may run the draft wrongly, for example. A score cannot show that, but the records have
+        the draft tokens that the engine accepted.
         """
         served = count_served(self.buffer.read(seqs), current)
         # Measured counts beside expected ones, over the requests served by this version.

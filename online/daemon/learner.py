@@ -297,8 +297,9 @@ class Learner:
                 self.account.write(ServerEntry(server=server.url, change="joined"))
 
     def _report_laggards(self, behind: Sequence[FleetServer]) -> None:
-        """Report servers of another version or bytes that the last push did not bring to the
-        current one.
+        """Report servers with another version or other bytes than the current ones.
+
+        Only those count that the last push has not brought to the current version.
         """
         laggards = {server for server in behind if self.rollouts.reconciler.is_failing(server)}
         for server in laggards:

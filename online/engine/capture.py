@@ -45,8 +45,9 @@ POLL_INTERVAL_S = 0.2  # longest wait of a step; waking takes the GIL from the e
 
 
 class Capture:
-    """Decides which requests are recorded, takes their steps, and ships records from a background
-    thread.
+    """Decides which requests are recorded, and takes their steps.
+
+    A background thread ships the records.
     """
 
     def __init__(

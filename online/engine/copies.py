@@ -102,8 +102,9 @@ def refill_projections(
 
 
 def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> None:
-    """Write the columns of the draft's ids, and reset the logits, of which all other columns stay
-    at minus infinity.
+    """Write the columns of the draft's ids, and reset the logits.
+
+    All other columns stay at minus infinity.
     """
     columns_W.copy_(torch.arange(len(offsets_W), device=offsets_W.device) + offsets_W)
     logits_BV.fill_(

@@ -1,5 +1,6 @@
-"""The served version's drafts and accepted tokens by domain, counted in the engine where vLLM
-counts all of them.
+"""The served version's drafts and accepted tokens by domain.
+
+They are counted in the engine where vLLM counts all of them.
 
     scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the
     learner's canary
@@ -76,9 +77,10 @@ def mark_foreign(output: Any, requests: Collection[str]) -> None:
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
-    """Requests of a step with draft tokens that nobody proposed. vLLM gives them to a request that
-    joins with one token to read, e.g. the last of a cached prompt, so that all requests of the
-    batch are of one length.
+    """Requests of a step with draft tokens that nobody proposed.
+
+    vLLM gives them to a request that joins with one token to read, e.g. the last of a cached
+    prompt, so that all requests of the batch have one length.
     """
     joined = {request.req_id for request in scheduled.scheduled_new_reqs}
     joined |= scheduled.scheduled_cached_reqs.resumed_req_ids

@@ -47,9 +47,10 @@ class EngineCalls:
         return ranks
 
     async def while_alive(self, call: Awaitable[T]) -> T:
-        """The result of a call to the engine. vLLM never answers a call that was running when its
-        engine died. A server ends only after its last request, so one such call would keep a
-        dead server from being started again.
+        """The result of a call to the engine, while the engine lives.
+
+        vLLM never answers a call that was running when its engine died. A server ends only after
+        its last request, so one such call would keep a dead server from being started again.
 
         Raises:
             RefusedError: 503, if the engine dies meanwhile.

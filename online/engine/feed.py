@@ -54,8 +54,10 @@ class Feed:
     """The requests of one runner, and its newest step until that is complete."""
 
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
-        """`reduces`: keep the largest logits of a row instead of all, as always on a GPU, where
-        memory is dear. Elsewhere a reference costs nothing, and the background thread has time.
+        """The queue between the engine's thread and the one that ships.
+
+        `reduces`: keep the largest logits of a row instead of all, as always on a GPU, where memory
+        is scarce. Elsewhere a reference costs nothing, and the background thread has time.
         """
         self.capture = capture
         self.max_model_len = max_model_len
@@ -96,8 +98,9 @@ class Feed:
             self.capture.queue.put(step)
 
     def put_states(self, streams_ND: Sequence[Tensor]) -> None:
-        """Complete the newest step with the hidden states that the draft now reads, one tensor per
-        layer.
+        """Complete the newest step with the hidden states that the draft now reads.
+
+        There is one tensor per layer.
         """
         if self.unread is not None and self.unread.parts:
             states_NLD = _read_states(self.unread.parts, streams_ND)

@@ -27,9 +27,10 @@ ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a v
 
 
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
-    """The `k` largest logits of every row in float32, descending, with ids and the row's
-    log-sum-exp. Queues work and waits for nothing. Without Triton, or for a small vocabulary,
-    PyTorch does it in more passes.
+    """The `k` largest logits of every row in float32, descending, with ids.
+
+    The row's log-sum-exp comes with them. It queues work and waits for nothing. Without Triton, or
+    for a small vocabulary, PyTorch does it in more passes.
     """
     num_rows, vocab_size = logits_RV.shape
     k = min(k, vocab_size)

@@ -1,5 +1,6 @@
-"""Entry point of vLLM's general plugins, loaded in every process of a server with redraft in
-VLLM_PLUGINS.
+"""Entry point of vLLM's general plugins.
+
+vLLM loads it in every process of a server with redraft in VLLM_PLUGINS.
 """
 
 import logging
@@ -12,9 +13,10 @@ logger = logging.getLogger("vllm.redraft")
 
 
 def register() -> None:
-    """Wrap the names of vLLM for every feature that this server asks for, if VLLM_PLUGINS names
-    redraft. Raises nothing: vLLM would not start. A feature that fails, e.g. with a version of vLLM
-    that lacks a name, is logged.
+    """Wrap vLLM's names for every feature that this server asks for.
+
+    It does nothing unless VLLM_PLUGINS names redraft, and raises nothing, because vLLM would not
+    start. A feature that fails, e.g. with a version of vLLM that lacks a name, is logged.
     """
     if not is_enabled():
         return

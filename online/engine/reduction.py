@@ -77,8 +77,9 @@ def reduce_steps(
 
 
 def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
-    """A copy of a GPU's tensor in host memory, made piece by piece through a buffer of pinned
-    bytes. Several times as fast as `cpu`, which copies to pageable memory.
+    """A copy of a GPU's tensor in host memory, through a buffer of pinned bytes.
+
+    It is made piece by piece, several times as fast as `cpu`, which copies to pageable memory.
     """
     made = torch.empty(x.shape, dtype=x.dtype)
     pieces = (
@@ -114,9 +115,7 @@ def _get_draft_probs(step: EngineStep) -> Tensor:
 
 @torch.inference_mode()
 def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) -> Rows:
-    """The `top_k` largest entries of every row as log-probabilities at temperature 1, and every
-    row's log-sum-exp.
-    """
+    """Every row's `top_k` log-probabilities at temperature 1, and its log-sum-exp."""
     # On a CPU the scratch memory is float32, and `cat` converts. Nothing returned below is a view
     # of it.
     logits_RV = torch.cat(list(logits), out=scratch.get("logits", logits)).float()
@@ -163,9 +162,10 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _find_largest_ids(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
-    """Ids of the `k` largest values of every row, by descending value and ascending id among equal
-    ones. Value and id are packed into one integer, because numpy sorts integers with vector
-    instructions.
+    """Ids of the `k` largest values of every row.
+
+    They are ordered by descending value, and by ascending id among equal ones. Value and id are
+    packed into one integer, because numpy sorts integers with vector instructions.
     """
     bits_RC = values_RC.numpy().view(np.int32)
     # The bits of negative floats fall as the value rises: flipping them gives one order for all,

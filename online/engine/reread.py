@@ -49,8 +49,9 @@ class Ledger:
     """The blocks of all running requests, and which of all blocks hold the served draft's keys."""
 
     def __init__(self, group: int, block_size: int) -> None:
-        """`group` is the index of the draft's layers among vLLM's groups of layers with one block
-        table.
+        """A rereader for the draft's layers.
+
+        `group` is their index among vLLM's groups of layers with one block table.
         """
         self.group, self.block_size = group, block_size
         self.requests: dict[str, _Request] = {}
@@ -215,8 +216,9 @@ class Rereader:
     def _prepare(
         self, spans: Sequence[Span]
     ) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
-        """(ids, positions, vLLM's description of the pass, the slots to write), the last two by
-        layer.
+        """(ids, positions, vLLM's description of the pass, the slots to write).
+
+        The last two are by layer.
         """
         device = self.proposer.device
         texts = [self._read_ids(span) for span in spans]

@@ -103,8 +103,9 @@ class Endpoint:
             raise HTTPException(refusal.code, refusal.why) from refusal
 
     async def swap(self, request: Request) -> dict[str, Any]:
-        """Swap to the version in the body, e.g. `{"version": "v000012", "manifest_sha256": ...,
-        "registry": ...}`.
+        """Swap to the version in the body.
+
+        A body is, for example, `{"version": "v000012", "manifest_sha256": ..., "registry": ...}`.
 
         The hash and the registry's id are optional; a version with another hash, or of another
         registry, is refused. 200: all ranks serve it and no running request was cut off.
@@ -133,8 +134,9 @@ class Endpoint:
         return await _run(self.swaps.move, move)
 
     async def pace(self, request: Request) -> dict[str, Any]:
-        """Take the pace of the body, `{"pace": "auto"}` or a number of draft tokens, from the next
-        step on.
+        """Take the pace of the body from the next step on.
+
+        A body is `{"pace": "auto"}`, or has a number of draft tokens.
 
         0 is no draft, and `off` the server's --num-speculative-tokens.
         """
@@ -242,9 +244,10 @@ class OriginMiddleware:
 
 
 def forward_origin(engine_client: Any) -> None:
-    """Make `engine_client.generate` write the origin into the sampling parameters, in place of any
-    value from the client. None is written where the middleware has read no headers: that request
-    is neither recorded nor counted.
+    """Let `engine_client.generate` write the origin into the sampling parameters.
+
+    It replaces any value from the client. None is written where the middleware has read no headers:
+    that request is neither recorded nor counted.
     """
 
     def write(generate: Callable[..., Any]) -> Callable[..., Any]:

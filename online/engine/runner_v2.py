@@ -199,8 +199,9 @@ class _Hooks:
             self.feed.put(self._make_step(output, logits_RV, batch, draft_logits))
 
     def propose(self, *args: Any, **options: Any) -> Any:
-        """Hook on the draft's proposal, with the target's last hidden states and those of its
-        layers, if it has any.
+        """Hook on the draft's proposal, with the target's last hidden states.
+
+        Those of the draft's layers come with them, if it reads any.
         """
         with self.capture.reporting("hidden_states"):
             if not options.get("dummy_run"):  # dummy runs pass arguments by keyword

@@ -1,5 +1,6 @@
-"""A sampled request with a seed has the same answer each time: it is not drafted for, where the
-number of drafts varies.
+"""A sampled request with a seed has the same answer each time.
+
+Where the number of drafts varies, nothing is drafted for it.
 
     schedule ─► such requests lose their draft tokens ─► one draw of the request's generator a token
 

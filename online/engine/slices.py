@@ -1,5 +1,6 @@
-"""The part of a checkpoint's tensor that one tensor-parallel rank loads, and tensors that hold no
-more than it.
+"""The part of a checkpoint's tensor that one tensor-parallel rank loads.
+
+Its tensors have no more than that part.
 
     at start   vLLM's own loaders run on a copy of the draft without memory ─► trace_slices: which rows or columns
                of each tensor they copy on this rank

@@ -1,5 +1,6 @@
-"""Read a draft from the registry into the worker's memory in a thread, the only one that a hung
-storage can stop.
+"""Read a draft from the registry into the worker's memory.
+
+A thread reads it, so a storage that hangs stops nothing else.
 
     stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files
     ─► done, or an error

@@ -64,8 +64,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Largest(NamedTuple):
-    """The largest logits of every row in descending order, their ids, and the log-sum-exp of the
-    whole row.
+    """The largest logits of every row, descending, with their ids.
+
+    The log-sum-exp of the whole row comes with them.
     """
 
     ids_RK: Tensor

@@ -81,9 +81,10 @@ class Layout:
 
 
 def require_same_layout(current: Layout, candidate: Layout) -> None:
-    """Raise ValueError unless `candidate` has the settings and exactly the tensors of `current`,
-    the loaded draft. vLLM's loaders accept a missing tensor or a changed setting without a word;
-    only acceptance would fall.
+    """Refuse a candidate with other settings or tensors than the loaded draft.
+
+    vLLM's loaders accept a missing tensor or a changed setting without a word; only acceptance
+    would fall. Raises ValueError.
 
     Raises:
         ValueError: with the difference and the cure.
@@ -110,9 +111,10 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
 def require_same_quantization(
     version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless the config.json of a version quantises as that of the loaded draft.
-    vLLM makes the layers of a quantised draft when it starts, and these cannot take other
-    weights.
+    """Refuse a version whose config.json quantises otherwise than the loaded draft.
+
+    vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights.
+    Raises ValueError.
     """
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:
@@ -125,10 +127,11 @@ def require_same_quantization(
 
 
 def require_same_shared(current: Layout, candidate: Layout) -> None:
-    """Raise ValueError unless both drafts bring the same tensors for the modules shared with the
-    target, or none. At start vLLM shares embedding and head if the draft brings none, or a
-    bit-identical copy of the target's. It decides this once. A draft that brings different ones
-    later could be loaded only by overwriting the target's.
+    """Refuse a draft that brings other tensors for the modules shared with the target.
+
+    At start vLLM shares embedding and head if the draft brings none, or a bit-identical copy of the
+    target's. It decides this once. A draft that brings different ones later could be loaded only by
+    overwriting the target's. Raises ValueError.
 
     Raises:
         ValueError: naming the tensor.
@@ -268,8 +271,9 @@ def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
 
 
 def count_cache(draft: nn.Module, target: nn.Module) -> int:
-    """Bytes of the KV cache that the layers of a draft take, without those of the target that it
-    reads.
+    """Bytes of the KV cache that the layers of a draft take.
+
+    Those of the target that it reads do not count.
     """
 
     theirs = _find_cache(target)
@@ -399,8 +403,9 @@ def compute_sums(tensor: Tensor) -> Tensor:
 
 
 def _compute_response(linear: Any) -> Tensor:
-    """Output of a layer for a fixed input, used if vLLM has packed the weights into an unreadable
-    form.
+    """Output of a layer for a fixed input.
+
+    It is used if vLLM has packed the weights into an unreadable form.
     """
     weight = linear.weight
     generator = torch.Generator().manual_seed(0)

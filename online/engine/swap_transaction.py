@@ -271,8 +271,9 @@ class Swaps:
             raise
 
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
-        """The ranks' answers after they have read a draft, None for the last good one, or one has
-        failed.
+        """The ranks' answers after they have read a draft.
+
+        None stands for the last good one; one rank may have failed.
         """
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)

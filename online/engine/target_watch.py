@@ -233,9 +233,10 @@ def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
 
 
 def _end_reload(worker: Any) -> None:
-    """Give the layers that wait for weights the old ones back, after a load has failed. vLLM leaves
-    them on `meta`, where the next step ends the engine, and the next load would count what they
-    have received.
+    """Give layers that wait for weights the old ones back, after a load has failed.
+
+    vLLM leaves them on `meta`, where the next step ends the engine, and the next load would count
+    what they have received.
     """
     runner, vllm_config = worker.model_runner, worker.vllm_config
     with loading(worker):
@@ -405,8 +406,9 @@ def doubt_target(worker: Any) -> None:
 
 
 def compare_ranks(call: Any) -> Any:
-    """An engine core's `collective_rpc`, after which no rank names its weights if a load failed on
-    some ranks only.
+    """An engine core's `collective_rpc` that compares the ranks afterwards.
+
+    If a load failed on some of them only, none names its weights.
 
     vLLM's ends at the first rank that fails. The answers of the ranks after it would be those of
     the next call.

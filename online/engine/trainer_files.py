@@ -1,5 +1,6 @@
-"""Weights that a trainer names by path: within the allowed folders, and whole before they are
-loaded.
+"""Weights that a trainer names by path.
+
+They must be within the allowed folders, and whole before they are loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -93,8 +94,9 @@ def describe_target(folder: Path) -> dict[str, str]:
 
 
 def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise ValueError unless weights bring each tensor of the model, in its shape, and no
-    other. vLLM begins to load before it finds out, and leaves layers half new.
+    """Refuse weights that lack a tensor of the model, or bring another shape or tensor.
+
+    vLLM begins to load before it notices, and leaves layers half new. Raises ValueError.
     """
     different = sorted(
         name

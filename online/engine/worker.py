@@ -173,9 +173,10 @@ def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any
 
 
 def install(worker: Any) -> None:
-    """Set up the state of a worker that has loaded the models, and start capture if it is
-    configured. Raises nothing, because vLLM would not start: whatever fails switches capture or
-    swaps off, with the reason.
+    """Set up the state of a worker that has loaded the models.
+
+    Capture starts if it is configured. It raises nothing, because vLLM would not start: whatever
+    fails switches capture or swaps off, with the reason.
     """
     state = attach(worker, WorkerState(server_id=uuid.uuid4().hex[:16]))
     with _switching_off(state, "capture"):
@@ -393,10 +394,11 @@ def redraft_forget(worker: Any, tenant: str) -> int:
 
 
 def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = "") -> dict[str, Any]:
-    """Load the target weights from a folder, name them, and load a draft from another, each if
-    given. For a trainer that holds the engine: it pauses, and empties the cache. Returns
-    `{"error", "target_version", "draft_version"}`. After an error on some rank the ranks may
-    differ: repeat the call.
+    """Load target weights from a folder, name them, and load a draft from another.
+
+    Each is done if it is given. It is for a trainer with the engine in its process: the trainer
+    pauses the engine, and empties the cache. Returns `{"error", "target_version",
+    "draft_version"}`. After an error on some rank the ranks may differ: repeat the call.
     """
     state: WorkerState = worker.redraft
     loaded = load_target(worker, folder) if folder else {}

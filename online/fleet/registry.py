@@ -1,5 +1,6 @@
-"""The registry: the versions of one draft as immutable folders, and a link to the one the fleet
-should serve.
+"""The registry: the versions of one draft, and a link to the one to serve.
+
+Each version is an immutable folder.
 
     <root>/<draft>/                 the servers' --registry
         v000001/ v000002/ ...       weights, config, provenance.json, evaluation.json, STABLE, manifest.json (SHA-256)
@@ -342,10 +343,11 @@ class Registry:
         return promoted[: promoted.index(current) + 1] if current in promoted else []
 
     def list_training_ends(self) -> dict[str, float]:
-        """Number of the last record in the learner's buffer that may have been trained into a
-        version, by version. A copy of a draft from elsewhere learned from no record: 0. Infinite
-        if the version does not say. Numbers, not times: a clock may be set back between a
-        record's arrival and its training.
+        """Number of the last record that may have been trained into each version.
+
+        It is a number in the learner's buffer. A copy of a draft from elsewhere learned from no
+        record: 0. It is infinite if the version does not name it. Numbers, not times: a clock may
+        be set back between a record's arrival and its training.
         """
         made = {version: self._read_provenance(version) for version in self.versions()}
         return {

@@ -157,9 +157,10 @@ class Outcome:
 async def try_canary(
     servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy
 ) -> Outcome:
-    """Put the candidate on the first server to answer, and compare acceptance with the other
-    servers. Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this is
-    known, every server is back on the incumbent. A fleet of one has no control group: only there
+    """Put the candidate on the first server to answer, and compare it with the others.
+
+    It passes if its acceptance is at most `max_loss` worse. Otherwise, or if time is up before this
+    is known, every server is back on the incumbent. A fleet of one has no control group: only there
     is the canary compared with itself before the swap.
     """
     # Alignment also repeats safely after a kill: a canary that has the candidate already returns to
@@ -238,10 +239,12 @@ class Finding(Enum):
 
 
 def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = True) -> Estimate:
-    """tau of the control group minus tau of the canary, both with as many draft tokens, from the
-    (tried, accepted) of each poll, in order, and position. A request lasts for several polls, so
-    neighbouring polls are alike: they are merged into blocks, and longer ones the more polls
-    there are. The blocks of groups that saw the same minutes pair up.
+    """tau of the control group minus tau of the canary.
+
+    Both have as many draft tokens. The estimate takes the (tried, accepted) of each poll, in order,
+    and position. A request lasts for several polls, so neighbouring polls are alike: they are
+    merged into blocks, and longer ones the more polls there are. The blocks of groups that saw the
+    same minutes pair up.
     """
     # control first: the gain of the first group over the second is then the canary's loss
     common = min(canary_PK2.shape[1], control_PK2.shape[1])
@@ -269,8 +272,10 @@ def _count_had(blocks_BK2: Array) -> Array:
 
 
 def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
-    """(accepted, drafts) of each block, [2, B], as expected if these shares of the drafts had a
-    token at each position. With the shares that had one, they are the counts themselves.
+    """(accepted, drafts) of each block, [2, B], at equal shares of drafts with a token.
+
+    The shares are those with a token at each position. With the shares that it had, a block's
+    numbers are the counts themselves.
     """
     tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
     drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
@@ -287,10 +292,11 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
 def estimate_loss_by_domain(
     canary: ByDomain, control: ByDomain, *, is_paired: bool = True
 ) -> Estimate:
-    """The loss of tau from the (tried, accepted) [P, K, 2] of each domain, weighed as by Cochran
-    (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it.
-    Domains with few drafts in one of the groups are left out. The error is infinite if none is
-    left.
+    """The loss of tau from the (tried, accepted) [P, K, 2] of each domain.
+
+    Domains are weighed as by Cochran (1954) and by Mantel and Haenszel (1959): each counts as far
+    as both groups had it. Domains with few drafts in one of the groups are left out. The error is
+    infinite if none is left.
     """
     losses, weights = [], []
     for domain in canary.keys() & control.keys():

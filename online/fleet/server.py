@@ -512,8 +512,9 @@ def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
 async def connected(
     tokens: Mapping[str, str], registry: Registry | None = None
 ) -> AsyncIterator[list[FleetServer]]:
-    """The servers of a fleet, in the order of `tokens`, which maps address to token, for versions
-    of `registry`.
+    """The servers of a fleet, in the order of `tokens`, for versions of `registry`.
+
+    `tokens` maps address to token.
     """
     certificates = trusted_certificates()
     async with AsyncExitStack() as clients:

@@ -316,9 +316,10 @@ class Buffer(AbstractContextManager["Buffer"]):
             return chosen + [stored.record for stored in self._read(seqs)]
 
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
-        """Sequence numbers of the newest held-out requests of every domain, even one without
-        traffic. Every prompt counts once, and no tenant has more than `tenant_share` of them.
-        `limits` are other fields of EvidenceLimits.
+        """Sequence numbers of the newest held-out requests of every domain.
+
+        A domain without traffic today counts too. Every prompt counts once, and no tenant has more
+        than `tenant_share` of them. `limits` are other fields of EvidenceLimits.
         """
         with self._lock:
             index = self._usable()
@@ -367,8 +368,9 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
-        """The records with these sequence numbers, in order, one at a time, without those that are
-        gone or corrupt, which are counted and deleted.
+        """The records with these sequence numbers, in order, one at a time.
+
+        Those that are gone are left out; so are corrupt ones, which are counted and deleted.
         """
         for seq in seqs:
             with self._lock:

@@ -171,8 +171,9 @@ class BufferFile:
         return {record_id for (record_id,) in found}
 
     def find_frame(self, record_id: str) -> tuple[int, int] | None:
-        """Number and frame size in bytes of the record with this id; None if it is not in this
-        file.
+        """Number and frame size in bytes of the record with this id.
+
+        None if it is not in this file.
         """
         query = "SELECT seq, length(frame) FROM records JOIN frames USING (seq) WHERE record_id = ?"
         found = self.connection.execute(query, (record_id,)).fetchone()

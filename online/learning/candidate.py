@@ -214,8 +214,9 @@ class Candidate:
             raise failed[0]
 
     def _export(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Export in the version's type, and a head also in the version's layout, because the
-        servers expect both.
+        """Export in the version's type, and a head also in the version's layout.
+
+        The servers expect both.
         """
         config = read_config(self.version)
         dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype", "float32"))

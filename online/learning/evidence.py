@@ -116,8 +116,9 @@ def count_tenants(tenants: Sequence[str]) -> int:
 def find_excess(
     tenants: NDArray[np.object_], sizes: NDArray[np.int64], share: float
 ) -> NDArray[np.bool_]:
-    """Whether each record, oldest first, is among the oldest of a tenant that has more than `share`
-    of all bytes, and beyond that share.
+    """Which records, oldest first, lie beyond their tenant's `share` of all bytes.
+
+    They are the oldest of a tenant that has more.
     """
     used = Counter[str]()
     for tenant, size in zip(tenants.tolist(), sizes.tolist(), strict=True):
@@ -131,10 +132,11 @@ def find_excess(
 
 
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
-    """Positions of at most `count` requests with these tenants, the first ones, and at most `share`
-    of them of each. Fewer than 1 / `share` tenants may each have an equal part. If all this
-    would leave fewer than `at_least` requests, the tenants with most fill up to it, in equal
-    parts.
+    """Positions of at most `count` requests with these tenants.
+
+    The first ones are taken, and at most `share` of them of each tenant. Fewer than 1 / `share`
+    tenants may each have an equal part. If all this would leave fewer than `at_least` requests, the
+    tenants with most fill up to it, in equal parts.
     """
     counts = np.array(list(Counter(tenants).values()))
     share = max(share, 1 / count_tenants(tenants))
@@ -174,8 +176,10 @@ def choose_replayed(
     rng: np.random.Generator,
     tenant_share: float,
 ) -> NDArray[np.int64]:
-    """Sequence numbers of `count` distinct records of the index, in the order of a draw by
-    `policy`. No tenant has more than `tenant_share` of them while others have records left.
+    """Sequence numbers of `count` distinct records of the index.
+
+    They come in the order of a draw by `policy`. No tenant has more than `tenant_share` of them
+    while others have records left.
     """
     order = _draw(_log_weights(index, now_s, policy), rng)
     # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.

@@ -1,5 +1,7 @@
-"""Forget a tenant: delete every record of it that a learner can reach, and name the drafts that it
-cannot undo.
+"""Forget a tenant.
+
+Every record of it that a learner can reach is deleted, and the drafts that cannot be undone are
+named.
 
 buffer, quarantine, files of a later release        overwritten
 spool, log                                          emptied into the buffer, which drops the tenant's; overwritten

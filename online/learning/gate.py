@@ -41,8 +41,9 @@ class Decision(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The evidence that a candidate must show before it is published. tau is tokens per step of the
-    target.
+    """The evidence that a candidate must show before it is published.
+
+    tau is tokens per step of the target.
     """
 
     min_gain: float = 0.02
@@ -169,10 +170,11 @@ def find_loss(
     policy: Policy,
     look: int = 1,
 ) -> tuple[bool, str]:
-    """Whether the current version is proven to be accepted less than the previous one, and the
-    numbers for people. Row i of both sequences is the same held-out request. As with `judge`,
-    `look` counts the comparisons since the current version was promoted, and the error of all of
-    them is bounded by 1 - `policy.confidence`.
+    """Whether the current version is proven to be accepted less than the previous one.
+
+    The numbers for people are returned too. Row i of both sequences is the same held-out request.
+    As with `judge`, `look` counts the comparisons since the current version was promoted, and the
+    error of all of them is bounded by 1 - `policy.confidence`.
 
     Raises:
         ValueError: if the sequences differ in length or `look` is below 1.
@@ -195,8 +197,9 @@ def find_loss(
 def _pair_counts(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> tuple[Array, Any]:
-    """(drafts, accepted, drafts, accepted) of every request, [N, 4], and which requests can be
-    compared, [N].
+    """(drafts, accepted, drafts, accepted) of every request, [N, 4].
+
+    Which requests can be compared, [N], comes with it.
     """
     pairs = zip(ours, theirs, strict=True)
     counts_N4 = np.array(

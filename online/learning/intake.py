@@ -182,8 +182,10 @@ def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
 
 
 def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
-    """Add to the sum of (domain, draft version), or to that of the others if there are MAX_SUMS
-    already. Senders choose both names, and each sum becomes a line of the journal.
+    """Add to the sum of (domain, draft version).
+
+    If there are MAX_SUMS already, add to that of the others: senders choose both names, and each
+    sum becomes a line of the journal.
     """
     key = key if key in sums or len(sums) < MAX_SUMS else (OTHER, OTHER)
     sums[key] = sums.get(key, AcceptanceCounts.zero()) + acceptance

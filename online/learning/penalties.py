@@ -1,5 +1,6 @@
-"""Recorded distributions after the penalties of their request, as vLLM applies them
-(`apply_penalties`).
+"""Recorded distributions after the penalties of their request.
+
+The penalties are applied as in vLLM (`apply_penalties`).
 
 Records hold the target's distributions before all sampling parameters. Repetition, presence and
 frequency penalties depend on the text before a row, so each row is changed by its own text. They

@@ -1,5 +1,6 @@
-"""The quarantine: examples of records that could not be used, set aside so that a person can look
-at them.
+"""The quarantine: examples of records that could not be used.
+
+They are set aside so that a person can look at them.
 
     quarantine/<time in ns>-<reason>.frame        first line: the error; the rest: the bytes as they arrived
 

@@ -131,8 +131,9 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
 
 
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
-    """The last `sequence_length` tokens, plus a filler if the last row predicts the token after
-    them.
+    """The last `sequence_length` tokens.
+
+    A filler follows if the last row predicts the token after them.
     """
     ids_T = text.input_ids_T
     # A record may have a row after its last token, and no token is known there.

@@ -158,9 +158,7 @@ class RollingFiles:
             pass
 
     def _make_room(self) -> None:
-        """Drop what tenants have beyond their share from a file that is mostly theirs, or else the
-        oldest file.
-        """
+        """Make room by dropping the excess of a tenant that fills a file, or the oldest file."""
         found = list(self.each(lambda file: (file, file.index()["tenant"], file.frame_sizes())))
         if not found:
             return

@@ -42,8 +42,9 @@ def score(
     sequence_length: int,
     reads: Reads = "nothing",
 ) -> list[AcceptanceCounts]:
-    """Expected drafts and accepted draft tokens of every record, had `draft` drafted for its
-    request.
+    """Expected drafts and accepted draft tokens of every record.
+
+    They are those of `draft`, had it drafted for the record's request.
 
     Raises:
         ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
@@ -109,11 +110,12 @@ def pair_scores(
     incumbent: Mapping[Request, RequestScore],
     names: Mapping[str, str] | None = None,
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str]]:
-    """(candidate's counts, incumbent's counts, domains by `names`) of the requests that can be
-    compared. A request is left out if its records expired between the two scorings, or if the
-    incumbent's score is not finite: the served draft is known to be finite, so the record is to
-    blame. A request whose score is not finite for the candidate only stays, as evidence against
-    the candidate.
+    """The counts of the requests that can be compared, by candidate and incumbent.
+
+    Returns (candidate's counts, incumbent's counts, domains by `names`). A request is left out if
+    its records expired between the two scorings, or if the incumbent's score is not finite: the
+    served draft is known to be finite, so the record is to blame. A request whose score is not
+    finite for the candidate only stays, as evidence against the candidate.
     """
     compared = [
         key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)
@@ -151,9 +153,11 @@ def score_rows(
     method: Method,
     num_speculative_tokens: int,
 ) -> tuple[NDArray[np.int64], Array]:
-    """(rows at which a block can begin [R], probabilities of acceptance [J, R]) for the one text in
-    `batch`. Entry [j, r] is the acceptance probability of row r's token as the j-th of a block,
-    if all before it were accepted. An autoregressive draft has the same probability for every j.
+    """The rows and the probabilities from which the one text in `batch` is scored.
+
+    Returns (rows at which a block can begin [R], probabilities of acceptance [J, R]). Entry [j, r]
+    is the acceptance probability of row r's token as the j-th of a block, if all before it were
+    accepted. An autoregressive draft has the same probability for every j.
     """
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
     by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]

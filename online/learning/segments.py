@@ -47,8 +47,9 @@ class Segments:
     def join(
         self, frames: Frames, known: Collection[str]
     ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-        """The frames, with a self-contained record in place of each that continues one of these, or
-        a stored one. Those with `known` ids stay as they are.
+        """The frames, with a whole record in place of each that continues another one.
+
+        The other one is among them, or stored. Those with `known` ids stay as they are.
         """
         texts: dict[str, Text] = {}
         for frame, record in frames:

@@ -125,8 +125,9 @@ def compare(
 
 
 def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
-    """The targets whose requests no longer tell how good a draft is, by the scores of one draft on
-    all of them.
+    """The targets whose requests no longer show how good a draft is.
+
+    They are found by the scores of one draft on all of them.
 
     Args:
         rows: By target: the served one, then the newest to the oldest.

@@ -171,8 +171,9 @@ class StreamSource:
             raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
-        """The next `take` gets every unacknowledged message again at once, those of a later layout
-        too.
+        """Give every unacknowledged message back, so that the next `take` gets it at once.
+
+        Those of a later layout are given back too.
         """
         client, self._client, self._pull = self._client, None, None
         if client is not None:

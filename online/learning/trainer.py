@@ -75,8 +75,9 @@ class Trainer:
         self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
 
     def start(self) -> str:
-        """Resume the newest intact checkpoint and return the name, or begin at the served version
-        and return SERVED.
+        """Resume the newest intact checkpoint and return its name.
+
+        Without one, begin at the served version and return SERVED.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         commits = self.buffer.commits() or self._recover_commits()

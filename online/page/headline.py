@@ -123,8 +123,9 @@ def find_served_draft(history: History) -> ServedDraft | None:
 
 
 def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
-    """Acceptance of the fleet's previous version, over the RECENT_S before the first swap to this
-    one. Rollbacks are skipped: the version had been served before, and it replaced a canary.
+    """Acceptance of the version before, over the RECENT_S before the first swap.
+
+    Rollbacks are skipped: their version had been served before, and replaced a canary.
     """
     first: SwapEntry | None = None
     # From the newest swap back to the first of the last run of swaps to this version.
@@ -157,8 +158,10 @@ def _select_engine_entries(history: History, ending_s: float | None) -> list[Acc
 
 
 def count_shown(entry: AcceptanceEntry) -> tuple[float, float]:
-    """Drafts and accepted tokens as the engine counts them, lookups included, like the screen of
-    `redraft up` and `redraft fleet watch`; those of the version if the engine's are unknown.
+    """Drafts and accepted tokens as the engine counts them, lookups included.
+
+    The screen of `redraft up` and `redraft fleet watch` show the same. If the engine's are unknown,
+    they are those of the version.
     """
     if entry.served_drafts is None or entry.served_accepted is None:
         return entry.drafts, entry.accepted

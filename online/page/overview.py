@@ -97,8 +97,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_overview(history: History, now_s: float, range_s: float = 0) -> Overview:
-    """Everything from the last `range_s` seconds (0: everything kept), and the newest verdicts,
-    swaps and faults.
+    """Everything from the last `range_s` seconds, and the newest events.
+
+    The events are verdicts, swaps and faults. A `range_s` of 0 is everything kept.
     """
     first_s = history.begin_s()
     begin_s = max(now_s - range_s if range_s else 0.0, now_s if first_s is None else first_s)

@@ -171,8 +171,9 @@ def _find_wrong_row(record: Record) -> str:
 
 
 def _find_bad_identifier(record: Record) -> str:
-    """The name that is too long, or that holds characters which would break a line, a label or a
-    query.
+    """The name that is too long, or has characters that break a line.
+
+    A label or a query may break too.
     """
     for name, max_chars, forbidden in IDENTIFIERS:
         value = getattr(record, name)

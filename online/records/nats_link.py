@@ -38,8 +38,9 @@ class BrokerError(ConnectionError):
 
 
 class _Client(Client):  # type: ignore[misc]
-    """nats-py's client, which otherwise stops reading, in silence, at a malformed header or
-    subject, which any publisher may send.
+    """nats-py's client, which survives a malformed header or subject.
+
+    Otherwise it stops reading, in silence, and any publisher may send one.
     """
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:

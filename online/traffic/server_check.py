@@ -94,7 +94,9 @@ class ServerCheck:
         defaults: Mapping[str, float],
         key: str = "",
     ) -> None:
-        """`defaults` are the sampling parameters of the target's generation_config.json, `key` the
+        """A check of the server behind the tap.
+
+        `defaults` are the sampling parameters of the target's generation_config.json, `key` is the
         operator's key for the server.
         """
         self.top_k, self.guard, self.defaults = top_k, guard, defaults

@@ -227,8 +227,10 @@ class BoundedServer(uvicorn.Server):
                 self.close_waiting(self._num_ticks * TICK_S)
 
     def close_waiting(self, now_s: float) -> None:
-        """Close connections after too long a wait, and the oldest if there are too many, or too
-        many bytes of unfinished bodies.
+        """Close connections that have waited too long, and the excess.
+
+        There is an excess if there are too many of them, or too many bytes of unfinished bodies;
+        the oldest go first.
         """
         known, self._waiting = self._waiting, {}
         for connection in self.server_state.connections:
@@ -247,8 +249,10 @@ class BoundedServer(uvicorn.Server):
                 connection.transport.abort()
 
     def _find_excess(self, now_s: float) -> set[Any]:
-        """Connections that are too many, longest without progress first, and the oldest of those
-        that hold too many bytes.
+        """Connections beyond the limits.
+
+        Those longest without progress come first if there are too many, and the oldest of those
+        with too many bytes.
         """
         by_progress = sorted(self._waiting.items(), key=lambda item: item[1][2])
         too_many = by_progress[: max(0, len(by_progress) - self.max_waiting)]

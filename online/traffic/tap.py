@@ -1,5 +1,6 @@
-"""The tap: records a vLLM that cannot be changed, from a proxy in front of it
-(`online.traffic.proxy`).
+"""The tap: records of a vLLM that cannot be changed.
+
+They come from a proxy in front of it (`online.traffic.proxy`).
 
     client ─► proxy ─► vLLM     the tap asks for token ids and log-probabilities in addition to the client's request,
     client ◄─ proxy ◄─ vLLM     and removes them from the answer

@@ -125,8 +125,10 @@ class Answer:
 
 
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
-    """The tokens certain to be the likeliest, by descending log-probability. vLLM always includes
-    the sampled token. If it comes last, it may not belong to the top-k: drop it.
+    """The tokens certain to be the likeliest, by descending log-probability.
+
+    vLLM always includes the sampled token. If it comes last, it may not belong to the top k, so it
+    is left out.
     """
     ranked = sorted(top.items(), key=lambda item: -item[1])
     return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
