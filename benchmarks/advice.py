@@ -125,8 +125,9 @@ def measure(cfg: Config, config: dict[str, Any]) -> Results:
 
 
 def judge(cfg: Config, results: Results, choice: Choice, load: int) -> dict[str, Any]:
-    """The advised number of draft tokens compared with the best measured one, with and without 0 as
-    a choice.
+    """The advised number of draft tokens compared with the best measured one.
+
+    It is compared with and without 0 as a choice.
     """
     counts = sorted(cfg.num_speculative_tokens)
     measured = {0: 1.0} | {k: compare(results, str(k), load).ratio for k in counts}

@@ -212,9 +212,10 @@ def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) 
 
 
 def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """The canary's findings while servers change their numbers of draft tokens, in a fleet and on a
-    server of its own, which is compared with itself before. The pace always speaks against the
-    truth.
+    """The canary's findings while servers change their numbers of draft tokens.
+
+    One canary is in a fleet, and one is a server of its own, compared with itself before. The pace
+    always speaks against the truth.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(PACES.items(), (True, False), (28, 400), (1, 8))
@@ -247,8 +248,9 @@ def _count_findings(
     paces: tuple[Pace, Pace] = (Pace(), Pace()),
     is_paired: bool = True,
 ) -> dict[Finding, float]:
-    """Share of each finding, for a canary whose true tau is `loss` below the control group's on the
-    same traffic.
+    """Share of each finding, for a canary whose true tau is `loss` below the control's.
+
+    Both have the same traffic.
 
     `easy_shares` are the shares of the easier domain on the canary and on the control group,
     `paces` their paces.
@@ -288,8 +290,9 @@ def _simulate_polls(
     running: int,
     pace: Pace = Pace(),
 ) -> Array:
-    """(tried, accepted) of a server at every poll, by position and domain, the easier first, [T, 2,
-    P, K, 2].
+    """(tried, accepted) of a server at every poll, [T, 2, P, K, 2].
+
+    They are by position and domain, the easier domain first.
 
     `running` requests at a time, each after another. `tau` is that of NUM_TOKENS tokens, all
     equally likely accepted.
@@ -386,8 +389,10 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, dict[str, float]]:
-    """Share of campaigns that promote a candidate which gains 0.3 in one domain, by its change in a
-    domain without new traffic: no change, a loss of `max_domain_loss`, and twice that.
+    """Share of campaigns that promote a candidate which gains 0.3 in one domain.
+
+    They differ in its change in a domain without new traffic: none, a loss of `max_domain_loss`,
+    and twice that.
     """
     changes = {
         "equal": 0.0,
@@ -472,8 +477,9 @@ def _score_candidate(
 
 
 def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:
-    """Drafts, the incumbent's accepted tokens per draft, and how much more any candidate gets of
-    this request.
+    """Drafts, the incumbent's accepted tokens per draft, and a candidate's excess.
+
+    The excess is how much more any candidate accepts of this request.
     """
     drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
     # Uniform over 3.4 has a standard deviation of 0.98, and bounds the rates: 1.3 - 0.41 * 1.7 =
@@ -493,8 +499,9 @@ def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
 
 
 def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Records until a sleeping learner wakes, by the true loss of tau since the promotion, in one
-    of two domains.
+    """Records until a sleeping learner wakes, by the true loss of tau in one of two domains.
+
+    The loss is that since the promotion.
 
     `unchanged_woken` is the share of the longest pauses that a false alarm ends. `steps_saved` is
     the share of the optimizer steps that a learner does not take in the long run if its traffic
@@ -669,8 +676,9 @@ def simulate_intervals(
 def _sum_prompts(
     rng: np.random.Generator, num_prompts: int, sigma: float
 ) -> tuple[Array, Array, float, float]:
-    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1 of the first one, its
-    gain).
+    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1, its gain).
+
+    tau and gain are those of the first draft.
     """
     drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
     # gamma(4, 0.5) has mean 2 and standard deviation 1.

@@ -89,8 +89,9 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache:
-    """Tokens of prompts that were looked up in the cache, and those found there, since the engine
-    started.
+    """Tokens of prompts looked up in the cache, and those found there.
+
+    Both are counted since the engine started.
     """
 
     queries: int
@@ -313,8 +314,9 @@ def add_noise(tensors: Mapping[str, torch.Tensor], scale: float = 0.1) -> dict[s
 
 
 def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same function with another sign of every query, key and value, and of the matrix that
-    reads the values.
+    """The same function with another sign of every query, key and value.
+
+    The sign of the matrix that reads the values is changed too.
     """
     # (-q) (-k) = q k, and -o undoes -v. RoPE only rotates, so the signs pass through it.
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -410,8 +412,9 @@ def choose_texts(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str, Any]:
-    """Swap from one version to the other and back, under load, and send the same prompts before and
-    after each.
+    """Swap from one version to the other and back, under load.
+
+    The same prompts are sent before and after each swap.
     """
     prompts, running = choose_texts(cfg)
     with contextlib.ExitStack() as stack:
@@ -432,8 +435,9 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
 
 @dataclass(frozen=True)
 class Sent:
-    """The answers to the same prompts, with the shares of accepted draft tokens and of tokens found
-    in the cache.
+    """The answers to the same prompts.
+
+    The shares of accepted draft tokens and of tokens found in the cache come with them.
     """
 
     answers: list[list[int]]

@@ -1,5 +1,6 @@
-"""Measure how fast records get from a server's publisher into the learner's buffer, compared with
-the bare log.
+"""Measure how fast records get from a server's publisher into the learner's buffer.
+
+The bare log is measured beside it.
 
 $ python -m benchmarks.ingest                # with the nats-server of `make env`
 

@@ -185,8 +185,9 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
 
 
 def judge(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """The speed of every mode against no drafts, and of `auto` against the best fixed number, 0
-    included.
+    """The speed of every mode against no drafts, and of `auto` against the best number.
+
+    The best fixed number may be 0.
     """
 
     def against(mode: str, other: str) -> tuple[float, tuple[float, float]]:

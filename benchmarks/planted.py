@@ -426,8 +426,9 @@ def examine_all(work: Path) -> list[Row]:
 
 
 def measure_doctor() -> dict[str, Any]:
-    """`planted` and `named` faults over both kinds of head, false alarms, and the faults that were
-    not named.
+    """`planted` and `named` faults over both kinds of head, and false alarms.
+
+    The faults that were not named come with them.
     """
     with tempfile.TemporaryDirectory() as work:
         rows = examine_all(Path(work))

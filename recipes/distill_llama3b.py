@@ -1,5 +1,6 @@
-"""Train a standalone draft for Llama-3.1-70B-Instruct from Llama-3.2-3B-Instruct, on eight GPUs of
-80 GB.
+"""Train a standalone draft for Llama-3.1-70B-Instruct from Llama-3.2-3B-Instruct.
+
+It takes eight GPUs of 80 GB.
 
 $ recipes=$(python -c 'from redraft import recipes; print(*recipes.__path__)')
 $ accelerate launch --config_file $recipes/accelerate/zero2.yaml -m redraft.recipes.distill_llama3b

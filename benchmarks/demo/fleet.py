@@ -260,8 +260,9 @@ def start_server(
 
 @contextlib.asynccontextmanager
 async def start_learner(folder: Path) -> AsyncIterator[None]:
-    """Run `redraft learner` with the folder's learner.toml, which keeps its state there, without
-    binding it to a core.
+    """Run `redraft learner` with the folder's learner.toml.
+
+    It keeps its state there, and is not bound to a core.
     """
     command = [
         sys.executable,
@@ -381,8 +382,9 @@ class Traffic:
                 await asyncio.gather(*running)
 
     def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
-        """The longest wait for a chunk in any stream of this server, if the wait ended within the
-        given time.
+        """The longest wait for a chunk in any stream of this server.
+
+        Only waits that ended within the given time count.
         """
         longest_s = 0.0
         for answer in self.answers:
@@ -449,8 +451,9 @@ async def measure_tokens_per_s(
     max_tokens: int,
     captured: float,
 ) -> float:
-    """Output tokens per second of all servers together while no client is without a request, with
-    the share `captured` of the requests captured.
+    """Output tokens per second of all servers together, with a share `captured`.
+
+    It covers the time in which no client is without a request.
     """
     # One iterator for all clients: nobody idles while prompts are left.
     waiting, answers = iter(enumerate(prompts)), list[Answer]()
@@ -476,8 +479,9 @@ async def measure_tokens_per_s(
 async def measure_rates(
     urls: Sequence[str], prompts: Sequence[Prompt], *, rounds: int, clients: int, max_tokens: int
 ) -> dict[float, list[float]]:
-    """Tokens/s with none, a tenth and all of the requests captured, in rounds that each begin with
-    another share.
+    """Tokens/s with none, a tenth and all of the requests captured.
+
+    Rounds begin with another share each.
     """
     rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
     for number in Progress(range(rounds), desc="cost of capture", unit="round"):

@@ -252,8 +252,9 @@ async def measure_server(cfg: Config, server: Server, prompts: Sequence[Prompt])
 
 
 async def offer_poison(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
-    """Offer the gate the current draft with noise of 0.3 times the spread of every matrix, and
-    return the verdict.
+    """Offer the gate the current draft with noise, and return the verdict.
+
+    The noise on every matrix is 0.3 times its spread.
     """
     folder = stage.folder / "poisoned"
     served = stage.registry.path(stage.registry.current() or "")
@@ -289,8 +290,9 @@ async def force_useless(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
 
 
 def add_noise(draft: Path, folder: Path, noise: float) -> None:
-    """Write the draft into `folder` with noise on every matrix, `noise` times its standard
-    deviation.
+    """Write the draft into `folder` with noise on every matrix.
+
+    The noise is `noise` times the matrix's standard deviation.
     """
     model = StandaloneDraft.load(draft)
     generator = torch.Generator().manual_seed(0)
@@ -349,8 +351,9 @@ async def measure_versions(
 
 
 def replay(cfg: Config, stage: Stage) -> dict[str, Any]:
-    """The share of the gap closed, with an interval, by the learner's training replayed offline
-    with several seeds.
+    """The share of the gap that learning closes, with an interval.
+
+    The learner's training is replayed offline with several seeds.
     """
     b = stage.scene.domains[1]
     records = read_provenance(stage.registry, stage.registry.current() or "").get("records", 0)
@@ -401,8 +404,9 @@ async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, 
 async def measure_capture_overhead(
     cfg: Config, stage: Stage, servers: Sequence[Server]
 ) -> dict[str, Any]:
-    """1 - (tokens/s with capture) / (tokens/s without) of one server under load, as medians over
-    interleaved rounds.
+    """1 - (tokens/s with capture) / (tokens/s without) of one server under load.
+
+    Both are medians over interleaved rounds.
     """
     urls, prompts = [servers[0].url], stage.test[stage.scene.domains[1]][: cfg.overhead_prompts]
     rates = await measure_rates(

@@ -30,8 +30,9 @@ def spread(texts: Sequence[Text], most: int) -> Sequence[Text]:
 
 @torch.no_grad()
 def compare_with_target(texts: Sequence[Text], target: Any, exact: Any) -> dict[str, Any]:
-    """The answers with another token than the best one of `exact`, the target in float32, and the
-    widest gap in logits.
+    """The answers with another token than the best one of `exact`.
+
+    `exact` is the target in float32. The widest gap in logits comes with them.
 
     The same of `target_alone`: the tokens that `target`, the same model in the type it is served
     in, prefers after the same words. If `exact` is `target`, there is nothing to compare, and it

@@ -1,5 +1,6 @@
-"""The learner's training replayed offline on the captured records, with several seeds, and a fair
-ceiling beside it.
+"""The learner's training replayed offline on the captured records.
+
+It is repeated with several seeds, and a fair ceiling is measured beside it.
 
     learned   the records in order of arrival with replayed ones, as the learner trained, without gate and rollout
     ceiling   as many steps of as many records, all of the new domain and drawn at random from everything captured

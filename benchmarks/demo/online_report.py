@@ -137,8 +137,9 @@ def describe_outputs(outputs: Mapping[str, Any], dtype: str) -> str:
 
 
 def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> dict[str, Any]:
-    """Share of the gap between two drafts that learning closed, with a 95% interval over seeds and
-    prompts.
+    """Share of the gap between two drafts that learning closed.
+
+    Its 95% interval is over seeds and prompts.
 
     The arrays hold accepted draft tokens and drafts of every prompt. `share` and `interval` are
     None if the ceiling is not above the draft before.

@@ -127,8 +127,9 @@ def real_scene(target: Path, dtype: TargetDtype, parts: Path) -> Scene:
 
 
 def split_stdlib() -> tuple[ByDomain, ByDomain]:
-    """The conversations about the standard library by domain, `code` and `prose`, and a held-out
-    part of them.
+    """The conversations about the standard library by domain, and a held-out part.
+
+    The domains are `code` and `prose`.
     """
     train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
     return by_domain(train), by_domain(held_out)
@@ -277,8 +278,9 @@ def write_learner_config(
 
 
 def count_kv_bytes(model: Any, num_draft_layers: int, dtype: TargetDtype) -> int:
-    """Bytes for the keys and values of as many of the longest requests as a server answers at once,
-    draft included.
+    """Bytes for the keys and values of as many requests as a server answers at once.
+
+    They are the longest requests, and the draft's keys and values are included.
 
     `model` is the target's config. The draft has layers of the same shape.
     """

@@ -101,8 +101,9 @@ def fine_tune(target: TargetFolder, conversations: Sequence[Conversation], steps
 def compare_starts(
     old: Path, target: TargetFolder, answer: Answer, *, tuning: int, steps: int, prompts: int
 ) -> dict[str, Any]:
-    """tau of the old draft on a fine-tune, and of it and a new one by the labels that each has
-    read.
+    """tau on a fine-tune by the labels that each draft has read.
+
+    The drafts are the old one, and it and a new one in training.
     """
     train, test = split_held_out(read_headers(), 0.15)
     model = fine_tune(target, train, tuning)
@@ -135,8 +136,9 @@ def compare_starts(
 
 
 def find_labels_ratio(adapted: Curve, new: Curve) -> float | None:
-    """Labels that the adapted draft needs for the last tau of the new one, as a share of the new
-    one's labels.
+    """Labels that the adapted draft needs for the last tau of the new one.
+
+    It is a share of the new one's labels.
 
     Between two points the curve is a line. None if the adapted draft does not get there.
     """

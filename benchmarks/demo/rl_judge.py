@@ -1,5 +1,6 @@
-"""How three drafts follow a policy that reinforcement learning moves, by the records of its
-rollouts.
+"""How three drafts follow a policy that reinforcement learning moves.
+
+They are judged by the records of its rollouts.
 
 Each record is judged under the weights that it names: which tokens would each draft have had
 accepted there, and are the recorded distributions those of these weights?
@@ -82,8 +83,9 @@ class Policy:
 
     @torch.no_grad()
     def measure_kl(self, record: Record) -> float:
-        """The largest KL of a row of the text, in nats, of the record from the model, over the
-        recorded tokens.
+        """The largest KL of a row of the text, in nats, of the record from the model.
+
+        It covers the recorded tokens.
 
         Its terms are p log(p / q) - p + q: none is below 0, so a part of the vocabulary shows a
         difference too.
@@ -167,8 +169,9 @@ def count_engine(record: Record) -> AcceptanceCounts:
 
 
 def summarise(judged: Sequence[Judged]) -> dict[str, Any]:
-    """tau of each draft, the gain over adapting once, paired by block of updates, and the share of
-    misnamed records.
+    """tau of each draft, the gain over adapting once, and the share of misnamed records.
+
+    The gain is paired by block of updates.
     """
     rows = [one for one in judged if len(one.counts) == len(DRAFTS)]
     size = max(1, len(rows) // NUM_BLOCKS)

@@ -258,8 +258,9 @@ class Play:
             stop_group(self._process)
 
     async def kill(self) -> int:
-        """End all processes at once while clients wait, start the command again, and return the
-        requests cut off.
+        """End all processes at once while clients wait, and start the command again.
+
+        Returns the requests that were cut off.
         """
         async with self.traffic.flowing():
             await asyncio.sleep(5)
@@ -298,8 +299,9 @@ class Play:
         return False
 
     async def learn(self, duration_s: float) -> None:
-        """Traffic to learn from at a changing number of clients, with two pairs of blocks each
-        minute.
+        """Traffic to learn from at a changing number of clients.
+
+        There are two pairs of blocks each minute.
         """
         parts = max(1, round(duration_s / 60))
         for number in Progress(range(parts), desc="traffic", unit="min"):
@@ -384,8 +386,9 @@ def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def find_gain(pairs: Sequence[Pair]) -> float | None:
-    """The time of the first of WINDOW successive pairs of one client that all are faster with
-    drafts.
+    """The time of the first of WINDOW successive pairs that all are faster with drafts.
+
+    The pairs are of one client.
     """
     alone = [pair for pair in pairs if pair.clients == 1]
     for number in range(len(alone) - WINDOW + 1):

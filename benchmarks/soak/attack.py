@@ -1,5 +1,6 @@
-"""The attacker: a raw-socket client that sends requests no honest client sends, in bursts, to one
-door after the other.
+"""The attacker: a raw-socket client that sends what no honest client sends.
+
+It sends bursts of requests to one door after the other.
 
 a burst    some well-known attacks, and mutations of the door's requests: bad lengths, upgrades, pipelining, half heads
            and bodies, header lines of 9,000 bytes, trailers, chunk extensions, answers that nobody

@@ -1,5 +1,6 @@
-"""The faults: each is injected into the running service, ended, and judged by whether its target is
-well again.
+"""The faults.
+
+Each is injected into the running service, ended, and judged by whether its target is well again.
 
 kill      kill -9 of a process, or of the engine inside a server        the supervisor starts it again
 stop      SIGSTOP of a process for seconds, then SIGCONT
@@ -201,8 +202,9 @@ async def freeze(world: World, target: str) -> None:
 
 
 async def until_flowing(world: World, target: str) -> None:
-    """Wait until the broker acknowledges records again, or the learner has emptied the log or the
-    spool.
+    """Wait until the broker acknowledges records again, or the learner has caught up.
+
+    It has caught up when the log or the spool is empty.
     """
     end_s = time.monotonic() + RECOVERY_S
     before = len(world.witness.acked)
@@ -238,8 +240,9 @@ async def count_waiting(world: World, target: str) -> float:
 
 
 async def offer_pipe(world: World, target: str) -> None:
-    """Ask a server for a version with a pipe without a writer among its weights, which nobody may
-    wait for.
+    """Ask a server for a version with a pipe without a writer among its weights.
+
+    Nobody may wait for it.
     """
     stage = world.stage
     registry = stage.registry
@@ -337,8 +340,10 @@ def _write_spool(spool: Path, name: str, content: bytes) -> None:
 
 
 def _draw_hostile(world: World, number: int) -> bytes:
-    """A fuzzed record, now and then frames that unpack to 60 MB, are nested 100,000 deep, hold
-    states that take 16 times their bytes, or continue a long text a hundred times.
+    """A fuzzed record, or now and then frames out of proportion to their bytes.
+
+    Those unpack to 60 MB, are nested 100,000 deep, have states that take 16 times their bytes, or
+    continue a long text a hundred times.
     """
     draw = world.rng.random()
     if draw < 0.01:
@@ -452,8 +457,9 @@ def list_faults(stage: Stage) -> list[Fault]:
 
 
 def shuffle(faults: Sequence[Fault], count: int, rng: random.Random) -> list[Fault]:
-    """`count` faults: whole rounds of all of them, each in another order, and the beginning of one
-    more.
+    """`count` faults: whole rounds of all of them, each in another order.
+
+    The beginning of one more round fills up.
     """
     deck: list[Fault] = []
     while len(deck) < count:

@@ -1,5 +1,6 @@
-"""Hostile records: frames whose CRC is right and whose content is not, and bytes that are no frames
-at all.
+"""Hostile records.
+
+They are frames whose CRC is right and whose content is not, and bytes that are no frames at all.
 """
 
 from __future__ import annotations
@@ -114,8 +115,10 @@ def make_bomb(number: int = 0) -> bytes:
 def make_chain(
     number: int, num_tokens: int, num_segments: int, num_random: int = 0, **changes: Any
 ) -> list[bytes]:
-    """A long text, whose first ids are random, and segments of one token that continue it: about
-    400 bytes each, which become records of the whole text.
+    """A long text, and segments of one token that continue it.
+
+    The text's first ids are random. Segments are about 400 bytes each, and become records of the
+    whole text.
     """
     rest: dict[str, Any] = ONE_ROW | {"hidden": b"", "hidden_shape": (0, 0), "output": i32(5)}
     rest |= changes

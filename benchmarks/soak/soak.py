@@ -1,5 +1,6 @@
-"""Soak the whole online service in traffic and random faults, and judge at the end whether it
-survived all of them.
+"""Soak the whole online service in traffic and random faults.
+
+At the end, judge whether it survived all of them.
 
     $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
     $ python -m benchmarks.soak --overwrite --minutes 3 --faults 12 --seed 7

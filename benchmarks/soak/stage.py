@@ -173,8 +173,9 @@ class Stage:
         )
 
     def _shift_clock(self, name: str) -> dict[str, str]:
-        """Variables for a process whose wall clock is this machine's plus the offset in
-        `clock_file`.
+        """Variables for a process with another wall clock.
+
+        Its clock is this machine's plus the offset in `clock_file`.
         """
         if self.faketime is None:
             return {}

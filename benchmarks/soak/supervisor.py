@@ -1,5 +1,6 @@
-"""Processes that are started again whenever they end, as systemd or Kubernetes does, and measured
-all the time.
+"""Processes that are started again whenever they end, as systemd or Kubernetes does.
+
+They are measured all the time.
 
 start ─► runs ─ ends, or the liveness probe fails twice ─► the rest of its group is killed ─► 1 to 8
 s ─► start

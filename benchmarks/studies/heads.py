@@ -164,8 +164,9 @@ def main(cfg: Config) -> None:
 
 
 def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ...]) -> None:
-    """Train a family into `folder`, in a separate process, so that the peak memory in the report is
-    this run's.
+    """Train a family into `folder`, in a separate process.
+
+    So the peak memory in the report is this run's.
 
     Raises:
         ValueError: if it fails, after it has printed the reason.
@@ -187,8 +188,9 @@ def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ..
 def compare_with_best(
     entries: Mapping[str, Mapping[str, Any]], seed_taus: Sequence[float]
 ) -> dict[str, Any]:
-    """Every entry with the difference of its tau to the highest one, and whether the 95% interval
-    holds 0.
+    """Every entry with the difference of its tau from the highest one.
+
+    It is marked whether the 95% interval includes 0.
 
     The interval is over prompts, in pairs, and over seeds: both of two runs have the spread of
     `seed_taus`, taken to be the same for all entries. With a single seed nothing is told apart.

@@ -159,8 +159,9 @@ def learn_to_leave_loops(
     train: list[Conversation],
     cfg: Config,
 ) -> list[float]:
-    """Run the second phase, and return the share of repeated tokens in the greedy answers of each
-    step.
+    """Run the second phase.
+
+    Returns the share of repeated tokens in the greedy answers of each step.
 
     A small model trained on likelihood alone repeats one line forever. So each step samples greedy
     answers, and trains every token that completes an already seen 4-gram with -log(1 - p)

@@ -1,5 +1,6 @@
-"""Measure the speed and memory of training against other trainers, as ratios from one interleaved
-run.
+"""Measure the speed and memory of training against other trainers.
+
+The ratios come from one interleaved run.
 
 $ python -m benchmarks.training                            # losses and whole steps of standalone drafts and heads
 $ python -m benchmarks.training --cases EAGLE --profile    # one family, with a profile

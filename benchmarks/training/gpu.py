@@ -216,8 +216,9 @@ LAUNCH_S = 5e-6  # least time of an operation: eager PyTorch launches about 200,
 
 
 def estimate_s(operations: Counter[Operation], device: Device) -> float:
-    """The time of counted operations: each the longest of computing, moving and launching. No
-    measurement, and no card has confirmed it.
+    """The time of counted operations: each the longest of computing, moving and launching.
+
+    It is no measurement, and no card has confirmed it.
     """
 
     def seconds(work: Operation) -> float:

@@ -156,8 +156,9 @@ def build_divergence(side: str, device: str) -> Run:
 
 
 def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:
-    """The same loss as `distill_loss`, but holding the [tokens, vocabulary] logits of the target
-    and every step.
+    """The loss of `distill_loss` with whole logits.
+
+    The [tokens, vocabulary] logits of the target and of every step exist.
     """
     distribution = signal.distribution
     assert isinstance(distribution, ExactTarget)

@@ -73,8 +73,9 @@ class Step:
         return loss.detach()
 
     def forget(self) -> None:
-        """Free the gradients and the optimizer's state, so that the next run allocates all that the
-        first one did.
+        """Free the gradients and the optimizer's state.
+
+        So the next run allocates all that the first one did.
         """
         self._drop_gradients()
         if self.optimizer:
@@ -366,8 +367,9 @@ Result = TypeVar("Result")
 
 
 def _in_fresh_process(function: Callable[..., Result], *args: Any, threads: int) -> Result:
-    """Run `function(*args)` in a new interpreter, free of the memory and caches of other
-    measurements.
+    """Run `function(*args)` in a new interpreter.
+
+    It is free of the memory and caches of other measurements.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(

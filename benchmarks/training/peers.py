@@ -182,8 +182,9 @@ def speculators_peagle(
 def _speculators(
     model: Any, sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool, **options: Any
 ) -> Run:
-    """A training step of a model of speculators, by KL, on random features and with the target's
-    parts frozen.
+    """A training step of a model of speculators, by KL, on random features.
+
+    The target's parts are frozen.
     """
     for frozen in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"):
         model.get_submodule(frozen).requires_grad_(False)
@@ -313,8 +314,9 @@ def _modelopt(
 
 
 def _initialised(model: nn.Module, dtype: torch.dtype, device: str) -> Any:
-    """Fill embeddings and heads, which start as NaN because speculators would load them from the
-    target.
+    """Fill embeddings and heads, which start as NaN.
+
+    speculators would load them from the target.
     """
     for parameter in model.parameters():
         if not torch.isfinite(parameter).all():

@@ -212,8 +212,9 @@ COMMANDS = {
 
 
 def list_recipes() -> Iterator[tuple[str, str]]:
-    """(words after `redraft`, module) of every recipe, e.g. ("fleet swap",
-    "redraft.recipes.operate.swap").
+    """(words after `redraft`, module) of every recipe.
+
+    One is ("fleet swap", "redraft.recipes.operate.swap").
     """
     for name, command in COMMANDS.items():
         if command.module:

@@ -1,5 +1,6 @@
-"""Turn a GGUF file into a model folder in bfloat16, which transformers, vLLM and every redraft
-command load.
+"""Turn a GGUF file into a model folder in bfloat16.
+
+transformers, vLLM and every redraft command load it.
 
     $ redraft data import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
     $ redraft train standalone --target models/smollm2 --data.source answers.jsonl

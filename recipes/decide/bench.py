@@ -171,8 +171,9 @@ def main(cfg: Config) -> None:
 
 
 def require_answers(cfg: Config) -> None:
-    """Raise ValueError, with the command that writes them, if drafts are to be trained and there
-    are no answers.
+    """Refuse to train drafts without answers.
+
+    Raises ValueError, with the command that writes them.
     """
     # Not in the config: a message from there is broken into lines, and nobody could copy the
     # command.
@@ -193,8 +194,9 @@ def names_sampling(cfg: Config) -> bool:
 
 
 def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
-    """How the drafts are made, with the file of the first rounds' conversations, on which the
-    trainings forecast.
+    """The ways in which the drafts are made, and the conversations of the first rounds.
+
+    The trainings forecast on the file of these conversations.
     """
     prompts = cfg.output / "prompts.jsonl"
     text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROMPTS])
@@ -293,8 +295,9 @@ class Rounds:
         return mode, speeds
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
-        """Rounds of a group of drafts with the most draft tokens, beside the target alone, which
-        also gets as many requests as others verify rows.
+        """Rounds of a group of drafts with the most draft tokens, beside the target alone.
+
+        The target alone also gets as many requests as others verify rows.
         """
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
         # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
@@ -304,8 +307,9 @@ class Rounds:
         return self._measure(drafts, prompts, plan, "logs", alone)
 
     def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
-        """By draft, rounds of the best drafts with the advised numbers of tokens, beside the target
-        alone.
+        """Rounds of the best drafts with the advised numbers of tokens, by draft.
+
+        The target alone is measured beside them.
         """
         size, plan = group_size(self.cfg), self._plan(self.cfg.rounds, self.cfg.loads)
         results: dict[str, Results] = {}

@@ -138,8 +138,10 @@ def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, Dra
 def give_acceptance(
     candidates: Sequence[Candidate], report: Path, served: Sampling
 ) -> list[Candidate]:
-    """The candidates with the acceptance of a report's draft of the same name; of its only draft if
-    only one candidate can take it.
+    """The candidates with the acceptance from a report.
+
+    It is that of the report's draft of the same name, or of its only draft if only one candidate
+    can take it.
 
     Raises:
         ValueError: no candidate is in the report, or it is of other requests or drafts.

@@ -1,5 +1,6 @@
-"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with
-intervals.
+"""Measure the acceptance of drafts, with intervals.
+
+It is by domain, temperature and number of draft tokens.
 """
 
 import datetime

@@ -71,8 +71,9 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
 
 
 def leave_training(cfg: LearnerConfig) -> None:
-    """Have the next learner begin at the current version, without the candidate of one that was
-    killed.
+    """Let the next learner begin at the current version.
+
+    The candidate of a learner that was killed is left.
     """
     if (state := _load_state(cfg)).candidate:
         state = replace(

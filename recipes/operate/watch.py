@@ -1,5 +1,6 @@
-"""Watch the acceptance of a running fleet over time, in all and by position, from the servers'
-/metrics.
+"""Watch the acceptance of a running fleet over time.
+
+It comes from the servers' /metrics, in all and by position.
 
 $ redraft fleet watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
 $ redraft fleet watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below

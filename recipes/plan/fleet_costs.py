@@ -153,8 +153,9 @@ def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
 
 
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
-    """The record with hidden states for every token read by the target, drawn from a normal
-    distribution.
+    """The record with hidden states for every token that the target read.
+
+    They are drawn from a normal distribution.
     """
     # The target never reads the last output token, so no state belongs to it.
     tokens = len(record.context_ids) + len(record.output_ids) - 1

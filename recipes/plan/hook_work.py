@@ -1,5 +1,6 @@
-"""The work and the memory of capture's hook, counted by the real hook on a step of the size of a
-fleet.
+"""The work and the memory of capture's hook.
+
+The real hook is counted on a step of the size of a fleet.
 
 Bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU is a
 trace without memory; the Triton kernels, which a trace cannot see into, read and write each of

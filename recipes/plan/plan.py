@@ -1,5 +1,6 @@
-"""Count what a training run will cost on H100, H200 and B200, before anything runs and without a
-GPU.
+"""Count what a training run will cost on H100, H200 and B200.
+
+Nothing runs before, and no GPU is needed.
 
 $ redraft plan --target llama-3.1-8b --family eagle3        # does it fit?
 $ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # steps on 8 GPUs

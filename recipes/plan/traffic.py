@@ -1,5 +1,6 @@
-"""Records like those of a server under load, made without a server, for the capacity page and the
-ingest benchmark.
+"""Records like those of a server under load, made without a server.
+
+The capacity page and the ingest benchmark use them.
 
 R = rows, K = kept top-k ids.
 """

@@ -118,8 +118,9 @@ def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
 
 
 def template_arguments(draft: Path) -> list[str]:
-    """vLLM's arguments for the chat template of a draft's training, e.g. to answer without
-    reasoning.
+    """vLLM's arguments for the chat template of a draft's training.
+
+    They may ask for answers without reasoning, for example.
     """
     found = read_provenance(draft).template_arguments
     return ["--default-chat-template-kwargs", json.dumps(found)] if found else []

@@ -270,8 +270,9 @@ def _read_file(path: Path) -> dict[str, str]:
 
 
 def _find_name(given: str, known: Collection[str]) -> str:
-    """The whole name of a flag. vLLM takes the beginning of a name for the flag, if no other begins
-    so.
+    """The whole name of a flag.
+
+    vLLM takes the beginning of a name for the flag, if no other begins so.
     """
     name = given.replace("-", "_")
     found = [whole for whole in known if whole == name] or [
@@ -318,8 +319,9 @@ def _default_min_p(flags: Mapping[str, str], target: str) -> float:
 
 
 def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """Raise ValueError if others could use vLLM's development mode, whose routes replace weights
-    without a token.
+    """Refuse vLLM's development mode where others could use it.
+
+    Its routes replace weights without a token. Raises ValueError.
     """
     if environment.get(DEV_MODE, "0") == "0" or "uds" in flags or is_local(flags.get("host", "")):
         return
