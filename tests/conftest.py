@@ -73,8 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests that use an engine on one worker, one after the other, and the others file by
-    file on any worker.
+    """Run the tests that use an engine on one worker, one after the other.
+
+    The others run file by file on any worker.
 
     A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and
     these tests share engines by session fixtures, of which each worker has its own.
@@ -152,8 +153,9 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 def random_target(
     tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
-    """A folder with a random Llama of 2 layers whose distributions are sharp, float32, and its
-    tokenizer.
+    """A folder with a random Llama of 2 layers, float32, and its tokenizer.
+
+    Its distributions are sharp.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -183,8 +185,9 @@ def served_pair(
     small_tokenizer: PreTrainedTokenizerFast,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Path]:
-    """A random target whose answers end at different lengths, and a noisy copy of it that it
-    accepts about half of.
+    """A random target whose answers end at different lengths, and a noisy copy of it.
+
+    The target accepts about half of the copy's tokens.
     """
     model = LlamaForCausalLM.from_pretrained(random_target)
     model.generation_config.eos_token_id = list(range(2, 16))

@@ -71,8 +71,9 @@ def test_every_command_in_the_documents_exists():
 
 
 def list_commands() -> Iterator[tuple[str, ...]]:
-    """The words of each `redraft` command in fenced blocks and in the help, and of each launch of
-    one.
+    """The words of each `redraft` command in fenced blocks and in the help.
+
+    Those of each launch of one are included.
     """
     blocks = "\n".join(
         code

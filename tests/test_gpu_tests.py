@@ -1,5 +1,6 @@
-"""The tests of tests/gpu on a machine without a GPU, so that they still run when the first one
-comes.
+"""The tests of tests/gpu on a machine without a GPU.
+
+So they still run when the first one comes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The wheel: everything is in it, under one name, and it works where another package has a
-top-level `recipes`.
+"""The wheel: everything is in it, under one name.
+
+It works where another package has a top-level `recipes`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages with the wheel and, as torchtune brings one, a foreign `recipes` that
-    fails if imported.
+    """A folder of packages with the wheel and a foreign `recipes` that fails if imported.
+
+    torchtune brings one.
     """
     folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:

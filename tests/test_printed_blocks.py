@@ -1,5 +1,6 @@
-"""The commands in the documents run as printed, in a clone with a small target, draft and data
-under the printed names.
+"""The commands in the documents run as printed, in a clone.
+
+A small target, draft and data have the printed names.
 
 A command that cannot run here is listed in `LEFT_OUT` with the reason; any other new command is
 run.

@@ -62,8 +62,9 @@ def test_servers_that_draft_different_numbers_of_tokens_are_compared_like_others
 
 
 def test_the_simulated_paces_move_tau():
-    """So a comparison of accepted tokens over drafts would be wrong, while the first token is
-    accepted as often.
+    """A comparison of accepted tokens over drafts would be wrong here.
+
+    The first token is accepted as often as before.
     """
     rng = np.random.default_rng(0)
     groups = [

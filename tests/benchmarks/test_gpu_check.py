@@ -1,5 +1,6 @@
-"""The check of GPUs, run on the CPU where it needs no card, and its settings beside those of
-`redraft plan`.
+"""The check of GPUs, run on the CPU where it needs no card.
+
+Its settings are compared with those of `redraft plan`.
 """
 
 from __future__ import annotations

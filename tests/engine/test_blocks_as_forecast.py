@@ -1,5 +1,6 @@
-"""Heads that draft a block at once are accepted by a real vLLM as the forecast says, at temperature
-0 and 1.
+"""Heads that draft a block at once are accepted by a real vLLM as the forecast says.
+
+The temperatures are 0 and 1.
 
 Each head is trained for a minute first: a random one is never accepted, and would prove nothing.
 """

@@ -45,8 +45,9 @@ def test_probabilities_are_softmax_at_a_temperature_and_one_hot_at_zero():
 
 
 def cumulative(rates: list[float]) -> list[float]:
-    """Acceptance by position from the rate of each position, given that the positions before it
-    were accepted.
+    """Acceptance by position from the rate of each position.
+
+    Each rate is given that the positions before it were accepted.
     """
     return list(accumulate(rates, mul))
 

@@ -84,8 +84,9 @@ def make_head(model: Any) -> Tiny:
 
 
 def with_states(record: Record, model: Any) -> Record:
-    """The record with the states of the head's layers at all tokens but the last, as a server
-    captures them.
+    """The record with the states of the head's layers at all tokens but the last.
+
+    A server captures them so.
     """
     ids = [*record.context_ids.tolist(), *record.output_ids.tolist()]
     aux_BTLD = make_signal(model, make_batch([[ids]]), Config().aux_layer_ids).aux_BTLD

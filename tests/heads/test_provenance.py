@@ -1,5 +1,6 @@
-"""provenance.json of an earlier and of a later release is read, and a corrupt one is named in one
-line.
+"""provenance.json of an earlier and of a later release is read.
+
+A corrupt one is named in one line.
 """
 
 from __future__ import annotations

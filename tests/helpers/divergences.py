@@ -34,8 +34,9 @@ def exact_log_probs(
     temperature: float = 1.0,
     draft_ids_W: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log p, log q) over the draft's vocabulary, [M, W] each. p is the full softmax, not
-    renormalised.
+    """(log p, log q) over the draft's vocabulary, [M, W] each.
+
+    p is the full softmax, not renormalised.
     """
     log_p_MV = log_probs(p_logits_MV, temperature)
     log_p_MW = log_p_MV if draft_ids_W is None else log_p_MV[:, draft_ids_W]

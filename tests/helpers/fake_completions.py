@@ -1,5 +1,6 @@
-"""A completions server on a real socket with behaviour chosen by each request, and a way to run the
-application.
+"""A completions server on a real socket, and a way to run the application.
+
+Each request chooses the server's behaviour.
 """
 
 from __future__ import annotations

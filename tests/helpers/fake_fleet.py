@@ -1,5 +1,6 @@
-"""Servers that speak the plugin's contract on real sockets, and refuse, fail, vanish and restart as
-told.
+"""Servers that speak the plugin's contract on real sockets.
+
+They refuse, fail, vanish and restart as told.
 """
 
 from __future__ import annotations
@@ -211,8 +212,9 @@ class FakeServer:
         return 200, json.dumps({"version": version, "swapped": True}).encode()
 
     def count(self) -> list[int]:
-        """Drafts, draft tokens, and the accepted ones by position, after another reading's worth of
-        traffic.
+        """Drafts, draft tokens, and the accepted ones by position.
+
+        They are those after another reading's worth of traffic.
         """
         tau = max(1.0, self.traffic.tau[self.version] - self.traffic.harder)
         num_tokens = self.tokens.get(self.version, 3)

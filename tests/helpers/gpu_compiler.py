@@ -134,8 +134,9 @@ class Launches:
 
 
 def compile_function(function: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Kernel]:
-    """The kernels of this function, and of its gradients if an argument requires one, by PyTorch's
-    compiler.
+    """The kernels of this function by PyTorch's compiler.
+
+    Those of its gradients are included if an argument requires one.
 
     The function is traced on the CPU. Its graphs are then compiled as if their tensors were on the
     GPU.

@@ -256,8 +256,9 @@ class World:
 
 @contextmanager
 def served_by(server: Server, target: Path, folder: Path) -> Iterator[World]:
-    """A learner's surroundings with this real server instead of a fleet of fakes, and an empty
-    spool.
+    """A learner's surroundings with this real server, and an empty spool.
+
+    The server replaces a fleet of fakes.
 
     A learner starts with FIRST, a copy of NOISY; afterwards the registry is as it was.
     """

@@ -84,8 +84,9 @@ VARIANTS: dict[str, Variants] = {
 def make_variant(
     name: str, variant: str, folder: Path | None = None, **options: Any
 ) -> tuple[Any, Any]:
-    """(head, target); the target of an MTP layer is made in `folder`, in the layout that the
-    variant names.
+    """(head, target) of a variant.
+
+    The target of an MTP layer is made in `folder`, in the layout that the variant names.
     """
     model: Any = (
         make_target() if folder is None or name != "mtp" else make_native_target(variant, folder)

@@ -110,8 +110,9 @@ def signal_of_prefix(head: Any, model: Any, prefix: Sequence[int]) -> TargetSign
 
 
 def make_random(head: Any, seed: int = 3) -> Any:
-    """The head with every parameter moved from its start, so that nothing is zero, one or the
-    target's by accident.
+    """The head with every parameter moved from its start.
+
+    So nothing is zero, one or the target's by accident.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -121,8 +122,9 @@ def make_random(head: Any, seed: int = 3) -> Any:
 
 
 def q_of(step: DraftStep, row: int) -> Tensor:
-    """The draft's distribution over the target's vocabulary at one row of the batch's first
-    sequence, [V].
+    """The draft's distribution at one row of the batch's first sequence, [V].
+
+    It is over the target's vocabulary.
     """
     logits_W = step.logits(torch.tensor([row]))[0]
     if step.draft_ids_W is None:

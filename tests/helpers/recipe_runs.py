@@ -1,5 +1,6 @@
-"""Training a standalone draft on a small target in a separate process, from command line to exit
-status.
+"""Training of a standalone draft on a small target in a separate process.
+
+It runs from the command line to the exit status.
 """
 
 from __future__ import annotations

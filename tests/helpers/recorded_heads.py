@@ -1,5 +1,6 @@
-"""Records of one request with refused and accepted drafts, and heads with random weights to learn
-from them.
+"""Records of one request with refused and accepted drafts.
+
+Heads with random weights learn from them.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ def sample(
     greedy_draft: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[list[int], AcceptanceCounts]:
-    """`max_tokens` tokens after `prompt`, distributed as the target's, and the counts of the draft
-    blocks.
+    """`max_tokens` tokens after `prompt`, and the counts of the draft blocks.
+
+    The tokens are distributed as the target's.
 
     The first token is the target's, as in an engine's prefill. The last block counts in full
     although it may be cut.

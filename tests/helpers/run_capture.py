@@ -1,5 +1,6 @@
-"""Answer prompts in a real vLLM inside this process, and capture them with the states that a head
-reads.
+"""Answer prompts in a real vLLM inside this process, and capture them.
+
+The states that a head reads are captured too.
 
     python run_capture.py '{"target": folder, "draft": folder, "method": "eagle3", "spool": folder,
     "engine": {...},

@@ -132,8 +132,10 @@ def answer(llm: Any, prompts: list[dict[str, Any]], name: str) -> list[tuple[lis
 def by_transformers(
     model: Any, folder: Path, prompt: dict[str, Any], ids: list[int], output: list[int]
 ) -> Any:
-    """Token ids, states and logits of the answered rows in float32, and the distances of `model`'s
-    own type from them: of the states by layer, as a share, and of the logits, the largest.
+    """Token ids, states and logits of the answered rows in float32.
+
+    The distances of `model`'s own type from them come too: of the states by layer, as a share, and
+    of the logits, the largest.
     """
     given: dict[str, Any] = {"input_ids": torch.tensor([ids + output])}
     if images := prompt.get("multi_modal_data", {}).get("image"):

@@ -1,5 +1,6 @@
-"""Start a real vLLM inside this process while parts of the plugin fail, and print what it says and
-answers.
+"""Start a real vLLM inside this process while parts of the plugin fail.
+
+What it says and answers is printed.
 
     python run_install.py '{"target": folder, "draft": folder, "spool": folder, "failures":
     ["fingerprint", ...]}'

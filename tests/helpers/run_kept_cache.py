@@ -1,5 +1,6 @@
-"""Swap drafts in a real vLLM inside this process with a prefix cache, between two steps of running
-requests.
+"""Swap drafts in a real vLLM inside this process with a prefix cache.
+
+The swap comes between two steps of running requests.
 
     python run_kept_cache.py '{"target": folder, "draft": folder, "method": "draft_model", "cached":
     [[1, ...], ...],

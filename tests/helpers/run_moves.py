@@ -1,5 +1,6 @@
-"""Move the target of a real vLLM inside this process, and print what it answers, and how it names
-its weights.
+"""Move the target of a real vLLM inside this process.
+
+What it answers, and how it names its weights, is printed.
 
     python run_moves.py '{"targets": [folder, folder], "draft": folder, "spool": folder, "prompts":
     [[ids], ...]}'

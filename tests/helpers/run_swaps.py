@@ -1,5 +1,6 @@
-"""Swap drafts in a real vLLM inside this process, which allows failures to be injected, and print
-every result.
+"""Swap drafts in a real vLLM inside this process, and print every result.
+
+In this process failures can be injected.
 
     python run_swaps.py '[{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load",
     folder], ...]}]'

@@ -1,5 +1,6 @@
-"""Tiny random targets of other architectures than Llama that vLLM serves on a CPU, with sharp
-distributions.
+"""Tiny random targets of other architectures than Llama, with sharp distributions.
+
+vLLM serves them on a CPU.
 """
 
 from __future__ import annotations

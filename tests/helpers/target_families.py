@@ -1,5 +1,6 @@
-"""The table of target families in docs/engines.md, from tiny random models of each in the installed
-transformers.
+"""The table of target families in docs/engines.md.
+
+It is made from tiny random models of each in the installed transformers.
 
     python -m tests.helpers.target_families        writes the table into the page
 
@@ -235,8 +236,9 @@ def rows() -> Iterator[str]:
 
 
 def served_by(model_type: str) -> str:
-    """The engine that serves a head on inner layers of a family, by the architecture in the
-    released configs.
+    """The engine that serves a head on inner layers of a family.
+
+    It depends on the architecture in the released configs.
     """
     of_text, of_images = (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -247,8 +249,9 @@ def served_by(model_type: str) -> str:
 
 
 def verdicts(model_type: str) -> tuple[str, str]:
-    """Whether a tiny random model of this type is an exact target for a standalone draft, and for a
-    head.
+    """Whether a tiny random model of this type is an exact target.
+
+    There is a verdict for a standalone draft, and one for a head.
     """
     model = make_model(model_type, torch.float64)
     count = model.config.get_text_config().num_hidden_layers
@@ -269,8 +272,9 @@ def verdicts(model_type: str) -> tuple[str, str]:
 
 @torch.no_grad()
 def largest_difference(source: InProcessTarget) -> float:
-    """Of states, streams and logits in packed rows from those of each document alone, which the
-    class computes.
+    """The largest difference of states, streams and logits in packed rows.
+
+    They are compared with those of each document alone, which the class computes.
     """
     batch = make_batch()
     signal = source(batch)

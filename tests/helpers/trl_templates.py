@@ -1,5 +1,6 @@
-"""Public chat templates from TRL's package, each with a small tokenizer that has its special
-tokens.
+"""Public chat templates from TRL's package.
+
+Each comes with a small tokenizer that has its special tokens.
 """
 
 from __future__ import annotations

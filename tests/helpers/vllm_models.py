@@ -1,5 +1,6 @@
-"""The target architectures of the installed vLLM, and which pass inner layers to a head, from the
-source.
+"""The target architectures of the installed vLLM, from the source.
+
+Those that pass inner layers to a head are marked.
 
 Models of text and images import torchvision, which this environment does not have, so no class is
 imported.
@@ -53,8 +54,9 @@ def architectures() -> dict[str, Class]:
 
 @functools.cache
 def _classes(module: str) -> tuple[dict[str, list[str]], dict[str, Class]]:
-    """The bases of each class of a module, and the classes of vLLM that it imports, by their names
-    here.
+    """The bases of each class of a module.
+
+    The classes of vLLM that it imports come by their names here.
     """
     tree, package = _source(module)
     bases: dict[str, list[str]] = {}
@@ -74,8 +76,9 @@ def _classes(module: str) -> tuple[dict[str, list[str]], dict[str, Class]]:
 
 
 def passes_inner_layers(architecture: str) -> bool:
-    """Whether vLLM serves heads that read inner layers (EAGLE-3 and others) beside this
-    architecture.
+    """Whether vLLM serves heads that read inner layers beside this architecture.
+
+    EAGLE-3 is one of them.
     """
     return architecture in architectures() and _inherits(*architectures()[architecture])
 

@@ -1,5 +1,6 @@
-"""Names, signatures and attributes of vLLM that redraft touches, compared with vLLM's source
-without importing it.
+"""Names, signatures and attributes of vLLM that redraft touches.
+
+They are compared with vLLM's source without importing it.
 
     redraft's source ─► imports from vllm, attributes of the objects in OBJECTS ─┐
     TABLE of hooks, CALLED, TEXTS ───────────────────────────────────────────────┴─► is it in vLLM's?
@@ -308,8 +309,9 @@ class Vllm:
         return None
 
     def members(self, name: str) -> set[str]:
-        """Attributes and methods of "module:Class", those of its bases and of its instances
-        included.
+        """Attributes and methods of "module:Class".
+
+        Those of its bases and of its instances are included.
         """
         module, _, cls = name.partition(":")
         return {member for each in self._lineage(module, cls) for member in _list_members(each)}
@@ -426,8 +428,9 @@ def list_imports() -> list[tuple[str, str]]:
 
 
 def list_attributes() -> list[tuple[str, str, str, str]]:
-    """Our file, an expression in it, vLLM's class before its last dot, and the attribute
-    after it.
+    """Our file, an expression in it, vLLM's class, and an attribute.
+
+    The class comes before the expression's last dot, the attribute after it.
     """
     found = set()
     for file, objects in OBJECTS.items():

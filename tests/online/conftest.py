@@ -1,5 +1,6 @@
-"""One real vLLM server for all tests of this folder, serving the random target, and drafts for it
-in a registry.
+"""One real vLLM server for all tests of this folder.
+
+It serves the random target, and a registry has drafts for it.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def server(
 def served_world(
     server: Server, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    """A learner's surroundings with the real server instead of a fleet of fakes, and an empty
-    spool.
+    """A learner's surroundings with the real server, and an empty spool.
+
+    The server replaces a fleet of fakes.
     """
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     with served_by(server, random_target, tmp_path) as world:

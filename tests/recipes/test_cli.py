@@ -237,8 +237,9 @@ FLAG = re.compile(r"  (?P<flag>(?:-\w, )?--\w[\w.-]*|\[*(?:STR|INT|FLOAT|PATH)\b
 
 
 def read_flags(text):
-    """{flag: its help in one line}, of what tyro prints in boxes or, for a stream without an
-    encoding, without them.
+    """{flag: its help in one line}, of what tyro prints.
+
+    It prints boxes or, for a stream without an encoding, none.
     """
     flags, name = {}, None
     for line in text.replace("│", " ").splitlines():

@@ -19,8 +19,9 @@ from redraft.files.artifact import verify
 
 @pytest.fixture
 def command(random_target: Path, data: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The recipe's arguments on the small random target, for a folder under `tmp_path`, with
-    further flags.
+    """The recipe's arguments on the small random target, with further flags.
+
+    The folder is under `tmp_path`.
     """
     return lambda output, *flags: build_command(random_target, data, tmp_path / output, *flags)
 

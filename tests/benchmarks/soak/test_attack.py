@@ -1,5 +1,6 @@
-"""The soak's attacker against the real tap and page, and the plugin's routes on a server
-without an engine.
+"""The soak's attacker against the real tap and page, and the plugin's routes.
+
+The routes run on a server without an engine.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ IDS = [f"boot/cmpl-{number}/0" for number in range(100)]
 
 
 def life(*, grown=0.0, descriptors=0, seconds=400.0, name="tap-1", **changes):
-    """A process of 100 MiB and 50 descriptors that grows steadily, by this share and so many
-    descriptors.
+    """A process of 100 MiB and 50 descriptors that grows steadily.
+
+    It grows by this share, and by so many descriptors.
     """
     count = int(seconds // 5)
     samples = [

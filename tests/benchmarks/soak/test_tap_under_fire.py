@@ -1,5 +1,6 @@
-"""The real tap under the soak's clients, hostile requests and kills, before a small server
-without an engine.
+"""The real tap under the soak's clients, hostile requests and kills.
+
+A small server without an engine is behind it.
 """
 
 from __future__ import annotations

@@ -146,8 +146,9 @@ def test_texts_are_cut_at_special_tokens_where_that_is_exact(name: str) -> None:
 
 
 def test_a_tokenizer_that_depends_on_the_text_before_is_not_cut() -> None:
-    """Found by trying: nothing in the tokens says that this one writes a space before every piece
-    but the first.
+    """Found by trying.
+
+    Nothing in the tokens shows that this one writes a space before every piece but the first.
     """
     tokenizer = make_llama3()
     plain = tokenizer.__class__.__call__

@@ -1,5 +1,6 @@
-"""Loss masks against what the templates say, for the four ways in which real ones treat an
-assistant turn.
+"""Loss masks against what the templates say.
+
+There are four ways in which real ones treat an assistant turn.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def make_plan(
 
 
 def judge(pair: Pair, plan: Plan, changes: list[int]) -> list[str]:
-    """The problems of an engine that accepts so many tokens more than the forecast says, prompt by
-    prompt.
+    """The problems of an engine that accepts more than the forecast says.
+
+    It accepts so many tokens more, prompt by prompt.
     """
     counts = [
         AcceptanceCounts(num_drafts=DRAFTS, num_accepted=ACCEPTED + change) for change in changes

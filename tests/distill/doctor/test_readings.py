@@ -252,8 +252,10 @@ def test_the_order_of_the_layers_in_fc_of_a_block_drafter_is_named(
 def test_heads_of_another_size_than_the_targets_are_read_as_they_are(
     world: World, tmp_path: Path
 ) -> None:
-    """The rows of q_proj and k_proj fit the target's 4 heads of 8 as well, the norms of 16 numbers
-    do not.
+    """Only the norms show the size.
+
+    The rows of q_proj and k_proj fit the target's 4 heads of 8 as well, the norms of 16 numbers do
+    not.
     """
     target = Target.from_model(world.model)
     shape = replace(

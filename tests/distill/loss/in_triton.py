@@ -1,5 +1,6 @@
-"""The Triton kernels of the fused divergence in Triton's interpreter, against the plain form in
-float64.
+"""The Triton kernels of the fused divergence in Triton's interpreter.
+
+They are compared with the plain form in float64.
 
 `test_kernels.py` runs this file in a process that has Triton. M = draft rows, W = draft vocabulary.
 """
@@ -229,8 +230,9 @@ def test_of_equal_logits_the_first_is_the_draft_token() -> None:
 def test_a_target_row_that_is_not_finite_reaches_the_loss_and_the_gradients(
     name: str, bad: float, draft_ids: Tensor | None, top_k: bool
 ) -> None:
-    """As in the plain form, so that the step is skipped instead of taken with a finite, meaningless
-    gradient.
+    """As in the plain form.
+
+    So the step is skipped instead of taken with a finite, meaningless gradient.
     """
     exact = make_exact(rows=4, dtype=torch.float32)
     draft = make_draft(range(4), dtype=torch.float32, draft_ids=draft_ids)

@@ -1,5 +1,7 @@
-"""M = draft rows, N = target rows, D = hidden, V = target vocabulary, W = draft vocabulary, K =
-kept ids.
+"""The fused divergence.
+
+M = draft rows, N = target rows, D = hidden, V = target vocabulary, W = draft vocabulary, K = kept
+ids.
 """
 
 from __future__ import annotations

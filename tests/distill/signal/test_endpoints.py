@@ -238,8 +238,9 @@ def test_a_batch_shared_among_servers_has_the_signal_that_one_of_them_gives() ->
 def serve_ids(
     tokenizer: Any, shift: int = 0, beyond: int = 0
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Answers of a server whose tokenizer gives other ids by `shift`, and which answers with ids
-    from `beyond` on.
+    """Answers of a server whose tokenizer gives other ids.
+
+    They differ by `shift`, and it answers with ids from `beyond` on.
     """
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -449,8 +449,9 @@ def make_teacher(
     states_format: StatesFormat = "exact",
     target: tuple[str, str, str | None] = ("", "", ""),
 ) -> Teacher:
-    """A server that speaks the features contract, `harm`ing the states of its requests, counted
-    from 0.
+    """A server that speaks the features contract.
+
+    It `harm`s the states of its requests, counted from 0.
     """
     source, count = InProcessTarget(model, LAYERS), itertools.count()
 

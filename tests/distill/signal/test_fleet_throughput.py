@@ -1,5 +1,6 @@
-"""Two real servers as one fleet, against the same two asked apart from each other, at the same time
-and side by side.
+"""Two real servers as one fleet, against the same two asked apart from each other.
+
+Both are measured at the same time and side by side.
 
 Both ways share the machine with one client, so the ratio is what choosing a server for each request
 costs. Only a quiet machine says anything: pytest -m slow -s

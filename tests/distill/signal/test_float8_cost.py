@@ -106,9 +106,7 @@ def count(found: Forecast) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
 
 
 def label_overlap(exact: Any, cached: Any, batch: Batch) -> float:
-    """1 - TV of the target's distribution and the one that a cache gives, mean over the tokens of a
-    batch.
-    """
+    """1 - TV of the target's distribution and the cache's, mean over a batch's tokens."""
     one, other = exact(batch).distribution, cached(batch).distribution
     assert isinstance(one, ExactTarget)
     assert isinstance(other, ExactTarget)

@@ -46,8 +46,9 @@ def written(folder: Path) -> set[tuple[str, int]]:
 
 
 def break_off(commands: Sequence[Sequence[str]], folder: Path, victim: str) -> None:
-    """Start a run on the nodes and kill -9 a rank of the last, or its launcher, when there is a
-    checkpoint.
+    """Start a run on the nodes, and kill -9 a rank of the last, or its launcher.
+
+    The kill comes when there is a checkpoint.
     """
     output, pids = folder / "broken", folder / "pids"
     pids.mkdir()

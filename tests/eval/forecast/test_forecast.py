@@ -137,8 +137,9 @@ class LMDraft:
 
 
 class HeadsDraft:
-    """Like Medusa: head i predicts token t + 2 + i from the target's hidden state of t, here by a
-    random matrix.
+    """Like Medusa: head i predicts token t + 2 + i from the target's state of t.
+
+    Here a random matrix does so.
     """
 
     is_autoregressive = False

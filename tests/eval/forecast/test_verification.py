@@ -71,8 +71,9 @@ def make_draft(table_SV: Tensor, *, is_sampled: bool, ids_W: Tensor | None = Non
 
 
 def make_heads(tables: Sequence[Tensor], *, is_sampled: bool) -> Forecastable:
-    """Like Medusa: each token of a block comes from the state of the token before the last,
-    whatever was drafted.
+    """Like Medusa: each token of a block comes from the state of the token before the last.
+
+    What was drafted makes no difference.
     """
     return Forecastable(
         fingerprint="heads",

@@ -94,8 +94,9 @@ def make_medusa(target: Target) -> Any:
 
 
 def make_wrong_side(folder: Path) -> Broken:
-    """A MiMo layer that was trained on the hidden state after the final norm, which the engine
-    never gives it.
+    """A MiMo layer trained on the hidden state after the final norm.
+
+    The engine never gives it that state.
     """
     make_model().save_pretrained(folder / "llama")
     as_mimo(folder / "llama", folder / "mimo")

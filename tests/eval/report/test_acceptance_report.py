@@ -374,8 +374,9 @@ def test_nothing_in_common_is_refused() -> None:
 
 
 def test_a_renamed_draft_is_compared_even_beside_ngrams() -> None:
-    """A version with half the acceptance falls under a new name, and the n-gram yardstick beside it
-    does not.
+    """A version falls under a new name.
+
+    It has half the acceptance, and the n-gram yardstick beside it does not fall.
     """
     names = ("one", "ngram")
     drafts = [make_draft(name) for name in names]

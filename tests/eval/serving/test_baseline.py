@@ -172,8 +172,9 @@ def test_a_server_that_never_keeps_its_speed_is_reported_with_two() -> None:
 
 
 def test_a_prefill_is_no_change_of_speed() -> None:
-    """A second request is read in chunks while the first decodes, and makes 10 steps 20 times as
-    long.
+    """A second request is read in chunks while the first decodes.
+
+    It makes 10 steps 20 times as long.
     """
     steady = [0.01] * 30
     first = list(itertools.accumulate([0.0, 0.1, *[0.2] * 10, *steady]))

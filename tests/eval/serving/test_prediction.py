@@ -32,8 +32,9 @@ LAYERS = Candidate(
 def make_run(
     load: int, step_ms: float, accepted: tuple[int, ...], prefill_s: float = 0.0
 ) -> Measurement:
-    """`load` requests of 100 target steps after the prefill, in which these positions were accepted
-    so often.
+    """`load` requests of 100 target steps after the prefill.
+
+    These positions were accepted so often in them.
 
     All requests wait for each prefill.
     """
@@ -91,7 +92,9 @@ def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the
 
 
 def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
-    """With prefills of 0.2 s, and 0.3 s with the draft, costs and the best number of tokens are the
+    """Prefills change no cost.
+
+    With prefills of 0.2 s, and 0.3 s with the draft, costs and the best number of tokens are the
     same as without.
     """
     without = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
@@ -159,8 +162,9 @@ def serve(load: int, k: int, number: int, rng: np.random.Generator) -> Measureme
 
 
 def test_answers_that_end_early_leave_no_slot_empty_in_a_speed() -> None:
-    """Over the whole load, with fewer and fewer requests, the draft is 1.18x as fast at eight, and
-    a step 25 ms.
+    """Requests become fewer over the load.
+
+    The draft is 1.18x as fast at eight, and a step takes 25 ms.
     """
     rng, loads = np.random.default_rng(0), {1: 2, 4: 8, 8: 16, 32: 64}
     rounds: dict[Any, Any] = {}

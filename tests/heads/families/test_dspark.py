@@ -1,5 +1,6 @@
-"""DSpark: bias and confidence by hand, training against drafting token by token, the confidence's
-label, export.
+"""DSpark by hand: bias, confidence, training against drafting, and export.
+
+Drafting is token by token; the confidence has its label checked.
 """
 
 from __future__ import annotations
@@ -146,8 +147,9 @@ def test_the_anchors_slot_proposes_the_first_token_in_one_layout_only() -> None:
 
 
 def naive_loss(steps: list[DraftStep], signal: TargetSignal, scale: float) -> Tensor:
-    """KL(p || q) and the cross-entropy of the confidence against 1 - TV(p, q), row by row, from
-    whole distributions.
+    """KL(p || q) and the cross-entropy of the confidence against 1 - TV(p, q).
+
+    They are computed row by row, from whole distributions.
     """
     total = torch.zeros((), dtype=torch.float64)
     target = signal.distribution
@@ -215,8 +217,9 @@ def test_no_gradient_reaches_the_target() -> None:
 
 
 def test_metrics_take_the_bias_into_account() -> None:
-    """With a bias that knows the text by heart, a proposal agrees exactly where the target would
-    say what follows.
+    """A bias that has the text by heart.
+
+    A proposal then agrees exactly where the target would say what follows.
     """
     head, model = make_head(markov_rank=VOCAB)
     ids = list(range(1, 14))  # every token follows the one before, so the bias alone can tell it

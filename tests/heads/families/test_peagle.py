@@ -1,5 +1,6 @@
-"""P-EAGLE: the steps against one pass under a mask made by loops, sampled rows, packing, decoding,
-export.
+"""P-EAGLE: the steps against one pass under a mask made by loops.
+
+Also sampled rows, packing, decoding and export.
 """
 
 from __future__ import annotations

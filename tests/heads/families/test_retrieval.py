@@ -39,8 +39,9 @@ def make_text(prompt: list[int], answer: list[int]) -> Text:
 
 
 def find_by_hand(tokens: list[int], max_run: int) -> tuple[int, int]:
-    """The longest run of last tokens with an earlier place, and the index of the token after its
-    first place.
+    """The longest run of last tokens with an earlier place.
+
+    The index of the token after its first place comes with it.
     """
     for length in range(min(max_run, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - length):

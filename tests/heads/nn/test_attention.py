@@ -275,8 +275,9 @@ TRAINING: Sequence[Call] = (
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
-    """Attention takes the form of a GPU, compiled by a compiler that counts graphs and leaves them
-    as they are.
+    """Attention takes the form of a GPU.
+
+    A compiler counts its graphs and leaves them as they are.
     """
     counter, compile_it = CompileCounter(), torch.compile
     torch._dynamo.reset()

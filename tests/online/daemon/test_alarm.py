@@ -85,8 +85,9 @@ async def start(world, records, task):
 
 
 def test_evidence_is_recent_by_the_learners_clock_not_by_the_machines(world, records, monkeypatch):
-    """After the machine's clock jumps by a week, today's requests still tell a bad draft from a
-    good one.
+    """The clock jumps by a week.
+
+    Today's requests still tell a bad draft from a good one.
     """
     cfg = world.config(gate=Policy(min_requests=10))
     with Buffer(cfg.buffer_config, fingerprint(world.target)) as buffer:

@@ -225,8 +225,9 @@ def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
 
 @pytest.mark.slow
 def test_training_outlives_many_promotions_of_a_draft_that_began_long_ago(world, random_target):
-    """With one version kept, the one that training began from is the first to go at the third
-    promotion.
+    """One version is kept.
+
+    The one that training began from is the first to go at the third promotion.
     """
     quick = {
         "training": replace(world.config().training, records_per_candidate=16),
@@ -280,8 +281,9 @@ def test_what_is_torn_twice_or_of_another_target_is_counted_and_not_trained(worl
 
 
 def test_hostile_records_among_good_ones_do_not_stop_learning(world, records):
-    """The learner ended at each of the first four of them, at every start, and the last ones
-    stopped the gate.
+    """Each ended or stopped the learner once.
+
+    It ended at each of the first four of them, at every start, and the last ones stopped the gate.
     """
     odd = {
         "draft_version": "a b",

@@ -288,8 +288,9 @@ def teach(head, records, reads):
 def test_the_expected_counts_are_those_of_the_reference_decoder(
     random_target, targets, tmp_path, name
 ):
-    """Block by block, the head proposes from the states an engine would give it, and the target's
-    text decides.
+    """The counts, block by block.
+
+    The head proposes from the states an engine would give it, and the target's text decides.
     """
     family = find_family(name)
     borrowed = Target.from_folder(targets[name])
@@ -481,8 +482,10 @@ CAPTURED = [("v1", name) for name in ("eagle3", "eagle1", "mtp", "dflash", "peag
 @pytest.mark.vllm
 @pytest.mark.parametrize(("runner", "name"), CAPTURED)
 def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, runner, name):
-    """Over prompts of one step and of several, cached or not, of requests running side by side,
-    greedy or sampled.
+    """The captured states are the served ones.
+
+    They are compared over prompts of one step and of several, cached or not, of requests running
+    side by side, greedy or sampled.
     """
     family, target = find_family(name), targets[name]
     rng = np.random.default_rng(0)
@@ -572,8 +575,9 @@ def compare_drafts(head, name, record, states_TLD):
 
 
 def with_exact_states(signal, states_TLD):
-    """The signal with the target's float32 states in place of the recorded ones, which end one
-    token earlier.
+    """The signal with the target's float32 states in place of the recorded ones.
+
+    The recorded ones end one token earlier.
     """
     field = "hidden_BTD" if signal.aux_BTLD is None else "aux_BTLD"
     recorded = getattr(signal, field)

@@ -97,8 +97,9 @@ def assert_every_record_is_there_and_was_trained_once(world, records):
 
 
 def assert_every_record_was_trained_once(config):
-    """The number of records the learner holds, after checking that the checkpoint has trained on
-    each exactly once as fresh.
+    """The number of records that the learner has.
+
+    The checkpoint must have trained on each exactly once as fresh.
     """
     with Buffer(config.buffer_config, fingerprint(config.target)) as buffer:
         training, num_held_out = buffer.fresh(0, 10_000), len(buffer.select_held_out(10_000))

@@ -133,7 +133,9 @@ def test_acceptance_is_counted_by_steps():
 @given(st.lists(st.booleans(), min_size=3, max_size=40), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k):
-    """If every block has all of its rows, the counts equal those of `eval`'s walk over the same
+    """Whole blocks are walked alike.
+
+    If every block has all of its rows, the counts equal those of `eval`'s walk over the same
     matches.
     """
     padded = matches + [False] * k

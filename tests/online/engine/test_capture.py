@@ -1,5 +1,6 @@
-"""Capture: the parts by hand, then records from the real engine against Hugging Face's forward
-pass.
+"""Capture: the parts by hand, then records from the real engine.
+
+They are compared with Hugging Face's forward pass.
 """
 
 import multiprocessing
@@ -1145,8 +1146,9 @@ def make_prompts(count, length, seed):
 
 @pytest.fixture(scope="module")
 def greedy(server):
-    """Responses to prompts of 20 and of 150 tokens (more than one step reads) under a half-good
-    draft, and records.
+    """Responses to prompts of 20 and of 150 tokens under a half-good draft, and records.
+
+    More than one step reads the longer ones.
     """
     server.swap(server.noisy)
     prompts = [*make_prompts(3, 20, 0), *make_prompts(2, 150, 1)]
@@ -1316,8 +1318,10 @@ PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_pena
 
 @pytest.mark.vllm
 def test_after_its_penalties_a_record_says_what_the_engine_writes_and_accepts(server):
-    """At temperature 0 the penalised target's best token is the engine's, so drafts are accepted as
-    it is drafted.
+    """Penalties are exact.
+
+    At temperature 0 the penalised target's best token is the engine's, so drafts are accepted as it
+    is drafted.
     """
     server.swap(server.noisy)
     prompts = make_prompts(6, 20, 7)

@@ -1,5 +1,6 @@
-"""A server whose engine was killed ends by itself, also if somebody was asking for the status, so
-that it is started again.
+"""A server whose engine was killed ends by itself, so that it is started again.
+
+It ends also if somebody was asking for the status.
 """
 
 from __future__ import annotations

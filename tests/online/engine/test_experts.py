@@ -50,8 +50,9 @@ def make_models(vocabulary):
 
 @pytest.fixture(scope="module")
 def experts(small_tokenizer, tmp_path_factory):
-    """Folders of the target, and of a registry with a random draft and one that proposes what the
-    target says.
+    """Folders of the target and of a registry.
+
+    The registry has a random draft, and one that proposes what the target says.
     """
     folder = tmp_path_factory.mktemp("experts")
     target, draft = make_models(len(small_tokenizer))

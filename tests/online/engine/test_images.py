@@ -58,8 +58,10 @@ def read_records(folder):
 
 
 def test_answers_are_those_of_transformers_before_and_after_a_swap(served):
-    """In bfloat16 the engine may be as far from float32 as transformers in bfloat16, or twice as
-    far, for the token answered and for the best.
+    """Answers about images are exact.
+
+    In bfloat16 the engine may be as far from float32 as transformers in bfloat16, or twice as far,
+    for the token answered and for the best.
     """
     report, folder = served
     assert report["result"]["ok"], report["result"]

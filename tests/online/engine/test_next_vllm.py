@@ -1,5 +1,6 @@
-"""The names of vLLM that the plugin touches are in the next vLLM too, which has no CPU build to
-run.
+"""The names of vLLM that the plugin touches are in the next vLLM too.
+
+That has no CPU build to run.
 """
 
 from __future__ import annotations

@@ -682,8 +682,9 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(
 
 
 def find_graphs(cls, most: int) -> set[tuple[int, int]]:
-    """(requests, draft tokens) of the steps of at most 32 requests with a full graph of vLLM, in a
-    server of 64.
+    """(requests, draft tokens) of the steps with a full graph of vLLM.
+
+    They are those of at most 32 requests, in a server of 64.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import _is_compatible

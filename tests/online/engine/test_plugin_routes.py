@@ -1,5 +1,6 @@
-"""The plugin's routes over a fake engine of two ranks that fail as told, which no real engine here
-can be made to do.
+"""The plugin's routes over a fake engine of two ranks that fail as told.
+
+No real engine here can be made to do so.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ SIZE = 4
 
 
 class Slots:
-    """Keys of a draft, as the draft that wrote them and the text before them, and a scheduler with
-    a prefix cache.
+    """Keys of a draft, and a scheduler with a prefix cache.
+
+    A key is the draft that wrote it and the text before it.
     """
 
     def __init__(self, seed, num_blocks=40):

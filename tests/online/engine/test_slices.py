@@ -1,5 +1,6 @@
-"""The slices of a draft that a tensor-parallel rank reads, found by running vLLM's own loaders
-without memory.
+"""The slices of a draft that a tensor-parallel rank reads.
+
+They are found by running vLLM's own loaders without memory.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ def test_each_rank_of_eight_reads_and_pins_an_eighth_of_an_8b_draft(tmp_path: Pa
 
 
 def count_copied_bytes(draft: nn.Module, parts: list[Part]) -> int:
-    """Bytes that vLLM's loaders copy into a draft from these parts, which is all that they do in
-    the pause.
+    """Bytes that vLLM's loaders copy into a draft from these parts.
+
+    The loaders do nothing else in the pause.
     """
     copied = 0
 

@@ -1,6 +1,7 @@
-"""A draft that has been swapped, or pushed by vLLM's own update, drafts exactly as one loaded at
-the start, and goes on as it would beside a target that vLLM has reloaded: every family, on each
-of vLLM's model runners.
+"""A draft that was swapped drafts exactly as one loaded at the start.
+
+So does one pushed by vLLM's own update, and it goes on as it would beside a target that vLLM has
+reloaded: every family, on each of vLLM's model runners.
 """
 
 import functools

@@ -345,9 +345,10 @@ async def test_the_number_of_draft_tokens_does_not_decide(count, tau, tokens, is
 
 
 def test_a_position_counts_as_far_as_both_groups_had_it():
-    """Each poll: 100 drafts with one token or two, of which the canary accepts half and a fifth,
-    the control group half and two fifths. The canary has a second token in half of its drafts,
-    the control group in a quarter.
+    """Each poll has 100 drafts of one token or two.
+
+    The canary accepts half and a fifth of the tokens, the control group half and two fifths. The
+    canary has a second token in half of its drafts, the control group in a quarter.
     """
     canary = np.array([[(100, 50), (25, 5)]] * 16, float)
     control = np.array([[(100, 50), (12.5, 5)]] * 16, float)
@@ -425,8 +426,9 @@ async def test_a_fleet_of_one_is_compared_with_itself_before():
 
 
 class Trainer:
-    """Moves the target at every 13th reading, of whichever server, so that some polls fall into a
-    move.
+    """Moves the target at every 13th reading, of whichever server.
+
+    So some polls fall into a move.
     """
 
     def __init__(self):

@@ -1,5 +1,6 @@
-"""The fleet's client against the plugin in a real vLLM, to justify the fake servers of
-test_fleet.py.
+"""The fleet's client against the plugin in a real vLLM.
+
+It justifies the fake servers of test_fleet.py.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""One server that hangs, drips, lies or belongs to another registry, and what it does to the looks
-at the others.
+"""One server that hangs, drips, lies or belongs to another registry.
+
+The tests look at what it does to the looks at the others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A server that cannot be reached is named with the reason and the cure, by learner, tap
-and `watch` alike.
+"""A server that cannot be reached is named with the reason and the cure.
+
+Learner, tap and `watch` name it alike.
 """
 
 from __future__ import annotations

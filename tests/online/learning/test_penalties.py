@@ -107,8 +107,9 @@ def test_without_penalties_nothing_changes(random_target):
 
 
 def test_a_forecast_knows_the_penalties(random_target):
-    """The greedy target itself is always accepted, but not where penalties make the server write
-    something else.
+    """The greedy target itself is always accepted.
+
+    It is not where penalties make the server write something else.
     """
     target = StandaloneDraft.load(random_target, torch.float32).eval()
     (record,) = make_records(random_target, 1)

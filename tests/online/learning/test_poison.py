@@ -236,8 +236,9 @@ def test_eight_megabytes_of_anything_are_read_in_two_seconds(stretch):
 
 
 def test_reading_takes_time_in_proportion_to_the_bytes():
-    """Compared as the number of bytes that are looked at, because time on a busy machine says
-    little.
+    """Bytes that are looked at are counted.
+
+    Time on a busy machine says little.
     """
     header = b"RDR1" + (1 << 18).to_bytes(4, "little") + b"abcd"
     looked_at = []
@@ -263,7 +264,9 @@ class CountingFile:
 
 
 def test_good_records_between_any_bytes_are_all_found():
-    """Also where garbage, a flipped bit or half a frame lies across the pieces in which a file is
+    """Records lie between garbage.
+
+    Also where garbage, a flipped bit or half a frame lies across the pieces in which a file is
     read.
     """
     rng, parts = random.Random(1), []
@@ -439,8 +442,9 @@ def test_bombs_are_not_unpacked(buffer):
 
 
 def make_large(number, num_bytes=8 << 20):
-    """A record with this much of hidden states that compress to about a tenth, which is within the
-    bound.
+    """A record with this much of hidden states, which compress to about a tenth.
+
+    That is within the bound.
     """
     tokens = num_bytes // 2 // SHAPE[1]
     words = np.random.default_rng(number).choice(np.array([0x3F80, 0x3C00], "<u2"), num_bytes // 2)
@@ -527,8 +531,9 @@ def test_the_largest_records_and_bombs_stay_below_a_gibibyte(tmp_path, spool):
 
 
 def make_every_layout():
-    """Frames of every layout whose memory is out of proportion to their bytes; those of the server
-    `good` can be kept.
+    """Frames of every layout whose memory is out of proportion to their bytes.
+
+    Those of the server `good` can be kept.
     """
     chain = poison.make_chain(1, (16 << 20) // 4, 100, 160_000)
     assert sum(map(len, chain)) < 320_000, "joined they would have 1.6 GB"

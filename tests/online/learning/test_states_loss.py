@@ -36,8 +36,9 @@ PROMPT, ANSWER, TRAINED, HELD_OUT, STEPS = 24, 40, 96, 64, 48
 
 
 def make_records(model, target):
-    """Greedy answers to pieces of Python, with the target's states of every token in bfloat16 and
-    in float8.
+    """Greedy answers to pieces of Python, with the target's states of every token.
+
+    The states are in bfloat16 and in float8.
     """
     ids = load_tokenizer(target)(Path(ast.__file__).read_text())["input_ids"]
     prompts_BT = torch.tensor(ids[: PROMPT * (TRAINED + HELD_OUT)]).view(-1, PROMPT)

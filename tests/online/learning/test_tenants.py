@@ -369,8 +369,10 @@ def test_what_a_tenant_has_beyond_its_share_is_its_oldest() -> None:
 
 
 def flood(buffer: Buffer) -> tuple[Counter[str], Counter[str]]:
-    """Judges and records by tenant, where one tenant of 13 sends five sixths of the requests, with
-    answers eight times as long, and the buffer holds a fifth of it all.
+    """Judges and records by tenant, where one tenant floods.
+
+    It is one of 13 and sends five sixths of the requests, with answers eight times as long, and the
+    buffer keeps a fifth of it all.
     """
     for begin in range(0, 1200, 48):
         sent = [

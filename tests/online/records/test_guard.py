@@ -1,5 +1,6 @@
-"""A defect in a periodic task of tap, learner or plugin ends neither the task nor the
-process.
+"""A defect in a periodic task of tap, learner or plugin.
+
+It ends neither the task nor the process.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ from redraft.online.traffic.upstream import Upstream
 
 
 class Front(FrontServer):
-    """The clients' server, which leaves signals to the test and looks at connections only when told
-    to.
+    """The clients' server, which leaves signals to the test.
+
+    It looks at connections only when told to.
     """
 
     def __init__(self, *args):

@@ -1,5 +1,6 @@
-"""The tap records nothing of a server whose answers are not the plain target's, and names what to
-change.
+"""The tap records nothing of a server whose answers are not the plain target's.
+
+It names what to change.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Watching real HTTP servers that serve real metrics text, through restarts and absences, and the
-real vLLM.
+"""Watching real HTTP servers that serve real metrics text, and the real vLLM.
+
+The servers restart and are absent at times.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The counts against counting by hand, against the same step on real tensors, and against memory
-that was measured.
+"""The counts against counting by hand, and against the same step on real tensors.
+
+They are also compared with memory that was measured.
 """
 
 from __future__ import annotations
@@ -382,8 +383,9 @@ HEADS = {
 
 
 def peak_of_second_step(family: str) -> int:
-    """Resident memory at the worst moment of a step that finds an optimizer state, above that of
-    the libraries.
+    """Resident memory at the worst moment of a step with an optimizer state.
+
+    It is that above the libraries.
     """
     build = functools.partial(bench_heads.build_head, family, "float32", OURS, "cpu")
     build()()  # loads the code of all kernels

@@ -82,8 +82,9 @@ def test_the_weights_that_a_token_meets_are_those_of_the_modules() -> None:
 
 
 def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
-    """6 for each weight and token, padding included, and for each number of the labelled rows'
-    logits.
+    """6 for each weight and token.
+
+    Padding is included, and so is each number of the labelled rows' logits.
     """
     records = [make_record(number, SMALL) for number in range(4)]
     plan = plan_learner("standalone", "llama-3.1-8b", "llama-3.2-1b")

@@ -197,8 +197,10 @@ def test_what_is_probably_not_meant_is_warned_of_before_the_server_starts(random
 
 
 def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path):
-    """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would
-    still do so.
+    """On any CPU.
+
+    One without instructions for bfloat16 computes it a hundred times slower, and vLLM would still
+    do so.
     """
     write_draft(tmp_path, dtype="bfloat16")
     asked = default_target_dtype(tmp_path, on_cpu=ENGINE_IS_CPU) or "auto"

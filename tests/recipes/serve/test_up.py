@@ -848,8 +848,9 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
 
 @pytest.fixture(scope="module")
 def live_server(tiny_target, tmp_path_factory):
-    """Port and token file of a server with live counts before a head, whose output has lost its
-    reader.
+    """Port and token file of a server with live counts before a head.
+
+    Its output has lost its reader.
     """
     folder, port = tmp_path_factory.mktemp("live"), str(free_port())
     up.write_new_head(tiny_target, folder / "draft", 3)

@@ -1,5 +1,6 @@
-"""Heads for targets of other architectures than Llama, from the training to the swap in the real
-vLLM.
+"""Heads for targets of other architectures than Llama.
+
+They go from the training to the swap in the real vLLM.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ def _replace_kernels() -> None:
 
 
 def _keep_async_scheduling() -> None:
-    """As on a GPU: the scheduler plans a step before it knows how many tokens the last one
-    accepted.
+    """Schedule asynchronously, as on a GPU.
+
+    The scheduler plans a step before the number of tokens that the last one accepted is known.
     """
     from vllm.platforms.cpu import CpuPlatform
 
