@@ -46,18 +46,24 @@ class CaptureConfig(ServerSample, Recording):
 TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch size
 
 
-def list_arms(most: int) -> list[int]:
-    """Numbers of draft tokens that `--pace auto` chooses from."""
-    return [0, *(arm for arm in (1, 2, 3, 5, 8, 12) if arm < most), most]
+def list_arms(most: int, *, is_adaptive: bool = False) -> list[int]:
+    """Numbers of draft tokens that `--pace auto` chooses from.
+
+    Where vLLM `is_adaptive`, it decides how many of `most` tokens are verified, and the draft's own
+    pass is all that is left to save.
+    """
+    between = () if is_adaptive else (1, 2, 3, 5, 8, 12)
+    return [0, *(arm for arm in between if arm < most), most]
 
 
-def make_table(most: int) -> list[list[int]]:
+def make_table(most: int, *, is_adaptive: bool = False) -> list[list[int]]:
     """A vLLM table with a row per number.
 
     The V2 runner captures CUDA graphs for each within the largest batch size. `most` comes first,
     for one request, and last, for all larger batches.
     """
-    return [[size, size, arm] for size, arm in enumerate([most, *list_arms(most)], start=1)]
+    arms = [most, *list_arms(most, is_adaptive=is_adaptive)]
+    return [[size, size, arm] for size, arm in enumerate(arms, start=1)]
 
 
 SwapCache = Literal["auto", "keep", "draft", "clear"]
@@ -139,8 +145,8 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
 
 def check_pace(pace: str, most: int | None = None) -> str:
     """The same text. Raises: ValueError if it is no pace, or a number above `most`."""
-    if pace not in ("off", "auto") and not pace.isdecimal():
-        raise ValueError(f"{pace} is no pace: give off, auto or a number of draft tokens")
+    if pace not in ("off", "auto", "adaptive") and not pace.isdecimal():
+        raise ValueError(f"{pace} is no pace: give auto, adaptive, off or a number of draft tokens")
     if most is not None and pace.isdecimal() and int(pace) > most:
         raise ValueError(
             f"pace {pace} is above --num-speculative-tokens, {most}: raise that, or lower the pace"

@@ -154,6 +154,10 @@ class EngineCalls:
             raise RefusedError(
                 409, "nothing here takes a pace: start this server with redraft serve --pace auto"
             )
+        if new == "adaptive" and not found.get("adaptive"):
+            raise RefusedError(
+                409, "this server verifies all draft tokens: start it with --pace adaptive"
+            )
         return found
 
 

@@ -61,8 +61,6 @@ def find_decider(vllm_config: Any) -> str:
         return (
             "pipeline stages compute several batches in turn, and each has drafts of another step"
         )
-    if speculative.enable_adaptive_verification:
-        return "adaptive verification decides"
     if speculative.use_ngram_gpu() and not vllm_config.use_v2_model_runner:
         return "ngram_gpu must see every step: draft with ngram"
     is_sampled = speculative.draft_sample_method == "probabilistic"
@@ -70,7 +68,10 @@ def find_decider(vllm_config: Any) -> str:
         return "sampled drafts need whole keys after a sleep: leave out --enable-sleep-mode"
     table, own = (
         speculative.num_speculative_tokens_per_batch_size,
-        make_table(speculative.num_speculative_tokens),
+        make_table(
+            speculative.num_speculative_tokens,
+            is_adaptive=speculative.enable_adaptive_verification,
+        ),
     )
     if not table:
         return f'give "{TABLE}": {own} in the speculative config'
@@ -99,12 +100,14 @@ class Pacer:
         pace: str,
         *,
         has_keys: bool,
+        is_adaptive: bool = False,
         count_reading: Callable[[], int] = int,
     ) -> None:
         self.most = most
+        self.is_adaptive = is_adaptive  # vLLM chooses how many of them are verified.
         self.count_reading = count_reading
         self.has_keys = has_keys
-        self.policy = Policy(most, max_requests)
+        self.policy = Policy(most, max_requests, is_adaptive=is_adaptive)
         self.unread: dict[str, int] = {}  # By request, answered tokens the draft has not read.
         self._is_read = True  # Whether the draft had read most requests of the newest step.
         self.memory: PaceMemory | None = None  # Keeps the policy for the next start.
@@ -115,9 +118,10 @@ class Pacer:
     def set(self, pace: str) -> None:
         """Take `auto` or a number, of at most `most`, from the next step on.
 
-        `off` is the most, as without a pacer.
+        `off` is the most, as without a pacer; so is `adaptive`, of which vLLM verifies some.
         """
-        number = self.most if pace == "off" else None if pace == "auto" else int(pace)
+        is_most = pace in ("off", "adaptive")
+        number = self.most if is_most else None if pace == "auto" else int(pace)
         self.fixed = None if number is None else min(number, self.most)
         self.pace = "auto" if number is None else str(self.fixed)
 
@@ -201,6 +205,7 @@ class Pacer:
         """
         policy = self.policy
         found: dict[str, Any] = {"pace": self.pace, "sizes": []}
+        found |= {"adaptive": True} if self.is_adaptive else {}
         if self.fixed is not None:
             return found
         for place, requests in enumerate(policy.sizes):
@@ -230,8 +235,9 @@ def describe_pace(found: Mapping[str, Any]) -> str:
     E.g. `pace auto: 3 tokens at 1, 0 at 8; decoding 1.41x [1.24, 1.64] at 1, against no drafts in
     this server; 30% of the time in steps with prompts; 0.5% explored`.
     """
+    name = f"pace {found['pace']}{', adaptive' * bool(found.get('adaptive'))}"
     if not found["sizes"]:
-        return f"pace {found['pace']}"
+        return name
     shown = sorted(found["sizes"], key=lambda size: -size.get("steps", 0))[:SHOWN_SIZES]
     numbers: list[str] = []
     speeds: list[str] = []
@@ -244,7 +250,7 @@ def describe_pace(found: Mapping[str, Any]) -> str:
     if speeds:
         parts.append(f"decoding {', '.join(speeds)}, against no drafts in this server")
         parts.append(f"{found['prompts']:.0%} of the time in steps with prompts")
-    return f"pace {found['pace']}: {'; '.join(parts)}; {found['explored']:.1%} explored"
+    return f"{name}: {'; '.join(parts)}; {found['explored']:.1%} explored"
 
 
 class PaceMetrics:
@@ -265,6 +271,7 @@ class PaceMetrics:
         )
         self._prompts = make("prompts_ratio", "Share of the time in steps that read prompts")
         self._explored = make("explored_ratio", "Share of the time lost in probes")
+        self._adaptive = make("adaptive", "1 if vLLM chooses how many draft tokens it verifies")
         self._fixed = make("fixed_tokens", "Draft tokens of every step; -1: chosen by step")
         self._fixed.set(-1)
 
@@ -275,6 +282,7 @@ class PaceMetrics:
                 self._speed.labels(size["requests"], bound).set(size[bound])
         self._explored.set(found.get("explored", 0))
         self._prompts.set(found.get("prompts", 0))
+        self._adaptive.set(found.get("adaptive", False))
         self._fixed.set(-1 if found["pace"] == "auto" else int(found["pace"]))
 
 
@@ -289,8 +297,10 @@ def read_gauges(metrics: str) -> dict[str, Any] | None:
             size[sample.labels.get("bound", "tokens")] = sample.value
         elif sample.name in (f"{GAUGES}explored_ratio", f"{GAUGES}prompts_ratio"):
             found[sample.name.removeprefix(GAUGES).removesuffix("_ratio")] = sample.value
+        elif sample.name == f"{GAUGES}adaptive":
+            found |= {"adaptive": True} if sample.value else {}
         elif sample.value >= 0:  # values of the sizes are from before
-            return {"pace": f"{sample.value:g}", "sizes": []}
+            return found | {"pace": f"{sample.value:g}", "sizes": []}
     return found | {"sizes": list(sizes.values())} if sizes else None
 
 
@@ -383,8 +393,13 @@ def note_swaps(call: Any) -> Any:
 def install_pacer(scheduler: Any, pace: str) -> None:
     """Let a `Pacer` decide in this scheduler, and log who decides."""
     state = find_state(scheduler, SchedulerState)
+    speculative = scheduler.vllm_config.speculative_config
+    is_adaptive = bool(speculative and speculative.enable_adaptive_verification)
+    if is_adaptive:
+        logger.info("redraft: --pace %s: vLLM decides on the verified tokens of a step", pace)
     if decider := find_decider(scheduler.vllm_config):
-        logger.warning("redraft: --pace %s is off: %s", pace, decider)
+        if not is_adaptive or pace != "adaptive":
+            logger.warning("redraft: --pace %s is off: %s", pace, decider)
         if (
             scheduler.dynamic_sd_lookup and TABLE not in decider
         ):  # a table of all numbers must not decide
@@ -392,10 +407,17 @@ def install_pacer(scheduler: Any, pace: str) -> None:
                 scheduler.dynamic_sd_lookup
             )
         return
-    most, has_keys = scheduler.num_spec_tokens, keeps_keys(scheduler.vllm_config.speculative_config)
+    most, has_keys = scheduler.num_spec_tokens, keeps_keys(speculative)
     max_requests = scheduler.scheduler_config.max_num_seqs
     reading = partial(count_reading, scheduler)
-    pacer = Pacer(most, max_requests, pace, has_keys=has_keys, count_reading=reading)
+    pacer = Pacer(
+        most,
+        max_requests,
+        pace,
+        has_keys=has_keys,
+        is_adaptive=is_adaptive,
+        count_reading=reading,
+    )
     pacer.memory = open_memory(read_config().registry, scheduler.vllm_config)
     if pacer.memory is not None and pacer.memory.recall(pacer.policy):
         logger.info("redraft: --pace continues with %s", pacer.memory.path)
@@ -428,7 +450,7 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
     pacer = find_pacer(engine)
     if pacer is None:
         return None
-    if pace:
+    if pace and not (pace == "adaptive" and not pacer.is_adaptive):
         pacer.set(check_pace(pace))
     return pacer.status()
 

@@ -110,8 +110,8 @@ class Known:
 class Policy:
     """Ask `choose` before a step, and tell `observe` what it took."""
 
-    def __init__(self, most: int, max_size: int) -> None:
-        self.arms = list_arms(most)
+    def __init__(self, most: int, max_size: int, *, is_adaptive: bool = False) -> None:
+        self.arms = list_arms(most, is_adaptive=is_adaptive)
         self.sizes = make_sizes(max_size)
         self.base = [0] * len(self.sizes)
         self.steps = [0] * len(self.sizes)

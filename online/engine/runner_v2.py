@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.engine.adaptive import explain_refusal
 from redraft.engine.hooks import around, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded
@@ -88,10 +89,8 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
         # vLLM's parameter names: it passes some by keyword.
         def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
             batch, number = input_batch, options.get("num_speculative_tokens", most)
-            drafts_B = batch.num_draft_tokens_per_req
-            reads_prompt = batch.num_tokens > batch.num_reqs + (
-                0 if drafts_B is None else drafts_B.sum()
-            )
+            # Not the scheduler's draft tokens: adaptive verification may have left some out.
+            reads_prompt = batch.num_tokens > batch.num_reqs + batch.num_draft_tokens
             if not number and not (has_keys and reads_prompt):
                 return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
             if runner.speculative_config.method == "draft_model":  # it would draft the most
@@ -101,6 +100,18 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
         return propose_or_not
 
     hook(runner.speculator, "pace", propose=pace)
+
+
+def explain_adaptive(make: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's maker of the manager of adaptive verification, whose refusals name a way out."""
+
+    def make_or_explain(**options: Any) -> Any:
+        try:
+            return make(**options)
+        except ValueError as error:
+            raise ValueError(f"redraft: --pace: {explain_refusal(str(error))}") from error
+
+    return make_or_explain
 
 
 def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -678,7 +678,7 @@ class Window:
 
 def is_paced(pace: str) -> bool:
     """Whether a server with this pace line drafts only while that is faster, or never."""
-    return pace.startswith("pace auto") or pace == "pace 0"
+    return pace.startswith(("pace auto", "pace 0"))
 
 
 def is_alarming(acceptance: AcceptanceCounts) -> bool:

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from redraft.engine import adaptive
 from redraft.engine.command import vllm_command
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import ENGINE_IS_CPU, count_cores
@@ -139,8 +140,31 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     config["num_speculative_tokens"] = cfg.num_speculative_tokens
     require_servable(config)
     if check_pace(cfg.pace, cfg.num_speculative_tokens) != "off":
-        config[TABLE] = make_table(cfg.num_speculative_tokens)
+        is_adaptive = choose_adaptive(cfg.pace, read_flags(cfg.vllm_args), cfg.target, config)
+        config |= {adaptive.KEY: True} if is_adaptive else {}
+        config[TABLE] = make_table(cfg.num_speculative_tokens, is_adaptive=is_adaptive)
     return config
+
+
+def choose_adaptive(
+    pace: str, flags: Mapping[str, str], target: str, speculative: Mapping[str, Any]
+) -> bool:
+    """Whether vLLM is to verify adaptively: forced, or with `auto` where it is known to work.
+
+    `flags` are those of `vllm serve`, by name.
+
+    Raises:
+        ValueError: it is forced, and this server cannot have it.
+    """
+    if pace not in ("auto", "adaptive"):
+        return False
+    obstacle = adaptive.find_obstacle(flags, target, speculative)
+    if pace == "auto":
+        capability = adaptive.read_capability()
+        return not obstacle and adaptive.is_expected(flags, target, capability)
+    if obstacle:
+        raise ValueError(f"--pace adaptive {obstacle}, or give --pace auto")
+    return True
 
 
 def _refuse_idle(cfg: Config, draft: DraftSource) -> None:

@@ -41,11 +41,14 @@ class Config:
     num_speculative_tokens: int = NUM_TOKENS
     """Draft tokens per step."""
     pace: str = "off"
-    """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and
-    drafts fewer or none where that is faster; a number is for all steps; with `off` all steps
-    have --num-speculative-tokens, as with vLLM alone. With `auto` or a number, sampled requests
-    with a seed are not drafted for, so their answers stay the same. On a GPU, vLLM captures CUDA
-    graphs for each number; with Mamba layers, only piecewise ones.
+    """Draft tokens of a step, at most --num-speculative-tokens. `auto` measures as it serves, and
+    drafts fewer or none where that is faster; where vLLM's adaptive verification is known to work
+    (NVIDIA GPUs of capability 9, or --attention-backend TRITON_ATTN), vLLM chooses how many tokens
+    of which request are verified, and `auto` whether a step drafts. `adaptive` is vLLM's choice
+    alone. A number is for all steps; with `off` all steps have --num-speculative-tokens, as with
+    vLLM alone. With any pace but `off`, sampled requests with a seed are not drafted for, so their
+    answers stay the same. On a GPU, vLLM captures CUDA graphs for each number; with Mamba layers,
+    only piecewise ones.
     """
     method: Method | None = None
     """vLLM's method for the draft. By default it follows from the draft's tensors."""

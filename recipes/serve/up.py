@@ -39,10 +39,11 @@ from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.families.retrieval import LIVE
 from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.engine.config import check_pace
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
 from redraft.online.tokens import write_token
-from redraft.recipes.serve.serve import list_parts, speculative_config
+from redraft.recipes.serve.serve import choose_adaptive, list_parts, speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
 from redraft.recipes.serve.up_folder import (
@@ -65,6 +66,7 @@ from redraft.recipes.serve.vllm_flags import (
 )
 
 HEAD = "head"  # --draft for a new head that no lookup goes before.
+NEW_METHOD = "eagle3"  # vLLM's method for a new head.
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
@@ -130,6 +132,10 @@ def make_plan(cfg: Config) -> Plan:
     parts: list[Beside] = ["up", *list_parts(draft, records=True)]
     require_agreement(cfg.vllm_args, flags, str(target), parts)
     require_private(flags, os.environ)
+    check_pace(cfg.pace, cfg.num_speculative_tokens)
+    if cfg.pace == "adaptive":
+        speculative = draft.speculative() if draft else {"method": NEW_METHOD}
+        choose_adaptive(cfg.pace, flags, str(target), speculative)
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     require_own(folder)
     if not cfg.join and (folder / LOCK).exists():
@@ -269,6 +275,15 @@ def prepare(plan: Plan) -> bool:
     return True
 
 
+SHORT_ROLLOUT = """[rollout]
+# Nothing is trained during a rollout. The server drafts only while that is faster, so a short comparison is enough.
+warm_up_s = 10
+poll_s = 2
+min_drafts = 1000
+window_timeout_s = 120
+"""
+
+
 def render_settings(plan: Plan, draft: DraftSource, page_port: int) -> str:
     """Settings of the learner for this target and machine."""
     buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
@@ -286,13 +301,7 @@ token_file = "{TOKEN}"
 max_bytes = {buffer_bytes}
 [page]
 port = {page_port}
-[rollout]
-# Nothing is trained during a rollout. The server drafts only while that is faster, so a short comparison is enough.
-warm_up_s = 10
-poll_s = 2
-min_drafts = 1000
-window_timeout_s = 120
-{"" if plan.draft else render_training(draft)}"""
+{SHORT_ROLLOUT if plan.cfg.pace == "auto" else ""}{"" if plan.draft else render_training(draft)}"""
 
 
 def render_training(head: DraftSource) -> str:
@@ -406,7 +415,7 @@ def serve_command(
         "serve",
         str(plan.target),
         "--pace",
-        "auto",
+        plan.cfg.pace,
         "--token-file",
         str(folder / TOKEN),
     ]

@@ -42,6 +42,8 @@ class Config:
     """
     num_speculative_tokens: int = ServeConfig.num_speculative_tokens
     """Maximum number of draft tokens per step."""
+    pace: str = "auto"
+    """Draft tokens of a step, as `redraft serve --pace`: `auto`, `adaptive`, `off` or a number."""
     capture: ServerSample = field(default_factory=lambda: ServerSample(fraction=0.1))
     """The recorded part of the traffic. With a fraction of 0 nothing is recorded and nothing trained:
     the server drafts with the newest version in the folder, with --draft or with `live`.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from redraft.engine import adaptive
 from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.engine.proxies import is_local
 from redraft.files.folder import model_folder, read_generation_config
@@ -17,6 +18,7 @@ DEV_MODE, RUST_FRONTEND = "VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"
 ALIASES = {
     "sc": "speculative_config", "dp": "data_parallel_size", "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size", "n": "nnodes", "asc": "api_server_count",
+    "cc": "compilation_config", "O": "optimization_level",
 }  # fmt: skip
 
 Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
@@ -221,6 +223,7 @@ READ = (
     *dict.fromkeys(clash.flag for clash in CLASHES),
     *("config", "generation_config", "gpu_memory_utilization", "host"),
     *("port", "served_model_name"),
+    *adaptive.READ,
     "watermark",  # whose name begins another's
 )
 """All flags that `redraft serve` and `redraft up` look at."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from redraft.engine.adaptive import explain_refusal
 from redraft.files.printable import printable
 
 STARTED = "Application startup complete."
@@ -77,7 +78,7 @@ def last_error(log: Path, *, takes_requests: bool = False) -> str:
     except OSError as error:
         return f"its log cannot be read ({error.strerror})"
     if causes := list(_find_causes(lines, takes_requests)):
-        return causes[-1]
+        return explain_refusal(causes[-1])
     if takes_requests or any(line.endswith(STARTED) for line in lines):
         return "its log names no cause"
     said = [line.strip() for line in lines if line.strip()]

@@ -238,6 +238,14 @@ TABLE = (
         why="a block draft gets CUDA graphs of parts of a block, which it never runs",
         runner="V2",
     ),
+    Hook(
+        # In this module, before the runner's imports it.
+        names=(f"{SPECULATORS}.adaptive_verification:maybe_create_adaptive_verification_manager",),
+        feature="pace",
+        by="online.engine.runner_v2:explain_adaptive",
+        why="vLLM's refusal of adaptive verification names no flag of redraft",
+        runner="V2",
+    ),
     # --- methods of one worker
     Hook(
         of_object=True,

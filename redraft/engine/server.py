@@ -18,6 +18,7 @@ from typing import Any, Literal
 import httpx
 from packaging.version import Version
 
+from redraft.engine import adaptive
 from redraft.engine import wait as engine_wait
 from redraft.engine.command import vllm_command
 from redraft.engine.engine_log import why_ended
@@ -152,7 +153,8 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     config = vllm_part(speculative_config)
     family = find_speculative(config)
     is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
-    if family is not None and family.chooses_locally and is_greedy:
+    # Adaptive verification reads the whole row, and vLLM refuses the two together.
+    if family is not None and family.chooses_locally and is_greedy and not config.get(adaptive.KEY):
         config.setdefault("use_local_argmax_reduction", True)
     if config.get("method") in DROPS_A_BLOCK:
         config.setdefault("disable_eagle_block_drop", True)

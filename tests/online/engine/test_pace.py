@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
@@ -96,9 +95,12 @@ STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
         ),
         (make_config(parallel_config=STAGES), "pipeline stages"),
         (
-            make_config(enable_adaptive_verification=True, use_v2_model_runner=True),
-            "adaptive verification decides",
+            make_config(
+                enable_adaptive_verification=True, **{TABLE: make_table(3, is_adaptive=True)}
+            ),
+            "",
         ),
+        (make_config(enable_adaptive_verification=True), f"{TABLE} decides"),
         (make_config(use_v2_model_runner=True), ""),
         (make_config("ngram_gpu"), "ngram_gpu must see every step"),
         (make_config("ngram_gpu", use_v2_model_runner=True), ""),
@@ -124,11 +126,12 @@ def test_one_decides_and_says_so(config, told, caplog):
     with caplog.at_level(logging.INFO, pace_hooks.logger.name):
         install_pacer(scheduler, "auto")
     if told:
-        assert caplog.messages == [f"redraft: --pace auto is off: {found}"]
+        assert caplog.messages[-1] == f"redraft: --pace auto is off: {found}"
         # A table of all numbers decides on nothing; a person's does.
         assert scheduler.dynamic_sd_lookup == ([0, 3] if TABLE in found else [3, 3])
     else:
-        decides, off = caplog.messages
+        *verifies, decides, off = caplog.messages
+        assert bool(verifies) is config.speculative_config.enable_adaptive_verification
         assert decides == "redraft: --pace auto decides on the draft tokens of a step, at most 3"
         assert ("only reads prompts" in off) == (config.speculative_config.method == "eagle3")
     assert isinstance(scheduler.dynamic_sd_lookup, Pacer) is not told
@@ -504,9 +507,10 @@ def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explor
     metrics.show(STATUS)
     found = read_gauges(generate_latest(registry).decode())
     assert describe_pace(STATUS) == describe_pace(found) == LINE
-    for pace in ("2", "0"):
-        metrics.show({"pace": pace, "sizes": []})
-        assert describe_pace(read_gauges(generate_latest(registry).decode())) == f"pace {pace}"
+    for pace, is_adaptive in (("2", False), ("0", False), ("3", True)):
+        metrics.show({"pace": pace, "adaptive": is_adaptive, "sizes": []})
+        found = describe_pace(read_gauges(generate_latest(registry).decode()))
+        assert found == f"pace {pace}" + ", adaptive" * is_adaptive
     many = [{"requests": size, "tokens": 0, "steps": size} for size in range(1, 20)]
     assert describe_pace({**STATUS, "sizes": many}) == (
         "pace auto: 0 tokens at 14, 0 at 15, 0 at 16, 0 at 17, 0 at 18, 0 at 19; 0.4% explored"
@@ -666,8 +670,8 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(
     )
     install(runner)
     install(runner)  # once is enough
-    verified = np.array([2, 0]) if num_tokens == 4 else None
-    batch = SimpleNamespace(num_reqs=2, num_tokens=num_tokens, num_draft_tokens_per_req=verified)
+    verified = 2 if num_tokens == 4 else 0
+    batch = SimpleNamespace(num_reqs=2, num_tokens=num_tokens, num_draft_tokens=verified)
     found = runner.speculator.propose(batch, "states", num_speculative_tokens=number)
     assert found.tolist() == [[5 if is_called else -1] * 3] * 2
     assert found.dtype == torch.int32

@@ -911,6 +911,8 @@ def test_a_tenant_is_forgotten_on_all_ranks_under_the_name_of_its_records(regist
         ({"number": 2}, {"pace": "2", "sizes": []}, 400, []),
         ([], {"pace": "2", "sizes": []}, 400, []),
         ({"pace": "auto"}, None, 409, ["auto"]),
+        ({"pace": "adaptive"}, {"pace": "auto", "sizes": []}, 409, ["adaptive"]),
+        ({"pace": "2"}, {"pace": "2", "adaptive": True, "sizes": []}, 200, ["2"]),
     ],
 )
 def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pacer, code, taken):
@@ -927,7 +929,8 @@ def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pace
     answer = client.post("/redraft/pace", json=body)
     assert (answer.status_code, told) == (code, taken)
     if code == 200:
-        assert answer.json() == pacer | {"line": f"pace {pacer['pace']}"}
+        verifies = ", adaptive" * pacer.get("adaptive", False)
+        assert answer.json() == pacer | {"line": f"pace {pacer['pace']}{verifies}"}
     else:
         assert "pace" in answer.json()["detail"]
 

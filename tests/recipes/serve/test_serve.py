@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
+from redraft.engine import adaptive
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.engine.server import vllm_keys
@@ -499,6 +501,65 @@ def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
     ).split()
     assert {*plugin, "MY_VARIABLE"} <= set(copied)
     assert {"VLLM_PLUGINS", "REDRAFT_SETTINGS"} <= plugin.keys()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A server of vLLM for GPUs: of capability 9, which has FlashAttention 3."""
+    find = adaptive.find_obstacle
+    monkeypatch.setattr(adaptive, "find_obstacle", partial(find, environment={}, on_cpu=False))
+    monkeypatch.setattr(adaptive, "read_capability", lambda: "9.0")
+
+
+def serve_adaptively(tmp_path, *arguments, pace="adaptive", target=None, **config):
+    (tmp_path / "target").mkdir(exist_ok=True)
+    (tmp_path / "target/config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    draft = write_draft(tmp_path / "head", "eagle3")
+    command = server_command(
+        parse(str(tmp_path / "target"), "--draft", draft, "--pace", pace, "--", *arguments)
+    )
+    return json.loads(command[command.index("--speculative-config") + 1])
+
+
+def test_adaptive_verification_is_forced_or_taken_where_it_is_known_to_work(tmp_path, on_gpu):
+    table, two = "num_speculative_tokens_per_batch_size", make_table(3, is_adaptive=True)
+    for pace in ("adaptive", "auto"):
+        config = serve_adaptively(tmp_path, pace=pace)
+        assert config[adaptive.KEY]
+        assert config[table] == two == [[1, 1, 3], [2, 2, 0], [3, 3, 3]]
+        assert "use_local_argmax_reduction" not in config
+    eager = serve_adaptively(tmp_path, "--enforce-eager", pace="auto")
+    flashinfer = serve_adaptively(tmp_path, "--attention-backend", "FLASHINFER", pace="auto")
+    for config in (eager, flashinfer, serve_adaptively(tmp_path, pace="2")):
+        assert adaptive.KEY not in config
+        assert config[table] == make_table(3)
+    forced = serve_adaptively(tmp_path, "--attention-backend", "FLASHINFER")
+    assert forced[adaptive.KEY], "vLLM knows its backends"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "condition"),
+    [
+        (["--enforce-eager"], {}, adaptive.GRAPHS),
+        (["-cc.cudagraph_mode=PIECEWISE"], {}, adaptive.GRAPHS),
+        (["-O0"], {}, adaptive.GRAPHS),
+        (["--enable-lora"], {}, adaptive.LORA),
+        (["-pp", "2"], {}, adaptive.STAGES),
+        ([], {"mamba_d_conv": 4}, adaptive.HYBRID),
+    ],
+)
+def test_a_forced_adaptive_pace_fails_in_one_line_before_the_start(
+    arguments, config, condition, tmp_path, on_gpu
+):
+    with pytest.raises(ValueError, match=r"^--pace adaptive") as refused:
+        serve_adaptively(tmp_path, *arguments, **config)
+    assert condition in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_adaptive_verification_is_nothing_for_a_cpu():
+    with pytest.raises(ValueError, match="full CUDA graphs, and a CPU has none"):
+        speculative_config(parse("t", "--draft", "ngram", "--pace", "adaptive"))
 
 
 def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_path):

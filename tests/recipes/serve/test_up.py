@@ -804,6 +804,22 @@ def answer(
     return found.json()["choices"][0]["token_ids"]
 
 
+def test_up_passes_a_pace_on_and_refuses_one_before_it_writes_a_file(target, tmp_path):
+    folder, args = tmp_path / "all", ("--port", str(free_port()))
+    for pace, said in (
+        ("fast", "fast is no pace"),
+        ("adaptive", "--pace adaptive needs full CUDA"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            up.main(Config(target=target, folder=folder, pace=pace, vllm_args=args))
+    assert not folder.exists()
+    plan = up.make_plan(
+        Config(target=target, folder=folder, pace="2", draft="ngram", vllm_args=args)
+    )
+    command = up.serve_command(plan, learns=False)
+    assert command[command.index("--pace") + 1] == "2"
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_target, tmp_path):
