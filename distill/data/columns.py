@@ -24,6 +24,7 @@ from redraft.distill.data.messages import (
     refuse_media,
 )
 from redraft.distill.data.rows import UnusableRowError
+from redraft.distill.data.sessions import KEYS, TokenTurn, unpack_turns
 from redraft.distill.data.template import Arguments
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -34,6 +35,7 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
 ARGUMENTS = "chat_template_kwargs"  # of the request that got the answers, as TRL names it
+TOKEN_IDS = "token_ids"  # Column of `redraft regenerate` with the ids that a server returned.
 OURS = ("key", "settings")  # Columns of `redraft regenerate` about its own run.
 
 
@@ -115,6 +117,24 @@ class RowReader:
         if not isinstance(value or {}, dict):
             raise UnusableRowError(f"with a column {ARGUMENTS} that is not an object")
         return dict(value or {})
+
+    def token_turns(self, num_answers: int) -> list[TokenTurn]:
+        """The ids of all answers, as `redraft regenerate` has written them; else none.
+
+        Raises:
+            UnusableRowError: they are not whole.
+        """
+        found = self.row.get(TOKEN_IDS)
+        first = found[0] if isinstance(found, list) and found else None
+        if not isinstance(first, dict) or first.keys() != KEYS:  # another's column of this name
+            return []
+        self.used.add(TOKEN_IDS)
+        turns = unpack_turns(self.row[TOKEN_IDS])
+        if len(turns) != num_answers:
+            raise UnusableRowError(
+                "with token ids of another number of answers", f"{len(turns)}, not {num_answers}"
+            )
+        return turns
 
     def _refuse(self) -> None:
         found = self.take(("label",))

@@ -26,6 +26,7 @@ from redraft.distill.data.rows import (
     open_plain,
     read_rows,
 )
+from redraft.distill.data.sessions import TokenTurn
 from redraft.distill.data.splits import choose_files
 from redraft.distill.data.template import Arguments
 
@@ -41,6 +42,8 @@ class Conversation(TypedDict):
     tools: NotRequired[list[Tool]]
     arguments: NotRequired[Arguments]
     """Template arguments of the request, if the data has them."""
+    turns: NotRequired[list[TokenTurn]]
+    """The token ids of each answer and of its prompt, as the server returned them."""
     split_key: NotRequired[str]
     """Hash (hex) that decides, instead of its first user message's."""
 
@@ -321,6 +324,8 @@ def read_conversation(
         json.dumps(conversation, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
         raise UnusableRowError("with half a character", "an unpaired surrogate") from None
+    if turns := reader.token_turns(sum(m["role"] == "assistant" for m in messages)):
+        conversation["turns"] = turns
     if columns is not None:
         reader.count(columns)
     return conversation

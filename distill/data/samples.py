@@ -29,10 +29,11 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.distill.data.conditions import Turn
+from redraft.distill.data.conditions import Turn, is_in
 from redraft.distill.data.conversations import Conversation, is_plain_text
-from redraft.distill.data.messages import conversation_hash
+from redraft.distill.data.messages import Message, conversation_hash
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
+from redraft.distill.data.sessions import TokenTurn
 from redraft.distill.data.template import Arguments
 from redraft.engine.machine import count_cores
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
@@ -83,6 +84,10 @@ class SampleStats:
     """Answers by the arguments of the chat template (JSON) with which a server starts them."""
     ends: Counter[str] = field(default_factory=Counter)
     """By their stop token; empty: cut answers."""
+    exact: int = 0
+    """Answers whose token ids, and those of their prompt, are the server's own."""
+    foreign_ids: int = 0
+    """Conversations whose token ids are not of this tokenizer: tokenised again from their text."""
     marked_texts: int = 0
     """Plain texts with special tokens: rendered chats teach the user's turns."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -133,6 +138,7 @@ class SampleStats:
             "conversations cut at a turn to fit the window": self.cut,
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
             "later answers beyond the window left out": self.left_out,
+            "conversations with token ids of another tokenizer, tokenised again": self.foreign_ids,
             "tokens of plain text left out, alone in a window": self.lone_tokens,
             "plain texts with special tokens, all learned, a user's turns too: give `messages`": self.marked_texts,
         }
@@ -143,7 +149,8 @@ class SampleStats:
             f"{self.conversations:,} conversations: {self.samples:,} samples, {self.tokens:,} "
             "tokens"
         )
-        return "; ".join([f"{size} ({self.labels:,} labels)", *self.losses()])
+        exact = [f"{self.exact:,} answers by the server's token ids"] if self.exact else []
+        return "; ".join([f"{size} ({self.labels:,} labels)", *exact, *self.losses()])
 
 
 COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "int"]
@@ -318,11 +325,17 @@ def _chunk_samples(
     render: Renderer, chunk: list[tuple[str, Conversation]], max_length: int
 ) -> tuple[list[Sample], SampleStats]:
     samples, stats, batch = [], SampleStats(), render.batch()
+    exact = [_exact_turns(conversation, render, stats) for _, conversation in chunk]
     # All turns in one call: conversations share pieces, and a fast tokenizer works in parallel.
-    turns = [_turns(conversation, render, batch, stats) for _, conversation in chunk]
+    turns = [
+        [] if ours else _turns(conversation, render, batch, stats)
+        for (_, conversation), ours in zip(chunk, exact, strict=True)
+    ]
     batch.encode()
-    for (key, conversation), some in zip(chunk, turns, strict=True):
-        if is_plain_text(conversation):
+    for (key, conversation), ours, some in zip(chunk, exact, turns, strict=True):
+        if ours:
+            documents = _documents(ours, max_length, stats)
+        elif is_plain_text(conversation):
             documents = _text_documents(
                 conversation["messages"][0]["content"], render, max_length, stats
             )
@@ -333,6 +346,37 @@ def _chunk_samples(
             Sample(input_ids=i, loss_mask=m, conversation=key, domain=domain) for i, m in documents
         ]
     return samples, stats
+
+
+def _exact_turns(
+    conversation: Conversation, render: Renderer, stats: SampleStats
+) -> list[TokenTurn]:
+    """The turns by the server's token ids; none without them, or if another tokenizer made them."""
+    turns = conversation.get("turns", [])
+    answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
+    written = [_decode(turn, render.tokenizer) for turn in turns]
+    if not all(map(_has_written, written, answers)):
+        stats.foreign_ids += 1
+        return []
+    stats.exact += len(turns)
+    arguments = json.dumps(render.known_arguments(conversation))
+    for text in written:
+        stats.arguments[arguments] += 1
+        stats.ends[render.read_end(text)] += 1
+    return turns
+
+
+def _decode(turn: TokenTurn, tokenizer: Any) -> str:
+    """The text of an answer; empty if an id is beyond the vocabulary."""
+    if max(int(part.max(initial=0)) for part in turn) >= len(tokenizer):
+        return ""
+    return str(tokenizer.decode(turn.answer_A.tolist()))
+
+
+def _has_written(text: str, answer: Message) -> bool:
+    names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+    said = [*names, answer["content"], answer.get("reasoning", "")]
+    return bool(text) and all(is_in(part, text) for part in said)
 
 
 def _turns(

@@ -9,14 +9,18 @@ finished conversation
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
 
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
 from redraft.distill.data.rows import UnusableRowError
+from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, take_results
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.files.artifact import naming
 from redraft.files.progress import Progress
@@ -54,6 +58,10 @@ class RegenerationStats:
     cut: int = 0
     """Answered in this run, with a last answer cut at `max_tokens`."""
     without_question: int = 0
+    departed: Counter[str] = field(default_factory=Counter)
+    """Answered in this run up to a call that the data's tool results do not fit, by reason."""
+    without_ids: int = 0
+    """Answered in this run by a server that returned no token ids."""
     refused: int = 0
     refusal: str = ""
 
@@ -62,11 +70,30 @@ class RegenerationStats:
         counts = {
             "were already there": self.already_there,
             "hold no question": self.without_question,
+            "have no token ids, which this server does not return": self.without_ids,
+            **{f"end {reason}": count for reason, count in self.departed.items()},
         }
         parts += [f"{count:,} {what}" for what, count in counts.items() if count]
         if self.refused:
             parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
         return "; ".join(parts)
+
+
+class _Answer(NamedTuple):
+    message: Message
+    is_cut: bool
+    turn: TokenTurn | None
+    """None if the server returned no token ids."""
+
+
+class _Session(NamedTuple):
+    """A conversation with the target's answers."""
+
+    messages: list[Message]
+    turns: list[TokenTurn | None]
+    is_cut: bool = False
+    departure: str = ""
+    """Why it ends before the data does; empty if it does not."""
 
 
 def prompt_key(conversation: Conversation) -> str:
@@ -92,7 +119,8 @@ def regenerate(
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, and append to `output` (JSONL).
 
-    Each is answered on the regenerated history. Conversations already in `output` are skipped, so
+    Each is answered on the regenerated history. The data's tool results are kept as long as the
+    target makes the same calls. Conversations already in `output` are skipped, so
     an interrupted run continues where it stopped. `target` identifies what answers, beyond the name
     of its model. With `overwrite`, new answers replace those in `output`, which are set aside at
     the first one.
@@ -118,6 +146,7 @@ class _Regeneration:
         self.replaces = replaces
         self.file: TextIO | None = None  # opened for the first answer
         self.stats = RegenerationStats()
+        self.returns_ids = True
 
     async def run(
         self, conversations: Sequence[Conversation], settings: dict[str, Any]
@@ -180,50 +209,61 @@ class _Regeneration:
     ) -> None:
         for key, conversation in queue:
             try:
-                messages, cut = await self._answer(conversation)
+                session = await self._answer(conversation)
             except (RequestRefusedError, UnusableRowError, UnicodeEncodeError) as error:
                 if isinstance(error, RequestRefusedError) and error.status not in SKIPPED_STATUS:
                     raise
                 self._refuse(str(error))
             else:
-                sent = [with_parts(message) for message in messages]
-                row = {"key": key, "domain": conversation["domain"], "messages": sent, "cut": cut}
-                if "tools" in conversation:
-                    row["tools"] = conversation["tools"]
-                if any(message["role"] == "assistant" for message in messages):
-                    self._append({**row, "settings": settings})
+                if session.turns:
+                    self._append(_make_row(key, conversation, session, settings))
+                    self.stats.cut += session.is_cut
+                    self.stats.without_ids += None in session.turns
+                    if session.departure:
+                        self.stats.departed[session.departure] += 1
                 else:
                     self._refuse("its answer is empty")
             bar.update()
 
-    async def _answer(self, conversation: Conversation) -> tuple[list[Message], bool]:
-        """(the conversation with the target's answers, whether the last answer was cut).
+    async def _answer(self, conversation: Conversation) -> _Session:
+        """The conversation with the target's answers.
 
-        It ends before the first result of a tool, which belongs to another call than the target's.
+        It ends before a tool's result that does not belong to the target's call.
         """
         history: list[Message] = []
+        turns: list[TokenTurn | None] = []
         # A last question without an answer gets one too.
-        for message in [*conversation["messages"], {"role": "assistant", "content": ""}]:
+        messages = [*conversation["messages"], {"role": "assistant", "content": ""}]
+        num_taken = 0  # messages up to here are in the history, or replaced
+        for place, message in enumerate(messages):
+            if place < num_taken:
+                continue
             if message["role"] == "tool":
-                break
+                return _Session(
+                    history, turns, departure="where the data has a result without a call"
+                )
             if message["role"] != "assistant":
                 history.append(message)
             # Two answers in a row become one. An answer before any question is left out.
             elif history and history[-1]["role"] != "assistant":
-                answer, cut = await self._ask(history, conversation.get("tools"))
-                is_cut_thought = cut and "reasoning" in answer
-                if (
-                    not answer["content"].strip()
-                    and "tool_calls" not in answer
-                    and not is_cut_thought
-                ):
+                answer = await self._ask(history, conversation.get("tools"))
+                if _is_empty(answer):
                     break
-                history.append(answer)
-                if cut:
-                    return history, True
-        return history, False
+                history.append(answer.message)
+                turns.append(answer.turn)
+                if answer.is_cut:
+                    return _Session(history, turns, is_cut=True)
+                if place + 1 >= len(messages) - 1:  # the data ends here, or with this answer
+                    break
+                results = take_results(messages[place + 1 :])
+                fitted = fit_results(answer.message, message, results)
+                if isinstance(fitted, str):
+                    return _Session(history, turns, departure=fitted)
+                history += fitted
+                num_taken = place + 1 + len(results)
+        return _Session(history, turns)
 
-    async def _ask(self, history: list[Message], tools: list[Tool] | None) -> tuple[Message, bool]:
+    async def _ask(self, history: list[Message], tools: list[Tool] | None) -> _Answer:
         messages = [_as_sent(message) for message in history]
         options: dict[str, Any] = {"max_tokens": self.sampling.max_tokens}
         if self.sampling.temperature is not None:
@@ -233,13 +273,25 @@ class _Regeneration:
         if tools:
             options["tools"] = tools
         path = "/v1/chat/completions"
-        reply = await self.endpoint.post(path, messages=messages, **options)
+        reply = await self._post(path, messages=messages, **options)
         choice = _read_choice(reply, self.endpoint.url + path)
         # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a
         # character in it.
         answer = read_message({"role": "assistant", **choice["message"]})
         json.dumps(answer, ensure_ascii=False).encode()
-        return answer, choice.get("finish_reason") == "length"
+        is_cut = choice.get("finish_reason") == "length"
+        return _Answer(answer, is_cut, _read_turn(reply, choice))
+
+    async def _post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The reply, with token ids if the server knows how to return them."""
+        if self.returns_ids:
+            try:
+                return await self.endpoint.post(path, return_token_ids=True, **body)
+            except RequestRefusedError as error:
+                if "return_token_ids" not in error.reason:
+                    raise
+                self.returns_ids = False
+        return await self.endpoint.post(path, **body)
 
     def _append(self, row: dict[str, Any]) -> None:
         if self.file is None:
@@ -252,7 +304,6 @@ class _Regeneration:
             self.file.flush()
             os.fsync(self.file.fileno())  # an answer costs seconds of a server, a sync milliseconds
         self.stats.done += 1
-        self.stats.cut += row["cut"]
 
     def _refuse(self, reason: str) -> None:
         self.stats.refused += 1
@@ -264,6 +315,36 @@ async def _show_time(bar: Progress) -> None:
     while True:
         await asyncio.sleep(1)
         bar.refresh()
+
+
+def _make_row(
+    key: str, conversation: Conversation, session: _Session, settings: dict[str, Any]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": key,
+        "domain": conversation["domain"],
+        "messages": [with_parts(message) for message in session.messages],
+        "cut": session.is_cut,
+    }
+    if "tools" in conversation:
+        row["tools"] = conversation["tools"]
+    turns = [turn for turn in session.turns if turn is not None]
+    if len(turns) == len(session.turns):
+        row["token_ids"] = pack_turns(turns)
+    return {**row, "settings": settings}
+
+
+def _is_empty(answer: _Answer) -> bool:
+    message = answer.message
+    is_cut_thought = answer.is_cut and "reasoning" in message
+    return not message["content"].strip() and "tool_calls" not in message and not is_cut_thought
+
+
+def _read_turn(reply: dict[str, Any], choice: dict[str, Any]) -> TokenTurn | None:
+    ids = reply.get("prompt_token_ids"), choice.get("token_ids")
+    if not all(isinstance(part, list) and part for part in ids):
+        return None
+    return TokenTurn(*(np.array(part, np.int32) for part in ids))
 
 
 def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Have the target answer the prompts of a data set, as training data for a draft."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil
 
-from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.target_answers import (
     Sampling,
@@ -46,6 +46,7 @@ def main(cfg: Config) -> None:
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # refuses a file that this command has not written
     conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
+    require_parser(conversations, cfg)
     sampling = Sampling(
         temperature=cfg.temperature,
         max_tokens=cfg.max_tokens,
@@ -69,6 +70,17 @@ def main(cfg: Config) -> None:
                 "--overwrite"
             )
         print(f"{stats} -> {cfg.output}")
+
+
+def require_parser(conversations: Sequence[Conversation], cfg: Config) -> None:
+    """Raise ValueError if a server started here could not read the target's tool calls."""
+    num_with_tools = sum("tools" in conversation for conversation in conversations)
+    has_parser = any(argument.startswith("--tool-call-parser") for argument in cfg.vllm_args)
+    if cfg.target is not None and num_with_tools and not has_parser:
+        raise ValueError(
+            f"{num_with_tools:,} conversations have tools: name vLLM's parser of the target's calls,"
+            " e.g. -- --enable-auto-tool-choice --tool-call-parser=hermes"
+        )
 
 
 def identify(cfg: Config) -> str:

@@ -1,0 +1,110 @@
+"""Sessions with tools: the token ids of their turns, and the results that fit a target's calls.
+
+P = tokens of a prompt, A = tokens of an answer
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.distill.data.messages import Message
+from redraft.distill.data.rows import UnusableRowError
+
+KEYS = {"kept", "prompt", "answer"}
+
+
+class TokenTurn(NamedTuple):
+    """The tokens that a server read, and those that the target wrote."""
+
+    prompt_P: NDArray[np.int32]
+    answer_A: NDArray[np.int32]
+    """With the end of turn, unless the answer was cut."""
+
+
+def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
+    """The turns for JSON: of each prompt, only the tokens after those shared with the turn before.
+
+    A session of many turns would otherwise repeat its text in each of them.
+    """
+    packed, before = [], np.zeros(0, np.int32)
+    for prompt_P, answer_A in turns:
+        size = min(len(prompt_P), len(before))
+        differs = np.flatnonzero(prompt_P[:size] != before[:size])
+        kept = int(differs[0]) if len(differs) else size
+        packed.append(
+            {"kept": kept, "prompt": prompt_P[kept:].tolist(), "answer": answer_A.tolist()}
+        )
+        before = np.concatenate([prompt_P, answer_A])
+    return packed
+
+
+def unpack_turns(rows: Sequence[Any]) -> list[TokenTurn]:
+    """The turns of `pack_turns`.
+
+    Raises:
+        UnusableRowError: it did not write them.
+    """
+    turns: list[TokenTurn] = []
+    before = np.zeros(0, np.int32)
+    for packed in rows:
+        try:
+            kept, ids = packed["kept"], [np.array(packed[key]) for key in ("prompt", "answer")]
+            is_whole = 0 <= kept <= len(before) and all(map(_are_ids, ids))
+        except (TypeError, KeyError, ValueError):
+            is_whole = False
+        if not is_whole:
+            raise UnusableRowError("with token ids that redraft regenerate did not write")
+        prompt, answer = (part.astype(np.int32) for part in ids)
+        turns.append(TokenTurn(np.concatenate([before[:kept], prompt]), answer))
+        before = np.concatenate(turns[-1])
+    return turns
+
+
+def _are_ids(part: NDArray[Any]) -> bool:
+    if part.ndim != 1 or (part.size and part.dtype.kind != "i"):
+        return False
+    return not part.size or bool(part.min() >= 0 and part.max() < 1 << 31)
+
+
+def take_results(messages: Sequence[Message]) -> list[Message]:
+    """The tools' results at the beginning of `messages`."""
+    return list(takewhile(lambda message: message["role"] == "tool", messages))
+
+
+def fit_results(
+    answer: Message, recorded: Message, results: Sequence[Message]
+) -> list[Message] | str:
+    """The recorded results as those of the target's calls, or the reason why they do not fit.
+
+    `recorded` is the data's message in place of the target's `answer`. The results name the
+    target's calls, in the order of the calls.
+    """
+    ours, theirs = answer.get("tool_calls", []), recorded.get("tool_calls", [])
+    reasons = {
+        "where the target calls a tool and the data does not": ours and not theirs,
+        "where the data calls a tool and the target does not": theirs and not ours,
+        "where the target makes another call": _functions(ours) != _functions(theirs),
+        "where the data has no result of a call": len(results) < len(theirs),
+        "where the data has a result without a call": len(results) > len(theirs),
+    }
+    if reason := next((why for why, applies in reasons.items() if applies), ""):
+        return reason
+    places = {call["id"]: place for place, call in enumerate(theirs) if "id" in call}
+    named = [places.get(result.get("tool_call_id", ""), -1) for result in results]
+    in_order = [*range(len(results))]
+    # Without names, or with names of other calls, the results are in the order of the calls.
+    order = named if sorted(named) == in_order else in_order
+    fitted = list[Message](results)
+    for place, result in zip(order, results, strict=True):
+        rest = {key: value for key, value in result.items() if key != "tool_call_id"}
+        name = {"tool_call_id": ours[place]["id"]} if "id" in ours[place] else {}
+        fitted[place] = rest | name
+    return fitted
+
+
+def _functions(calls: Sequence[dict[str, Any]]) -> list[str]:
+    return [json.dumps(call["function"], sort_keys=True) for call in calls]

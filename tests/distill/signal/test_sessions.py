@@ -1,0 +1,277 @@
+"""Agentic sessions: regenerated past their tool results, and learned by the server's token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from teachers import Reply
+from test_regenerate import contents, make_conversation, make_endpoint, serving
+from transformers import AutoModelForCausalLM
+
+from redraft.distill.data.conversations import load_conversations, read_conversation
+from redraft.distill.data.rows import UnusableRowError
+from redraft.distill.data.samples import build_samples
+from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, unpack_turns
+from redraft.distill.signal.target_answers import Sampling, regenerate
+from redraft.engine.server import vllm_server
+from redraft.files.checkpoint import load_tokenizer
+from redraft.recipes.data import regenerate as recipe
+
+TINY_TARGET = "tests/assets/tiny-target"
+TOOLS = [{"type": "function", "function": {"name": "add", "description": None, "parameters": None}}]
+STEPS = 3
+
+
+def make_call(number: int, name: str = "data") -> dict[str, Any]:
+    function = {"name": "add", "arguments": {"n": number}}
+    return {"id": f"{name}-{number}", "type": "function", "function": function}
+
+
+def make_session(**changes: Any) -> dict[str, Any]:
+    """A question, then calls with a result each, and an answer. `changes` by place of the message."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "sum"}]
+    for number in range(STEPS):
+        call = make_call(number)
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": f"={number}", "tool_call_id": call["id"]})
+    messages.append({"role": "assistant", "content": "old"})
+    for place, message in changes.items():
+        messages[int(place.removeprefix("at_"))] |= message
+    return {"messages": messages, "domain": "agents", "tools": TOOLS}
+
+
+class Target:
+    """Calls `add` with the number of results so far, STEPS times, then says "done".
+
+    It writes its answers in tokens that its tokenizer would not choose: letter by letter.
+    """
+
+    def __init__(self) -> None:
+        self.tokenizer = load_tokenizer(TINY_TARGET)
+        self.ids: list[tuple[list[int], list[int]]] = []
+
+    def __call__(self, request: dict[str, Any]) -> Reply:
+        results = [m for m in request["messages"] if m["role"] == "tool"]
+        number = len(results)
+        call = make_call(number, "target")
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+        message: dict[str, Any] = {"role": "assistant", "content": "done"}
+        if number < STEPS:
+            said = {"content": "let us add", "tool_calls": [{**call, "function": function}]}
+            message = {"role": "assistant", **said}
+        text = message["content"] + (json.dumps(function) if number < STEPS else "")
+        answer = [i for letter in text for i in self.tokenizer(letter)["input_ids"]]
+        answer.append(self.tokenizer.convert_tokens_to_ids("<|end|>"))
+        prompt = self.tokenizer.apply_chat_template(
+            request["messages"], add_generation_prompt=True, return_dict=False
+        )
+        assert request["return_token_ids"] is True
+        self.ids.append((prompt, answer))
+        choice = {"message": message, "finish_reason": "stop", "token_ids": answer}
+        return 200, {"choices": [choice], "prompt_token_ids": prompt}
+
+
+def answer_session(
+    conversation: dict[str, Any], output: Path, target: Callable[[dict[str, Any]], Reply]
+) -> tuple[Any, list[dict[str, Any]]]:
+    with serving(target) as (url, requests):
+        stats = regenerate([conversation], make_endpoint(url), output, Sampling())
+    return stats, requests
+
+
+def test_an_agentic_session_is_answered_past_three_tool_results_token_by_token(
+    tmp_path: Path,
+) -> None:
+    output, target = tmp_path / "answers.jsonl", Target()
+    stats, requests = answer_session(make_session(), output, target)
+    assert (stats.done, len(requests), sum(stats.departed.values())) == (1, STEPS + 1, 0)
+    # The results are the data's, and name the target's calls.
+    results = [m for m in requests[-1]["messages"] if m["role"] == "tool"]
+    assert [(r["content"], r["tool_call_id"]) for r in results] == [
+        (f"={number}", f"target-{number}") for number in range(STEPS)
+    ]
+    (conversation,) = load_conversations(str(output))
+    assert [(p.tolist(), a.tolist()) for p, a in conversation["turns"]] == target.ids
+    samples, stats = build_samples(
+        [conversation], target.tokenizer, max_length=1024, progress=False
+    )
+    # Each label is a token that the target wrote, where it wrote it.
+    learned = [sample.input_ids[sample.loss_mask].tolist() for sample in samples]
+    assert [i for ids in learned for i in ids] == [i for _, answer in target.ids for i in answer]
+    assert (stats.exact, stats.labels) == (STEPS + 1, sum(len(a) for _, a in target.ids))
+    assert set(stats.ends) == {"<|end|>"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"at_3": {"tool_calls": [make_call(7)]}}, "another call"),
+        ({"at_3": {"tool_calls": [make_call(1), make_call(2)]}}, "another call"),
+        ({"at_3": {"tool_calls": []}}, "the data does not"),
+        ({"at_4": {"role": "user"}}, "no result of a call"),
+        ({"at_5": {"role": "tool"}}, "result without a call"),
+    ],
+)
+def test_an_agentic_session_ends_where_the_target_departs_from_the_data(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    stats, _ = answer_session(make_session(**changes), output, Target())
+    (conversation,) = load_conversations(str(output))
+    assert [m["role"] for m in conversation["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert len(conversation["turns"]) == 2
+    ((why, count),) = stats.departed.items()
+    assert (reason in why, count) == (True, 1)
+    assert f"1 end {why}" in str(stats)
+
+
+def test_an_agentic_result_without_a_call_ends_the_session(tmp_path: Path) -> None:
+    result = {"role": "tool", "content": "=1"}
+    session = make_conversation("a", "old", "b")
+    session["messages"].insert(3, result)
+    with serving() as (url, requests):
+        output = tmp_path / "answers.jsonl"
+        stats = regenerate([session], make_endpoint(url), output, Sampling())
+    assert (len(requests), [*stats.departed.values()]) == (1, [1])
+    assert contents(output) == {("a", "a! (1)", "b")}
+
+
+def test_agentic_results_of_parallel_calls_follow_the_names_of_the_calls() -> None:
+    ours = {"role": "assistant", "content": "", "tool_calls": [make_call(n, "t") for n in (1, 2)]}
+    theirs = {**ours, "tool_calls": [make_call(n) for n in (1, 2)]}
+    results = [
+        {"role": "tool", "content": str(n), "tool_call_id": f"data-{n}", "name": "add"}
+        for n in (2, 1)
+    ]
+    fitted = fit_results(ours, theirs, results)
+    assert [(r["content"], r["tool_call_id"]) for r in fitted if isinstance(r, dict)] == [
+        ("1", "t-1"),
+        ("2", "t-2"),
+    ]
+
+
+def test_a_server_without_token_ids_is_asked_without_them(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+
+    def strict(request: dict[str, Any]) -> Reply:
+        if "return_token_ids" in request:
+            return 400, {"error": {"message": "Unrecognized argument: return_token_ids"}}
+        return 200, {"choices": [{"message": {"content": "so"}, "finish_reason": "stop"}]}
+
+    stats, _ = answer_session(make_conversation("a", "old", "b"), output, strict)
+    assert (stats.done, stats.refused, stats.without_ids) == (1, 0, 1)
+    assert contents(output) == {("a", "so", "b", "so")}
+    assert "turns" not in load_conversations(str(output))[0]
+
+
+def test_token_ids_of_another_tokenizer_are_not_learned(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    answer_session(make_session(), output, Target())
+    row = json.loads(output.read_text())
+    for turn in row["token_ids"]:
+        turn["answer"] = [i + 1 for i in turn["answer"]]
+    output.write_text(json.dumps(row) + "\n")
+    tokenizer = load_tokenizer(TINY_TARGET)
+    conversations = load_conversations(str(output))
+    _, stats = build_samples(conversations, tokenizer, max_length=1024, progress=False)
+    assert (stats.foreign_ids, stats.exact) == (1, 0)
+
+
+def test_packed_turns_are_the_turns_and_share_no_text() -> None:
+    rng = np.random.default_rng(0)
+    turns, text = [], np.zeros(0, np.int32)
+    for number in range(50):
+        prompt = np.concatenate([text, rng.integers(0, 99, 20).astype(np.int32)])
+        if number == 30:  # an earlier turn is rewritten
+            prompt[100] += 1
+        answer = rng.integers(0, 99, 10).astype(np.int32)
+        turns.append(TokenTurn(prompt, answer))
+        text = np.concatenate([prompt, answer])
+    packed = pack_turns(turns)
+    for (prompt, answer), ours in zip(unpack_turns(packed), turns, strict=True):
+        np.testing.assert_array_equal(prompt, ours.prompt_P)
+        np.testing.assert_array_equal(answer, ours.answer_A)
+    num_ids = sum(len(turn["prompt"]) + len(turn["answer"]) for turn in packed)
+    assert num_ids == 50 * 30 + (30 * 30 - 100)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"kept": 1}, {"kept": -1}, {"prompt": [1.5]}, {"answer": "12"}, {"prompt": [-1]}],
+)
+def test_damaged_token_ids_are_refused(damage: dict[str, Any]) -> None:
+    (packed,) = pack_turns([TokenTurn(np.array([1, 2], np.int32), np.array([3], np.int32))])
+    with pytest.raises(UnusableRowError, match="token ids"):
+        unpack_turns([packed | damage])
+
+
+def test_tools_without_a_parser_are_refused_before_the_server_starts(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(make_session()) + "\n")
+    config = recipe.Config(
+        prompts=str(prompts), output=tmp_path / "answers.jsonl", target=TINY_TARGET
+    )
+    with pytest.raises(ValueError, match=r"1 conversations have tools.*--tool-call-parser"):
+        recipe.main(config)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_an_agentic_session_of_an_engine_is_learned_by_the_targets_own_ids(tmp_path: Path) -> None:
+    extra = ["--enable-auto-tool-choice", "--tool-call-parser=words", "--dtype=float32"]
+    extra += ["--tool-parser-plugin", str(Path("tests/helpers/word_call_parser.py").resolve())]
+    output = tmp_path / "answers.jsonl"
+    with vllm_server(TINY_TARGET, log=tmp_path / "log", extra_args=extra) as server:
+        # 1. A client talks to the target: its session is the data, its ids are the truth.
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "def add(a, b):"}]
+        wanted: list[tuple[list[int], list[int]]] = []
+        for number in range(STEPS + 1):
+            reply = httpx.post(
+                f"{server.url}/v1/chat/completions",
+                json={
+                    "model": server.model,
+                    "messages": messages,
+                    "tools": TOOLS,
+                    "temperature": 0,
+                    "max_tokens": 200,
+                    "return_token_ids": True,
+                },
+                timeout=600,
+            ).json()
+            choice = reply["choices"][0]
+            wanted.append((reply["prompt_token_ids"], choice["token_ids"]))
+            messages.append({"role": "assistant", **choice["message"]})
+            for call in choice["message"].get("tool_calls") or ():
+                result = {"role": "tool", "content": f"={number}", "tool_call_id": call["id"]}
+                messages.append(result)
+        # 2. Regenerated, it is the same.
+        data = read_conversation({"messages": messages, "tools": TOOLS})
+        sampling = Sampling(temperature=0, max_tokens=200)
+        endpoint = make_endpoint(server.url, model=server.model)
+        stats = regenerate([data], endpoint, output, sampling)
+    assert (stats.done, sum(stats.departed.values()), stats.cut) == (1, 0, 0)
+    (conversation,) = load_conversations(str(output))
+    assert [(p.tolist(), a.tolist()) for p, a in conversation["turns"]] == wanted
+    # 3. transformers' greedy choice is each of the labels.
+    target = AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32).eval()
+    for prompt, answer in wanted:
+        with torch.no_grad():
+            logits_TV = target(torch.tensor([prompt + answer])).logits[0]
+        chosen = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert chosen == answer
+    _, counted = build_samples(
+        [conversation], load_tokenizer(TINY_TARGET), max_length=1024, progress=False
+    )
+    assert counted.exact == STEPS + 1
