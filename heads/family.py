@@ -34,6 +34,9 @@ prefix_and_masks the prefix shifted by one token beside the target's features, a
 pass
 """
 
+NUM_TOKENS = 3
+"""Draft tokens a step of a server that is told no number."""
+
 Decoder = Literal["v1", "v2"]
 """vLLM's model runners."""
 

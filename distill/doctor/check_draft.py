@@ -15,7 +15,6 @@ from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
 from redraft.engine.parity.run import run_engine
 from redraft.engine.server import require_runner
-from redraft.eval.forecast.draft_source import NUM_TOKENS
 from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import notes, static_findings
@@ -71,11 +70,7 @@ def check_draft(
 def check_folder(
     pair: Pair, method: str | None, num_speculative_tokens: int | None
 ) -> tuple[Checked, int]:
-    recorded = pair.provenance.config.prove.num_speculative_tokens
-    # As many as it was published with, so the forecast can be compared; else 3, or fewer for a
-    # short head.
-    most = pair.family.max_tokens(pair.config) or NUM_TOKENS
-    num_tokens = num_speculative_tokens or recorded or min(NUM_TOKENS, most)
+    num_tokens = pair.choose_tokens(num_speculative_tokens)
     findings = static_findings(pair, method=method, num_speculative_tokens=num_tokens)
     checked = Checked(findings=findings, notes=list(notes(pair)))
     checked.facts |= {

@@ -18,8 +18,7 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.storage import DEFAULT_STORAGE, HiddenDtype
 from redraft.distill.train.optim import Optim
 from redraft.engine.target_dtype import TargetDtype
-from redraft.eval.forecast.draft_source import NUM_TOKENS
-from redraft.heads.family import Family
+from redraft.heads.family import NUM_TOKENS, Family
 from redraft.heads.options import Standalone
 
 Options = TypeVar("Options")

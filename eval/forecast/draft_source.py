@@ -34,14 +34,12 @@ from redraft.files.folder import (
 from redraft.files.foreign import match_foreign
 from redraft.heads.catalog import FAMILIES, detect_family, find_method, list_methods, match_tensors
 from redraft.heads.families.retrieval import LIVE, MEASURE_COUNTED, Retrieval, is_retrieval
-from redraft.heads.family import Family
+from redraft.heads.family import NUM_TOKENS, Family
 
 if TYPE_CHECKING:
     from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
 
 SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
-
-NUM_TOKENS = 3  # the number of draft tokens of a server, if none is given
 
 
 def require_tokens(num_speculative_tokens: int) -> None:

@@ -22,7 +22,7 @@ from redraft.files.artifact import safetensors_header
 from redraft.files.folder import check_model_folder, read_config, tensor_files, trained_with
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family_by_tensors
-from redraft.heads.family import Family
+from redraft.heads.family import NUM_TOKENS, Family
 from redraft.heads.provenance import Provenance, read_provenance
 
 
@@ -102,6 +102,15 @@ class Pair:
         If not, its layers cannot be counted by it.
         """
         return self.layer_config.get("hidden_size") in (None, self.target_config.hidden_size)
+
+    def choose_tokens(self, asked: int | None) -> int:
+        """Draft tokens a step: those asked for, those it was published with, or 3 at most.
+
+        Those of its publication, so that the forecast can be compared.
+        """
+        most = self.family.max_tokens(self.config) or NUM_TOKENS
+        recorded = self.provenance.config.prove.num_speculative_tokens
+        return asked or recorded or min(NUM_TOKENS, most)
 
     @property
     def trained_with(self) -> Mapping[str, Any] | None:

@@ -137,6 +137,8 @@ class Eagle1(nn.Module):
             Config(**training), target, LlamaShape.from_head_config(config, target.config)
         )
         tensors = read_tensors(folder, tensor_files(folder))
+        if "fc.bias" in tensors and not tensors["fc.bias"].any():
+            del tensors["fc.bias"]  # SGLang wants one, and a bias of zero changes nothing
         for name, shared_VD in (
             ("embed_tokens.weight", target.embed_VD),
             ("lm_head.weight", target.head_VD),

@@ -14,6 +14,7 @@ vocabulary, W = draft vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -415,6 +416,11 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     tensors = read_tensors(folder, tensor_files(folder))
     # speculators' name for the layer. vLLM renames in the other direction.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    # SGLang's and TensorRT-LLM's name in the layers after it
+    tensors = {
+        re.sub(r"^(layers\.\d+)\.hidden_norm\b", r"\1.input_layernorm", name): tensor
+        for name, tensor in tensors.items()
+    }
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
     if not target.is_copy(embed_VD, target.embed_VD):

@@ -52,6 +52,12 @@ COMMANDS = {
         "Adapt a draft to a fine-tune of the target",
         "redraft adapt OLD --target FINETUNED --data.source DATA",
     ),
+    "export": Command(
+        Group.TRAIN,
+        "redraft.recipes.operate.export",
+        "Write a draft for another engine, and how to serve it",
+        "redraft export DRAFT --engine sglang",
+    ),
     "data": Command(
         Group.TRAIN,
         "",

@@ -27,7 +27,8 @@ from typing import Annotated
 import tyro
 
 from redraft.distill.train.run_config import require_least
-from redraft.eval.forecast.draft_source import NGRAM, NUM_TOKENS, DraftSource
+from redraft.eval.forecast.draft_source import NGRAM, DraftSource
+from redraft.heads.family import NUM_TOKENS
 from redraft.recipes.decide.measure_config import MeasureConfig
 
 LAYERS = re.compile(r"layers-(\d+)")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.distill.train.run_config import require_least
-from redraft.eval.forecast.draft_source import NUM_TOKENS
 from redraft.files.artifact import write_whole
+from redraft.heads.family import NUM_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,9 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.forecast.draft_source import NUM_TOKENS, SampleMethod, require_tokens
+from redraft.eval.forecast.draft_source import SampleMethod, require_tokens
 from redraft.heads.catalog import Method
+from redraft.heads.family import NUM_TOKENS
 from redraft.online.engine.config import CaptureConfig, SwapConfig
 
 

@@ -1,0 +1,45 @@
+"""Export a draft for an engine, and check a draft's folder against one."""
+
+from functools import partial
+
+from redraft.files.artifact import PROVENANCE, publish
+from redraft.files.folder import read_json
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.engines.table import Engine, Export
+
+
+def engine_findings(engine: Engine, pair: Pair) -> list[Finding]:
+    """The parts of a draft that the engine does not serve, or reads otherwise than training.
+
+    None of them changes the text: verification keeps it the target's, and acceptance falls.
+    """
+    try:
+        engine.require_served(pair.family)
+    except ValueError as error:
+        problem, _, cure = str(error).partition("; ")
+        return [Finding(problem, cure)]
+    rules = engine.rules()
+    return [*rules.find_refused(pair), *rules.find_misread(pair)]
+
+
+def require_exportable(engine: Engine, pair: Pair) -> None:
+    """Raise ValueError, naming the first reason, if the engine cannot compute the draft."""
+    engine.require_served(pair.family)
+    for finding in engine.rules().find_refused(pair):
+        raise ValueError(f"{pair.draft}: {finding.problem}; {finding.cure}")
+
+
+def export_draft(engine: Engine, export: Export, *, overwrite: bool) -> None:
+    """Publish the draft as the engine reads it, with the draft's provenance.
+
+    Raises:
+        ValueError: as `require_exportable`, or a tensor is missing, unknown or of another shape.
+        FileExistsError: the output is not empty, or holds files that redraft did not publish.
+        OSError: the disk is full.
+    """
+    require_exportable(engine, export.pair)
+    path = export.pair.draft / PROVENANCE
+    earlier = read_json(path) if path.is_file() else {}
+    made = {"engine": engine.name, "version": engine.version, "from": str(export.pair.draft)}
+    write = partial(engine.rules().write, export)
+    publish(export.output, write, {**earlier, "exported_for": made}, overwrite=overwrite)

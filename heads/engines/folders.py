@@ -1,0 +1,138 @@
+"""Model folders for engines: the layout of vLLM's, with some tensors and keys changed.
+
+W = draft vocabulary, V = target vocabulary, R = rank."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from redraft.files.artifact import MANIFEST, PROVENANCE
+from redraft.files.folder import CONFIG, WEIGHTS, read_config, tensor_files
+from redraft.files.tensors import read_tensors
+from redraft.files.windows import View, trained_views
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.families.mtp_folder import link
+from redraft.heads.target import Target
+
+Tensors = dict[str, Tensor]
+Edit = Callable[[dict[str, Any], Tensors], None]
+"""Changes config.json and the tensors of a folder in the layout of vLLM, in place."""
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+SECTION = "eagle_config"
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+MAPS = ("d2t", "t2d")
+
+
+def write_as_is(pair: Pair, folder: Path) -> None:
+    """The files of a whole model, as they are."""
+    for path in pair.draft.iterdir():
+        if path.is_file() and path.name not in (MANIFEST, PROVENANCE):
+            link(path, folder / path.name)
+
+
+def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
+    """The head in the layout of vLLM and its stored type, then changed by `edit`.
+
+    Raises:
+        ValueError: a tensor of the head is missing, unknown or of another shape.
+    """
+    head = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder))
+    kinds = [pair.dtypes[name] for name in pair.shapes if pair.dtypes[name] in DTYPES]
+    head.export(folder, DTYPES[max(set(kinds), key=kinds.count)])
+    config = read_config(folder)
+    tensors = read_tensors(folder, tensor_files(folder))
+    edit(config, tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def layers_read(pair: Pair) -> list[int]:
+    """The target layers of an EAGLE-3 head's training, by the number of layers below the stream."""
+    recorded = (pair.trained_with or {}).get(AUX_IDS) or pair.config.get(AUX_IDS)
+    nested = (pair.config.get(SECTION) or {}).get(AUX_IDS)
+    if not recorded and nested:  # the engines other than vLLM count the layer that ends there
+        recorded = [layer + 1 for layer in nested]
+    return list(recorded or default_layers(pair))
+
+
+def default_layers(pair: Pair) -> list[int]:
+    """The layers that every engine reads if it is told none."""
+    count = pair.target_config.num_hidden_layers
+    return [2, count // 2, count - 3]
+
+
+def name_later_norms(tensors: Tensors, name: str) -> None:
+    """Call the first norm of every layer after the first one `name`."""
+    for old in list(tensors):
+        if re.fullmatch(r"layers\.[1-9]\d*\.(input_layernorm|hidden_norm)\.weight", old):
+            prefix = ".".join(old.split(".")[:2])
+            tensors[f"{prefix}.{name}.weight"] = tensors.pop(old)
+
+
+def widen_vocabulary(config: dict[str, Any], tensors: Tensors, vocab_size: int) -> None:
+    """Propose from the whole vocabulary: the target's head in place of its rows, and a Markov head
+    with a bias of zero for the other ids.
+    """
+    config["draft_vocab_size"] = vocab_size
+    tensors.pop("lm_head.weight", None)
+    offset_W = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    name = "markov_head.markov_w2.weight"
+    if offset_W is not None and name in tensors:
+        rows_WR = tensors[name]
+        whole_VR = rows_WR.new_zeros((vocab_size, rows_WR.shape[1]))
+        whole_VR[offset_W + torch.arange(len(offset_W))] = rows_WR
+        tensors[name] = whole_VR
+
+
+def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:
+    """A block head with a vocabulary of its own, which only vLLM and llama.cpp read."""
+    if "d2t" in pair.shapes:
+        rows = pair.shapes["d2t"][0]
+        yield Finding(
+            f"{title} drops d2t and lm_head: the head proposes from all "
+            f"{pair.target_config.vocab_size} ids, not from the {rows} of its training",
+            export_cure(title),
+        )
+
+
+def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Finding]:
+    """The layers do not see what they saw in training; `views` are those that the engine reads."""
+    for layer, (trained, served) in enumerate(zip(trained_views(pair.config), views, strict=True)):
+        if trained != served:
+            yield Finding(
+                f"layer {layer} was trained with {trained}; {title} reads {served} in this folder",
+                export_cure(title),
+            )
+            return
+
+
+def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
+    """The layout of the package `speculators`, which only vLLM reads."""
+    if pair.is_speculators:
+        yield Finding(
+            f"{title} does not read the layout of the package speculators", export_cure(title)
+        )
+
+
+def export_cure(title: str) -> str:
+    """The cure of a folder that an engine reads otherwise."""
+    return f"redraft export DRAFT --engine {title.lower()}"
+
+
+def shell(*words: object) -> str:
+    """A command line for a shell."""
+    return shlex.join(str(word) for word in words)
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of config.json; empty if there is none."""
+    return config.get(name) or {}

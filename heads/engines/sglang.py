@@ -1,0 +1,192 @@
+"""SGLang 0.5.23, read in the wheel's code and not run.
+
+EAGLE-3 (`models/llama_eagle3.py`, `spec_aux_hidden_state.py`)
+    layers only from the section `eagle_config`, one less than ours; the loop of the target ends
+    before the stream after the last layer; `lm_head` is the target's only if `draft_vocab_size` is
+    null; layers after the first one have a `hidden_norm`
+EAGLE-1 (`models/llama_eagle.py`)
+    a class of its own, and a bias of `fc`
+DFlash, DSpark (`models/dflash.py`, `models/dspark.py`, `speculative/dflash_utils.py`)
+    the target's head and its whole vocabulary; the direction of attention only at the top level
+
+Unknown tensors and keys are dropped without a word.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.files.windows import SECTION as BLOCK
+from redraft.files.windows import SLIDING, View
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.engines import folders
+from redraft.heads.engines.folders import AUX_IDS, SECTION, Tensors, export_cure, section
+from redraft.heads.engines.table import Export
+
+TITLE = "SGLang"
+ARCHITECTURE = "LlamaForCausalLMEagle"  # EAGLE-1's
+OTHERWISE = "serve it with vLLM, or train a head without it"
+
+ALGORITHMS = {
+    "standalone": "STANDALONE",
+    "eagle1": "EAGLE",
+    "eagle3": "EAGLE3",
+    "dflash": "DFLASH",
+    "dspark": "DSPARK",
+    "mtp": "NEXTN",
+}
+
+
+def find_refused(pair: Pair) -> Iterator[Finding]:
+    """The parts of a draft that SGLang does not compute."""
+    last = pair.target_config.num_hidden_layers
+    if pair.family.layers_key and last in _layers(pair):
+        yield Finding(
+            f"the head reads the stream after the last layer, {last}, which {TITLE} never captures",
+            "serve it with vLLM, or train it on layers below",
+        )
+    if pair.family.name == "eagle3":
+        yield from _refuse_eagle3(pair)
+    elif pair.family.name == "mtp" and "mimo" in str(pair.target.config.architectures).lower():
+        yield Finding(
+            f"{TITLE} feeds MiMo's layer the state after the target's last norm, and it was "
+            "trained on the one before",
+            "serve it with vLLM",
+        )
+
+
+def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
+    layer = pair.layer_config
+    if _is_normed_before_residual(pair):
+        yield Finding(
+            f"norm_before_residual is true: {TITLE} takes the residual before the norm", OTHERWISE
+        )
+    if layer.get("model_type") == "qwen3":
+        yield Finding(f"{TITLE}'s layer has no norms of queries and keys", OTHERWISE)
+    if layer.get("attention_bias"):
+        yield Finding(f"{TITLE}'s layer has no biases of queries, keys and values", OTHERWISE)
+    if len(_layers(pair)) == 1:
+        yield Finding(f"{TITLE} applies fc to several streams only, the head reads one", OTHERWISE)
+    if SLIDING in (layer.get("layer_types") or ()):
+        yield Finding(
+            f"{TITLE} takes the window of an EAGLE-3 head from a flag "
+            "(--speculative-draft-window-size), which was not compared with training",
+            OTHERWISE,
+        )
+
+
+def _is_normed_before_residual(pair: Pair) -> bool:
+    # absent, it means true in the layout of speculators
+    unset = pair.config.get("speculators_model_type") == "eagle3"
+    return bool(pair.config.get("norm_before_residual", unset))
+
+
+def _layers(pair: Pair) -> list[int]:
+    if pair.family.name == "eagle3":
+        return folders.layers_read(pair)
+    return pair.family.read_layers(pair.config)
+
+
+def find_misread(pair: Pair) -> Iterator[Finding]:
+    """The parts of this folder that SGLang reads otherwise than training."""
+    if pair.is_speculators:
+        yield from folders.other_layout(pair, TITLE)
+    elif pair.family.name == "eagle3":
+        yield from _misread_eagle3(pair)
+    elif pair.family.name == "eagle1":
+        yield from _misread_eagle1(pair)
+    elif pair.family.name in ("dflash", "dspark"):
+        yield from folders.dropped_vocabulary(pair, TITLE)
+        yield from folders.other_views(pair, TITLE, _views(pair))
+
+
+def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
+    told = section(pair.config, SECTION).get(AUX_IDS)
+    served = [layer + 1 for layer in told] if told else folders.default_layers(pair)
+    trained = folders.layers_read(pair)
+    if served != trained:
+        source = f"the section {SECTION}" if told else "no section, so its default"
+        yield Finding(
+            f"{TITLE} feeds the layers {served} ({source}), the head was trained on {trained}",
+            export_cure(TITLE),
+        )
+    if pair.config.get("draft_vocab_size") is not None and "lm_head.weight" not in pair.shapes:
+        yield Finding(
+            f"the folder has no lm_head, and {TITLE} shares the target's only if draft_vocab_size "
+            "is null: it keeps random numbers",
+            export_cure(TITLE),
+        )
+    if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
+        yield Finding(
+            f"{TITLE} calls the first norm of layers.1 hidden_norm, and leaves it at one",
+            export_cure(TITLE),
+        )
+
+
+def _misread_eagle1(pair: Pair) -> Iterator[Finding]:
+    if ARCHITECTURE not in (pair.config.get("architectures") or ()):
+        yield Finding(
+            f"{TITLE} knows an EAGLE-1 head by the architecture {ARCHITECTURE} only",
+            export_cure(TITLE),
+        )
+    if "fc.bias" not in pair.shapes:
+        yield Finding(
+            f"the folder has no fc.bias, and {TITLE} leaves its own at random numbers",
+            export_cure(TITLE),
+        )
+
+
+def _views(pair: Pair) -> tuple[View, ...]:
+    """The view that SGLang gives each layer (`_get_dflash_layer_attention_params`)."""
+    config = pair.config
+    types = config.get("layer_types") or [None] * config["num_hidden_layers"]
+    is_causal = config.get("is_causal")
+    windows = [config.get("sliding_window") if kind == SLIDING else None for kind in types]
+    # without the key, layers with a window are causal and the others are not
+    return tuple(View(w, bool(w) if is_causal is None else bool(is_causal)) for w in windows)
+
+
+def write(export: Export, folder: Path) -> None:
+    """The draft as SGLang reads it; vLLM reads the same EAGLE-3, DFlash and DSpark folders."""
+    pair = export.pair
+    if pair.family.is_head:
+        folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))
+    else:
+        folders.write_as_is(pair, folder)
+
+
+def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
+    if pair.family.name == "eagle1":
+        config["architectures"] = [ARCHITECTURE]
+        fc = tensors["fc.weight"]
+        tensors["fc.bias"] = torch.zeros(len(fc), dtype=fc.dtype)
+    elif pair.family.name == "eagle3":
+        layers = [layer - 1 for layer in config[AUX_IDS]]
+        config[SECTION] = {"use_aux_hidden_state": True, AUX_IDS: layers}
+        if "lm_head.weight" not in tensors:
+            config["draft_vocab_size"] = None
+        folders.name_later_norms(tensors, "hidden_norm")
+    else:
+        folders.widen_vocabulary(config, tensors, pair.target_config.vocab_size)
+        if (is_causal := section(config, BLOCK).get("causal")) is not None:
+            config["is_causal"] = is_causal
+
+
+def serve(export: Export) -> str:
+    """The command. DFlash and DSpark propose whole blocks, whatever `num_tokens` says."""
+    pair, num_tokens = export.pair, export.num_tokens
+    name = pair.family.name
+    words: list[object] = ["python", "-m", "sglang.launch_server", "--model-path", pair.target.name]
+    words += ["--speculative-algorithm", ALGORITHMS[name]]
+    if not pair.is_own_target:
+        words += ["--speculative-draft-model-path", export.output]
+    if name == "dflash":
+        words += ["--speculative-num-draft-tokens", pair.config["block_size"]]
+    elif name == "dspark":
+        words += ["--speculative-dspark-block-size", pair.family.max_tokens(pair.config)]
+    else:
+        words += ["--speculative-num-steps", num_tokens, "--speculative-eagle-topk", 1]
+        words += ["--speculative-num-draft-tokens", num_tokens + 1]
+    return folders.shell(*words)

@@ -1,0 +1,147 @@
+"""The table of engines, one row each: all that the rest of redraft knows about who serves a draft.
+
+To add an engine, write a module with the functions of `Rules`, and add a row here. `redraft export`
+and `redraft doctor --engine` need nothing else.
+
+Standard library only, because help texts list the engines. A module of rules, and with it torch, is
+imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from redraft.heads.family import Family
+
+if TYPE_CHECKING:
+    from redraft.heads.doctor.pair import Finding, Pair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A draft on its way to an engine."""
+
+    pair: Pair
+    output: Path
+    """Published folder; the draft's own if nothing has to be written."""
+    num_tokens: int
+    """Draft tokens a step, for families that do not fix their number."""
+
+
+class Rules(Protocol):
+    """The module of an engine. The families in the row's `unserved` never get here."""
+
+    def find_refused(self, pair: Pair) -> Iterator[Finding]:
+        """The parts of a draft that the engine cannot compute, however the folder is written."""
+        ...
+
+    def find_misread(self, pair: Pair) -> Iterator[Finding]:
+        """The parts of this folder that the engine reads otherwise than training; `write` cures
+        them.
+        """
+        ...
+
+    def write(self, export: Export, folder: Path) -> None:
+        """Write the draft's files for the engine into `folder`, which becomes `export.output`."""
+        ...
+
+    def serve(self, export: Export) -> str:
+        """The shell command that serves the target with `export.output`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One row of the table."""
+
+    name: str
+    """On the command line."""
+    title: str
+    """In sentences."""
+    version: str
+    """Release, or date of the sources, that the rules follow."""
+    is_run: bool
+    """Exports are served by the engine in tests. If false, its loaders were read and not run."""
+    module: str
+    """Module with the functions of `Rules`."""
+    unserved: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by family. An engine serves every family that is not named here."""
+
+    @property
+    def proof(self) -> str:
+        """The engine's name with the state of its rules, for reports."""
+        state = "run" if self.is_run else "its loaders were read, not run"
+        return f"{self.title} {self.version} ({state})"
+
+    def rules(self) -> Rules:
+        """The module of rules. Loads torch."""
+        return cast(Rules, import_module(self.module))
+
+    def require_served(self, family: Family) -> None:
+        """Raise ValueError if the engine has no method for drafts of this family."""
+        if reason := self.unserved.get(family.name):
+            raise ValueError(
+                f"{self.title} serves no {family.title}: {reason}; serve it with vLLM, or train "
+                "another family"
+            )
+
+
+OWN_LOOKUP = "its lookups are its own, and redraft's plugin runs in vLLM only"
+LOOKUPS = dict.fromkeys(("retrieval", "live", "ngram", "suffix"), OWN_LOOKUP)
+
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        name="vllm",
+        title="vLLM",
+        version="0.32",
+        is_run=True,
+        module="redraft.heads.engines.vllm",
+    ),
+    Engine(
+        name="sglang",
+        title="SGLang",
+        version="0.5.23",
+        is_run=False,
+        module="redraft.heads.engines.sglang",
+        unserved={
+            **LOOKUPS,
+            "peagle": "it drafts no token of an EAGLE-3 head in parallel",
+            "medusa": "it has no heads of this kind",
+        },
+    ),
+    Engine(
+        name="tensorrt-llm",
+        title="TensorRT-LLM",
+        version="of autumn 2026",
+        is_run=False,
+        module="redraft.heads.engines.tensorrt_llm",
+        unserved={
+            **LOOKUPS,
+            "eagle1": "its PyTorch backend takes EAGLE-3 heads only",
+            "peagle": "its parallel method (PARD) takes whole models",
+            "medusa": "only its older C++ backend does",
+        },
+    ),
+)
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    # a type of choices for command lines; mypy cannot read one made from a table
+    EngineName = Literal[tuple(engine.name for engine in ENGINES)]
+
+
+def find_engine(name: str) -> Engine:
+    """The row of an engine.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {engine.name: engine for engine in ENGINES}
+    if name not in known:
+        raise ValueError(f"there is no engine {name}: choose one of {', '.join(known)}")
+    return known[name]

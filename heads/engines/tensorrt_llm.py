@@ -1,0 +1,191 @@
+"""TensorRT-LLM's PyTorch backend, read in its sources of autumn 2026 and not run.
+
+EAGLE-3 (`_torch/models/modeling_speculative.py`, `llmapi/llm_args.py`)
+    layers from a YAML file, one less than ours; `norm_before_fc` only from the section
+    `eagle_config`; layers after the first one have a `hidden_norm`
+DFlash, DSpark (`modeling_dflash.py`, `modeling_dspark.py`)
+    the target's head and its whole vocabulary; layers with a window are causal and the others are
+    not; DSpark's keys only from sections
+
+Unknown tensors and keys are dropped without a word.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from redraft.files.windows import SECTION as BLOCK
+from redraft.files.windows import SLIDING, View, trained_views
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.engines import folders
+from redraft.heads.engines.folders import AUX_IDS, SECTION, Tensors, export_cure, section
+from redraft.heads.engines.table import Export
+
+TITLE = "TensorRT-LLM"
+OTHERWISE = "serve it with vLLM, or train a head without it"
+LAYERS = "eagle3_layers_to_capture"
+OPTIONS = "spec.yaml"
+"""File in an export with the options for trtllm-serve."""
+
+DECODING_TYPES = {
+    "standalone": "Draft_Target",
+    "eagle3": "Eagle3",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "mtp": "MTP",
+}
+
+
+def find_refused(pair: Pair) -> Iterator[Finding]:
+    """The parts of a draft that TensorRT-LLM does not compute."""
+    name = pair.family.name
+    if name == "eagle3":
+        yield from _refuse_eagle3(pair)
+    elif name in ("dflash", "dspark"):
+        yield from _refuse_views(pair)
+    elif name == "mtp" and "mimo" in str(pair.target.config.architectures).lower():
+        yield Finding(f"{TITLE} has no MTP layer of MiMo's", "serve it with vLLM")
+
+
+def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
+    config, layer = pair.config, pair.layer_config
+    # absent, it means true in the layout of speculators
+    if config.get("norm_before_residual", config.get("speculators_model_type") == "eagle3"):
+        yield Finding(
+            f"norm_before_residual is true: {TITLE} takes the residual before the norm", OTHERWISE
+        )
+    if config.get("fc_norm") and _is_normed_before_fc(pair):
+        yield Finding(
+            f"the head has norm_before_fc and fc_norm, and {TITLE} applies only the latter",
+            OTHERWISE,
+        )
+    if layer.get("model_type") == "qwen3":
+        yield Finding(f"{TITLE}'s layer has no norms of queries and keys", OTHERWISE)
+    if SLIDING in (layer.get("layer_types") or ()):
+        yield Finding(f"{TITLE}'s layer of an EAGLE-3 head has no window", OTHERWISE)
+    layers = folders.layers_read(pair)
+    if len(layers) == 1:
+        yield Finding(f"{TITLE} has fc for several streams only, the head reads one", OTHERWISE)
+    if 0 in layers:
+        yield Finding(
+            f"the head reads the embedding, layer 0, and -1 stands for another state in {TITLE}",
+            OTHERWISE,
+        )
+
+
+def _is_normed_before_fc(pair: Pair) -> bool:
+    told = pair.config.get("norm_before_fc", False)
+    return bool(section(pair.config, SECTION).get("norm_before_fc", told))
+
+
+def _refuse_views(pair: Pair) -> Iterator[Finding]:
+    for layer, view in enumerate(trained_views(pair.config)):
+        if pair.family.name == "dspark" and view != View():
+            yield Finding(
+                f"layer {layer} was trained with {view}; {TITLE} has DSpark layers without a "
+                "window, in both directions, only",
+                OTHERWISE,
+            )
+            return
+        if view.is_causal != bool(view.window):
+            yield Finding(
+                f"layer {layer} was trained with {view}; in {TITLE} the layers with a window are "
+                "causal, and no others",
+                OTHERWISE,
+            )
+            return
+
+
+def find_misread(pair: Pair) -> Iterator[Finding]:
+    """The parts of this folder that TensorRT-LLM reads otherwise than training."""
+    if pair.is_speculators:
+        yield from folders.other_layout(pair, TITLE)
+    elif pair.family.name == "eagle3":
+        if not (pair.draft / OPTIONS).is_file():
+            yield Finding(
+                f"{TITLE} takes the layers from its options ({LAYERS}) and not from config.json; "
+                f"told none, it feeds {folders.default_layers(pair)}",
+                export_cure(TITLE),
+            )
+        if pair.config.get("norm_before_fc") and SECTION not in pair.config:
+            yield Finding(
+                f"{TITLE} reads norm_before_fc in the section {SECTION} only, and drops the norm",
+                export_cure(TITLE),
+            )
+        if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
+            yield Finding(
+                f"{TITLE} calls the first norm of layers.1 hidden_norm, and leaves it at one",
+                export_cure(TITLE),
+            )
+    elif pair.family.name in ("dflash", "dspark"):
+        yield from folders.dropped_vocabulary(pair, TITLE)
+        if pair.family.name == "dspark":
+            yield from _misread_dspark(pair)
+
+
+def _misread_dspark(pair: Pair) -> Iterator[Finding]:
+    keys = section(pair.config, BLOCK)
+    if keys.get("target_layer_ids") != pair.config.get("target_layer_ids"):
+        yield Finding(
+            f"{TITLE} reads target_layer_ids in the section {BLOCK} only", export_cure(TITLE)
+        )
+    told = keys.get("shift_label", pair.config.get("shift_label", True))
+    if told != pair.config.get("sample_from_anchor", True):
+        yield Finding(
+            f"{TITLE} reads shift_label, {str(told).lower()} here, in place of sample_from_anchor",
+            export_cure(TITLE),
+        )
+
+
+def write(export: Export, folder: Path) -> None:
+    """The draft as TensorRT-LLM reads it, with the options of the server; vLLM reads it too."""
+    pair = export.pair
+    if pair.family.is_head:
+        folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))
+    else:
+        folders.write_as_is(pair, folder)
+    (folder / OPTIONS).write_text(json.dumps(options(export), indent=2) + "\n")  # JSON is YAML
+
+
+def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
+    if pair.family.name == "eagle3":
+        layers = [layer - 1 for layer in config[AUX_IDS]]
+        is_normed = config["norm_before_fc"]
+        config[SECTION] = {AUX_IDS: layers, "norm_before_fc": is_normed}
+        if config["num_hidden_layers"] > 1:  # "midlayer" is one layer there
+            for name in [name for name in tensors if name.startswith("midlayer.")]:
+                tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+        folders.name_later_norms(tensors, "hidden_norm")
+        return
+    folders.widen_vocabulary(config, tensors, pair.target_config.vocab_size)
+    if pair.family.name == "dspark":
+        config[BLOCK] = {
+            "target_layer_ids": config["target_layer_ids"],
+            "mask_token_id": config["mask_token_id"],
+            "shift_label": config["sample_from_anchor"],
+        }
+
+
+def options(export: Export) -> dict[str, Any]:
+    """The options of trtllm-serve."""
+    pair = export.pair
+    chosen: dict[str, Any] = {
+        "decoding_type": DECODING_TYPES[pair.family.name],
+        "max_draft_len": pair.family.max_tokens(pair.config) or export.num_tokens,
+    }
+    if not pair.is_own_target:
+        chosen["speculative_model"] = str(export.output.absolute())
+    if pair.family.name == "eagle3":
+        chosen[LAYERS] = [layer - 1 for layer in folders.layers_read(pair)]
+    return {"speculative_config": chosen}
+
+
+def serve(export: Export) -> str:
+    """The command. A target with an MTP layer is served as it is, so its options are on the line."""
+    if export.pair.is_own_target:
+        text = folders.shell(json.dumps(options(export)))
+        command = folders.shell("trtllm-serve", export.pair.target.name, "--extra_llm_api_options")
+        return f"echo {text} > {OPTIONS} && {command} {OPTIONS}"
+    file = export.output / OPTIONS
+    return folders.shell("trtllm-serve", export.pair.target.name, "--extra_llm_api_options", file)

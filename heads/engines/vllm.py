@@ -1,0 +1,48 @@
+"""vLLM 0.32: the engine that redraft's tests run.
+
+`heads.doctor.checks` has its rules. Nothing is converted: an export has one layout, whatever the
+layout of the draft.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.engines.folders import (
+    export_cure,
+    shell,
+    write_as_is,
+    write_changed,
+)
+from redraft.heads.engines.table import Export
+
+
+def find_refused(pair: Pair) -> Iterator[Finding]:
+    """Nothing: each family has a method."""
+    yield from ()
+
+
+def find_misread(pair: Pair) -> Iterator[Finding]:
+    """The names of a norm in SGLang's and TensorRT-LLM's folders."""
+    if any(name.startswith("layers.1.hidden_norm") for name in pair.shapes):
+        yield Finding(
+            "vLLM calls the first norm of layers.1 input_layernorm, and drops hidden_norm",
+            export_cure("vllm"),
+        )
+
+
+def write(export: Export, folder: Path) -> None:
+    """The draft in the layout `vllm`."""
+    if export.pair.family.is_head:
+        write_changed(export.pair, folder, lambda config, tensors: None)
+    else:
+        write_as_is(export.pair, folder)
+
+
+def serve(export: Export) -> str:
+    """The command. `redraft serve` takes the same folder."""
+    pair = export.pair
+    model = {} if pair.is_own_target else {"model": str(export.output)}
+    spoken = {**pair.family.speculative, **model, "num_speculative_tokens": export.num_tokens}
+    return shell("vllm", "serve", pair.target.name, "--speculative-config", json.dumps(spoken))

@@ -1,0 +1,83 @@
+"""Write a draft as another engine reads it, and print the command that serves it.
+
+    $ redraft export outputs/eagle3/draft --engine sglang
+    $ redraft export outputs/dspark/draft --engine tensorrt-llm --output drafts/dspark
+
+An engine that reads a head otherwise than training serves the same text with fewer accepted tokens,
+and says nothing. So the draft is checked first, and a part that the engine cannot compute is
+refused with the reason. `redraft doctor --engine` checks a folder without writing one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.heads.engines.table import EngineName, find_engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    draft: Annotated[str, tyro.conf.Positional]
+    """Folder or hub name of the draft. Of a target with an MTP layer, the target."""
+    engine: EngineName
+    """Engine to write for."""
+    target: str | None = None
+    """Folder or hub name of the served model. By default the one in the draft's provenance.json."""
+    output: Path | None = None
+    """Folder to write. By default the draft's, with the engine's name behind it."""
+    num_speculative_tokens: int | None = None
+    """Draft tokens per step in the command. By default the number used in the training's
+    evaluation, or 3.
+    """
+    overwrite: bool = False
+    """Replace a folder that redraft has written."""
+
+
+def main(cfg: Config) -> None:
+    """Check, convert, publish, and print the command.
+
+    Raises:
+        FileExistsError: the output is not empty.
+        FileNotFoundError: the draft or the target is missing.
+        ValueError: the engine does not serve the draft, or the draft has a problem.
+    """
+    # Here, because they import torch.
+    from redraft.files.folder import fetch_model
+    from redraft.files.replaced import require_replaceable
+    from redraft.files.target_folder import TargetFolder
+    from redraft.heads.catalog import detect_family
+    from redraft.heads.doctor.checks import static_findings
+    from redraft.heads.doctor.pair import Pair
+    from redraft.heads.engines.exporting import export_draft, require_exportable
+    from redraft.heads.engines.table import Export
+    from redraft.heads.provenance import read_provenance
+
+    engine, folder = find_engine(cfg.engine), fetch_model(cfg.draft)
+    output = cfg.output or Path(f"{cfg.draft.rstrip('/')}-{engine.name}")
+    require_replaceable(output, cfg, overwrite=cfg.overwrite)
+    family = detect_family(folder)
+    engine.require_served(family)
+    own = cfg.draft if family.is_in_target else None
+    if not (name := cfg.target or own or read_provenance(folder).target):
+        raise ValueError(f"{cfg.draft} does not name its target: give --target")
+    pair = Pair.read(TargetFolder.open(name), folder)
+    if family.is_in_target and not pair.is_own_target:
+        raise ValueError(
+            f"{cfg.draft} holds an MTP layer alone, and engines read it from the target's folder: "
+            "give the folder that `redraft train mtp` wrote"
+        )
+    num_tokens = pair.choose_tokens(cfg.num_speculative_tokens)
+    for finding in static_findings(pair, method=None, num_speculative_tokens=num_tokens):
+        if not finding.is_doubt:
+            raise ValueError(f"{finding.problem}; {finding.cure}")
+    if pair.is_own_target:
+        require_exportable(engine, pair)
+        export = Export(pair=pair, output=folder, num_tokens=num_tokens)
+        print(f"nothing to write: {engine.title} reads the layer in the target's folder")
+    else:
+        export = Export(pair=pair, output=output, num_tokens=num_tokens)
+        export_draft(engine, export, overwrite=cfg.overwrite)
+        print(f"written for {engine.proof}: {output}")
+    print(f"serve it with:\n{engine.rules().serve(export)}")
