@@ -151,7 +151,9 @@ def test_every_page_and_module_of_the_site_exists():
     site = runpy.run_path(str(ROOT / "docs/build_site.py"))
     pages = [name for names in site["GUIDES"].values() for name in names]
     modules = [
-        f"{name.replace('.', '/')}.py" for names in site["PUBLIC"].values() for name in names
+        f"redraft/{name.replace('.', '/')}.py"
+        for names in site["PUBLIC"].values()
+        for name in names
     ]
     assert not [name for name in [*pages, *modules] if not (ROOT / name).is_file()]
     assert {path.name for path in ROOT.glob("docs/*.md")} <= {Path(page).name for page in pages}
