@@ -34,9 +34,9 @@ def list_tracked(*folders: str) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", ["distill", "eval", "heads", "online"])
-def test_a_package_opens_on_ten_names_at_most(folder):
+def test_a_package_opens_on_twelve_names_at_most(folder):
     names = {name.split("/")[1] for name in list_tracked(folder)} - {"__init__.py"}
-    assert len(names) <= 10, sorted(names)
+    assert len(names) <= 12, sorted(names)
 
 
 @pytest.fixture(scope="module")

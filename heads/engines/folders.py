@@ -78,8 +78,9 @@ def name_later_norms(tensors: Tensors, name: str) -> None:
 
 
 def widen_vocabulary(config: dict[str, Any], tensors: Tensors, vocab_size: int) -> None:
-    """Propose from the whole vocabulary: the target's head in place of its rows, and a Markov head
-    with a bias of zero for the other ids.
+    """Propose from the whole vocabulary.
+
+    The target's head replaces its rows, and a Markov head gets a bias of zero for the other ids.
     """
     config["draft_vocab_size"] = vocab_size
     tensors.pop("lm_head.weight", None)

@@ -40,8 +40,9 @@ class Rules(Protocol):
         ...
 
     def find_misread(self, pair: Pair) -> Iterator[Finding]:
-        """The parts of this folder that the engine reads otherwise than training; `write` cures
-        them.
+        """The parts of this folder that the engine reads otherwise than training.
+
+        `write` cures them.
         """
         ...
 

@@ -279,6 +279,7 @@ ELSEWHERE = {
     *("--tensor-parallel-size",),  # all of these are vLLM flags
     "--num_processes",  # accelerate launch
     "--full-attention-indices",  # speculators
+    "--speculative-use-rejection-sampling",  # SGLang
     "--help-all",
 }
 """Flags in documents that no command lists."""
