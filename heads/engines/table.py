@@ -117,7 +117,7 @@ ENGINES: tuple[Engine, ...] = (
     Engine(
         name="tensorrt-llm",
         title="TensorRT-LLM",
-        version="of autumn 2026",
+        version="main of autumn 2026",
         is_run=False,
         module="redraft.heads.engines.tensorrt_llm",
         unserved={

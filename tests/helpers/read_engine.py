@@ -1,0 +1,280 @@
+"""Write the table of an engine's loaders from its sources: what they read of a draft's folder.
+
+    python tests/helpers/read_engine.py sglang 0.5.23 SITE-PACKAGES/sglang/srt > tests/assets/engines/sglang.json
+    python tests/helpers/read_engine.py tensorrt_llm 1.3 SOURCES/tensorrt_llm > tests/assets/engines/tensorrt_llm.json
+
+The table has names, keys and numbers, and no code. Nothing of the engine is imported.
+
+modules   for each family, the parts with weights: {N} stands for a layer's number
+keys      the keys of config.json, and by section those of a section
+stacked   the names that a loader joins into one
+renamed   the names that a loader replaces
+layers    [ids told, streams fed], and the streams of a target of N layers if none are told
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+KINDS = ("Linear", "Norm", "Embedding", "LMHead")
+"""Ends of the names of classes with a weight, in any case."""
+
+SECTIONS = {
+    "eagle_config": "eagle_config",
+    "dflash_cfg": "dflash_config",
+    "dflash_config": "dflash_config",
+    "dspark_cfg": "dspark_config",
+}
+"""Names of a section of config.json in the sources."""
+
+ATTENTION, MLP = "layers.{N}.self_attn.", "layers.{N}.mlp."
+LLAMA = (
+    ("layers.{N}.", "models/llama.py:LlamaDecoderLayer"),
+    (ATTENTION, "models/llama.py:LlamaAttention"),
+    (MLP, "models/llama.py:LlamaMLP"),
+)
+DFLASH = (
+    ("", "models/dflash.py:DFlashDraftModel"),
+    ("layers.{N}.", "models/dflash.py:DFlashDecoderLayer"),
+    (ATTENTION, "models/dflash.py:DFlashAttention"),
+    (ATTENTION, "models/dflash.py:DFlashAttention._build_qkv_proj"),
+    (MLP, "models/dflash.py:DFlashMLP"),
+)
+READ_BLOCKS = (
+    "speculative/dflash_utils.py:parse_dflash_draft_config",
+    "speculative/dflash_utils.py:get_dflash_layer_types",
+    "speculative/dflash_utils.py:get_dflash_attention_sliding_window_size",
+    "models/dflash.py:_get_dflash_attention_type",
+)
+ENGINES: dict[str, dict[str, Any]] = {
+    "sglang": {
+        "modules": {
+            "eagle3": (
+                *LLAMA,
+                ("", "models/llama_eagle3.py:LlamaModel"),
+                ("", "models/llama_eagle3.py:LlamaForCausalLMEagle3"),
+                ("layers.{N}.", "models/llama_eagle3.py:LlamaDecoderLayer"),
+            ),
+            "eagle1": (*LLAMA, ("", "models/llama_eagle.py:LlamaModel")),
+            "dflash": DFLASH,
+            "dspark": (
+                *DFLASH,
+                ("markov_head.", "models/dspark.py:VanillaMarkov"),
+                ("confidence_head.", "models/dspark.py:DSparkConfidenceHead"),
+            ),
+        },
+        "keys": {
+            "eagle3": (
+                "models/llama_eagle3.py:",
+                "model_executor/model_runner_components/spec_aux_hidden_state.py:"
+                "_resolve_eagle_aux_hidden_state",
+            ),
+            "eagle1": ("models/llama_eagle.py:",),
+            "dflash": (*READ_BLOCKS, *(place for _, place in DFLASH)),
+            "dspark": (
+                *READ_BLOCKS,
+                *(place for _, place in DFLASH),
+                "models/dspark.py:build_markov_head",
+                "models/dspark.py:build_confidence_head",
+                "speculative/dspark_components/dspark_config.py:parse_dspark_draft_config",
+                "speculative/dspark_components/dspark_config.py:get_dspark_sample_from_anchor",
+            ),
+        },
+        "architectures": {
+            "eagle3": "models/llama_eagle3.py",
+            "eagle1": "models/llama_eagle.py",
+            "dflash": "models/dflash.py",
+            "dspark": "models/dspark.py",
+        },
+        "stacked": "models/llama_eagle3.py:LlamaForCausalLMEagle3.load_weights",
+        "renamed": "models/llama_eagle3.py:LlamaForCausalLMEagle3.load_weights",
+        "layers": "models/llama.py:LlamaForCausalLM.set_eagle3_layers_to_capture",
+    },
+    "tensorrt_llm": {
+        "modules": {
+            "eagle3": (
+                ("", "_torch/models/modeling_speculative.py:Eagle3DraftModel"),
+                ("layers.{N}.", "_torch/models/modeling_speculative.py:Eagle3DecoderLayer"),
+            ),
+        },
+        "keys": {
+            "eagle3": ("_torch/models/modeling_speculative.py:Eagle3DraftModel",
+                       "_torch/models/modeling_speculative.py:Eagle3DecoderLayer"),
+            "dflash": ("_torch/models/modeling_dflash.py:DFlashForCausalLM",),
+            "dspark": ("_torch/models/modeling_dflash.py:DFlashForCausalLM",
+                       "_torch/models/modeling_dspark.py:_DSparkHeadMixin"),
+        },
+    },
+}  # fmt: skip
+
+
+class Sources:
+    """The parsed files of an engine, each read once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.read: dict[str, str] = {}
+        self.parse = cache(self._parse)
+
+    def _parse(self, file: str) -> ast.Module:
+        text = (self.root / file).read_bytes()
+        self.read[file] = hashlib.sha256(text).hexdigest()[:16]
+        return ast.parse(text)
+
+    def find(self, place: str) -> ast.AST:
+        """The module, class or function of "file:Class.function"."""
+        file, _, path = place.partition(":")
+        node: Any = self.parse(file)
+        for name in filter(None, path.split(".")):
+            node = next(child for child in node.body if getattr(child, "name", "") == name)
+        return node
+
+
+def find_modules(node: ast.AST) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(attribute, sizes and bias) of every part with weights that a class makes."""
+    for made in ast.walk(node):
+        if not isinstance(made, ast.Assign):
+            if isinstance(made, ast.Return) and isinstance(node, ast.FunctionDef):
+                yield from _describe(node.name.removeprefix("_build_"), made.value)
+            continue
+        for target in made.targets:
+            if isinstance(target, ast.Attribute):
+                owner = ast.unparse(target).removeprefix("self.")
+                yield from _describe(owner, made.value)
+
+
+def _describe(name: str, value: ast.AST | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    calls = [call for call in ast.walk(value) if isinstance(call, ast.Call)] if value else []
+    for call in calls:
+        kind = ast.unparse(call.func).rpartition(".")[2]
+        if not kind.lower().endswith(tuple(kind.lower() for kind in KINDS)) and kind != "norm_cls":
+            continue
+        in_list = (
+            any(isinstance(each, ast.ListComp) for each in ast.walk(value)) if value else False
+        )
+        bias = {word.arg: word.value for word in call.keywords}.get("bias")
+        yield (
+            f"{name}.{{N}}" if in_list else name,
+            {
+                "kind": "norm" if "norm" in kind.lower() else kind,
+                "sizes": [_size(each) for each in call.args],
+                "bias": None
+                if "norm" in kind.lower()
+                else kind == "Linear"
+                if bias is None
+                else bias.value
+                if isinstance(bias, ast.Constant)
+                else "config",
+            },
+        )
+        return
+
+
+def _size(node: ast.AST) -> str:
+    """A product of names and numbers, such as 2*hidden_size; "?" for anything else."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return "*".join(sorted((_size(node.left), _size(node.right))))
+    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "int":
+        return _size(node.args[0])
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return getattr(node, "attr", None) or getattr(node, "id", None) or "?"
+
+
+def find_keys(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(section or "", key) of everything that is read of config.json."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call):
+            words = [a.value for a in each.args if isinstance(a, ast.Constant)]
+            called = ast.unparse(each.func)
+            owner, _, last = called.rpartition(".")
+            is_read = called in ("getattr", "_cfg_get") and "config" in ast.unparse(each.args[0])
+            if is_read or called == "resolve_dspark_head_config":
+                yield "", str(words[0])
+            elif last == "get" and owner in SECTIONS and words:
+                yield SECTIONS[owner], str(words[0])
+        elif isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Constant):
+            if (owner := ast.unparse(each.value)) in SECTIONS:
+                yield SECTIONS[owner], str(each.slice.value)
+        elif (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.ctx, ast.Load)
+            and ast.unparse(each.value) in ("config", "self.config")
+        ):
+            yield "", each.attr
+
+
+def find_literal(node: ast.AST, name: str) -> Any:
+    """The list or dictionary that a function assigns to `name`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name:
+            return ast.literal_eval(each.value)
+    raise ValueError(f"the source no longer has {name}")
+
+
+def compute_layers(node: ast.AST) -> dict[str, Any]:
+    """The streams that a target feeds, computed by the expressions of its function."""
+    told, untold = [0, 1, 3], {}
+    fed: list[int] = []
+    for each in ast.walk(node):
+        if not (
+            isinstance(each, ast.Assign) and "layers_to_capture" in ast.unparse(each.targets[0])
+        ):
+            continue
+        code = compile(ast.Expression(each.value), "layers", "eval")
+        if isinstance(each.value, ast.ListComp):
+            fed = eval(code, {"layer_ids": told})
+        else:
+            untold = {str(n): eval(code, {"num_layers": n}) for n in (7, 32, 36)}
+    return {"told": [told, fed], "untold": untold}
+
+
+def read_engine(name: str, version: str, root: Path) -> dict[str, Any]:
+    """The table."""
+    spec, sources = ENGINES[name], Sources(root)
+    table: dict[str, Any] = {
+        "engine": name, "version": version, "date": datetime.date.today().isoformat(),
+        "modules": {}, "keys": {}, "architectures": {},
+    }  # fmt: skip
+    for family, places in spec["modules"].items():
+        table["modules"][family] = {
+            prefix + attribute: made
+            for prefix, place in places
+            for attribute, made in find_modules(sources.find(place))
+        }
+    for family, places in spec["keys"].items():
+        read: dict[str, set[str]] = {}
+        for place in places:
+            for section, key in find_keys(sources.find(place)):
+                read.setdefault(section, set()).add(key)
+        table["keys"][family] = {section: sorted(read[section]) for section in sorted(read)}
+    for family, file in spec.get("architectures", {}).items():
+        entry = next(
+            node.value
+            for node in sources.parse(file).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass"
+        )
+        names = entry.elts if isinstance(entry, ast.List) else [entry]
+        table["architectures"][family] = [ast.unparse(each) for each in names]
+    if "stacked" in spec:
+        rows = find_literal(sources.find(spec["stacked"]), "stacked_params_mapping")
+        table["stacked"] = {old.strip("."): new.strip(".") for new, old, _ in rows}
+        table["renamed"] = find_literal(sources.find(spec["renamed"]), "legacy_name_map")
+        table["layers"] = compute_layers(sources.find(spec["layers"]))
+    return {**table, "sources": sources.read}
+
+
+if __name__ == "__main__":
+    engine, release, folder = sys.argv[1:]
+    text = json.dumps(read_engine(engine, release, Path(folder)), indent=1)
+    # one line for each list and each part
+    print(re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda each: re.sub(r"\s+", " ", each[0]), text))
