@@ -289,17 +289,21 @@ def forecast(
     continuations: Sequence[Continuation],
     num_speculative_tokens: int,
     device: torch.device | str = "cpu",
+    max_tokens: int | None = None,
 ) -> Forecast:
     """Acceptance of `draft` at temperature 0 on the target's greedy text.
 
-    It takes one teacher-forced pass per prompt.
+    It takes one teacher-forced pass per prompt. `max_tokens` is that of an engine that drafts no
+    further (`simulate_blocks`).
 
     Raises:
         ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
     """
     return Forecast(
         per_prompt=[
-            forecast_prompt(draft, target_signal, continuation, num_speculative_tokens, device)
+            forecast_prompt(
+                draft, target_signal, continuation, num_speculative_tokens, device, max_tokens
+            )
             for continuation in Progress(continuations, desc="forecast", unit="prompt")
         ]
     )
@@ -312,6 +316,7 @@ def forecast_prompt(
     continuation: Continuation,
     num_speculative_tokens: int,
     device: torch.device | str,
+    max_tokens: int | None = None,
 ) -> PromptForecast:
     """`forecast` on one answer."""
     num_output = len(continuation.output_ids)
@@ -334,7 +339,9 @@ def forecast_prompt(
         alpha_sum=float(compared[0].alpha_BT[0, rows].sum()),
         alpha_greedy_sum=float(compared[0].alpha_greedy_BT[0, rows].sum()),
         num_rows=int(compared[0].mask_BT[0, rows].sum()),
-        counts=simulate_blocks(match_BTK[0, start : start + num_output - 1].cpu(), num_output),
+        counts=simulate_blocks(
+            match_BTK[0, start : start + num_output - 1].cpu(), num_output, max_tokens
+        ),
     )
 
 

@@ -1,4 +1,6 @@
-"""vLLM's counters, read from the Prometheus text of /metrics. Imports neither torch nor vLLM."""
+"""vLLM's and llama.cpp's counters, read from the Prometheus text of /metrics.
+
+Imports neither torch nor vLLM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +13,9 @@ from redraft.engine.counts import AcceptanceCounts
 # vLLM labels every counter with `engine`, so a server with data parallelism shows several lines of
 # each.
 SPEC_DECODE = "vllm:spec_decode_num_"
-DRAFTS = f"{SPEC_DECODE}drafts_total"
-DRAFT_TOKENS = f"{SPEC_DECODE}draft_tokens_total"
-ACCEPTED = f"{SPEC_DECODE}accepted_tokens_total"
-ACCEPTED_PER_POSITION = f"{SPEC_DECODE}accepted_tokens_per_pos_total"
+OF_LLAMA_CPP = "llamacpp:spec_decode_num_"
+DRAFTS, DRAFT_TOKENS, ACCEPTED = "drafts_total", "draft_tokens_total", "accepted_tokens_total"
+ACCEPTED_PER_POSITION = "accepted_tokens_per_pos_total"
 LOG_STATS_OFF = (
     "--disable-log-stats: /metrics counts no drafts, for `redraft fleet watch` and "
     "dashboards: leave it out"
@@ -55,9 +56,11 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
     """The same, or None if there are no such counters."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
-    for sample in read_samples(metrics, SPEC_DECODE):
-        sums[sample.name] = sums.get(sample.name, 0) + sample.value
-        if sample.name == ACCEPTED_PER_POSITION:
+    prefix = OF_LLAMA_CPP if f"\n{OF_LLAMA_CPP}" in metrics else SPEC_DECODE
+    for sample in read_samples(metrics, prefix):
+        name = sample.name.removeprefix(prefix)
+        sums[name] = sums.get(name, 0) + sample.value
+        if name == ACCEPTED_PER_POSITION:
             # Labels are text, and "10" sorts before "2".
             position = int(sample.labels["position"])
             per_position[position] = per_position.get(position, 0) + sample.value

@@ -184,20 +184,29 @@ def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], ND
     return begins_T[:num_rows], reach_TK
 
 
-def simulate_blocks(match_TK: ArrayLike, num_output_tokens: int) -> AcceptanceCounts:
+def simulate_blocks(
+    match_TK: ArrayLike, num_output_tokens: int, max_tokens: int | None = None
+) -> AcceptanceCounts:
     """Counts of the blocks of greedy speculative decoding over one output.
 
     `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy
     token, given a match of the earlier ones. This is `expected_blocks` with probabilities 0 and 1,
-    whose counts are whole numbers.
+    whose counts are whole numbers. With `max_tokens`, the longest answer, as in llama.cpp: it drafts
+    no further than to the token before the last of such an answer, and counts none from the end
+    token on. vLLM drafts and counts beyond the end.
     """
     accept_TK = np.asarray(match_TK, np.float64)
-    walked = expected_blocks(accept_TK, num_output_tokens)
+    num_rows, k = accept_TK.shape
+    rows_T, room_T = np.arange(num_rows), np.full(num_rows, k)
+    if max_tokens is not None:
+        room_T = np.clip(max_tokens - 2 - rows_T, 0, k)
+        accept_TK = accept_TK * (np.arange(k) < num_output_tokens - 2 - rows_T[:, None])
+    walked = expected_blocks(accept_TK, num_output_tokens, (room_T > 0).astype(np.float64))
+    begins_T, _ = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
     # Zeros and ones stay exact in float64, so `round` changes the type only.
-    num_drafts = round(walked.num_drafts)
     return AcceptanceCounts(
-        num_drafts=num_drafts,
+        num_drafts=round(walked.num_drafts),
         num_accepted=round(walked.num_accepted),
-        num_draft_tokens=num_drafts * accept_TK.shape[1],
+        num_draft_tokens=round(float(begins_T @ room_T[: len(begins_T)])),
         accepted_per_position=tuple(round(count) for count in walked.accepted_per_position),
     )

@@ -69,12 +69,14 @@ def check_gguf(path: Path) -> None:
         raise ValueError("GGUF files need a separate package: pip install gguf")
 
 
-def read_header(path: Path) -> GgufHeader:
-    """The metadata of a GGUF file.
+def open_gguf(path: Path) -> Any:
+    """The reader of a GGUF file, with its fields and tensors.
 
     Raises:
-        ValueError: the file is truncated or corrupt.
+        FileNotFoundError: there is no such file.
+        ValueError: it is no GGUF file, or is truncated or corrupt.
     """
+    check_gguf(path)
     from gguf import GGUFReader, GGUFValueType  # an optional dependency
 
     class Reader(GGUFReader):  # type: ignore[misc]  # gguf has no types
@@ -87,7 +89,24 @@ def read_header(path: Path) -> GgufHeader:
             return super()._get_field_parts(offset, raw_type)
 
     try:
-        reader = Reader(path)
+        return Reader(path)
+    except Exception as error:  # numpy, struct and unicode errors: the reader checks nothing itself
+        raise _corrupt(path, error) from error
+
+
+def _corrupt(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is truncated or corrupt ({first_line(error)}): fetch it again")
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The metadata of a GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no GGUF file of a whole model, or is truncated or corrupt.
+    """
+    reader = open_gguf(path)
+    try:
         fields = {
             key: reader.fields[key].contents()
             for key in (
@@ -101,10 +120,8 @@ def read_header(path: Path) -> GgufHeader:
             if key in reader.fields
         }
         types = {tensor.tensor_type.name for tensor in reader.tensors}
-    except Exception as error:  # numpy, struct and unicode errors: the reader checks nothing itself
-        raise ValueError(
-            f"{path} is truncated or corrupt ({first_line(error)}): fetch it again"
-        ) from error
+    except Exception as error:  # a text that is not UTF-8
+        raise _corrupt(path, error) from error
     if (parts := int(fields.get("split.count", 0))) > 1:
         raise ValueError(
             f"{path} is one of {parts} parts (split.count): merge them first, with "

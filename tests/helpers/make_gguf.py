@@ -37,7 +37,7 @@ def write_gguf(
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         rows = interleave_halves(weight, heads.get(name.split(".")[-2], 0))
-        writer.add_tensor(names.get_name(name, (".weight",)), rows.contiguous().numpy())
+        writer.add_tensor(names.get_name(name, (".weight",)), rows.float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,213 @@
+"""Write a draft as a GGUF file, with the tokenizer of its target's GGUF file.
+
+llama.cpp checks the names and shapes of a file's tensors, and nothing of their meaning. Names and
+keys are those of its loaders and of its converter (b10605); a test serves the files.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redraft.files.artifact import sync
+from redraft.files.gguf import open_gguf, read_header
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Parts of a layer in transformers and in llama.cpp."""
+
+PLAIN, LLAMA3 = "default", "llama3"
+"""Kinds of rotation."""
+
+TOKENIZER = "tokenizer."
+ROPE_FACTORS = "rope_freqs.weight"
+UNQUANTISED = frozenset({"F32", "F16", "BF16", "F64"})
+Value = bool | int | float | Sequence[int]
+
+
+@dataclass(frozen=True)
+class GgufTarget:
+    """The GGUF file of a target, as far as its drafts depend on it."""
+
+    path: Path
+
+    @cached_property
+    def _reader(self) -> Any:
+        read_header(self.path)  # raises for a part of a model, or an adapter
+        return open_gguf(self.path)
+
+    def _read(self, key: str) -> Any:
+        field = self._reader.fields.get(key)
+        if field is None:
+            raise ValueError(f"{self.path} has no {key}: it is not the GGUF file of a model")
+        return field.contents()
+
+    @cached_property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture, e.g. `llama`."""
+        return str(self._read("general.architecture"))
+
+    @cached_property
+    def num_layers(self) -> int:
+        return int(self._read(f"{self.architecture}.block_count"))
+
+    @cached_property
+    def hidden_size(self) -> int:
+        return int(self._read(f"{self.architecture}.embedding_length"))
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary, by id."""
+        return list(self._read("tokenizer.ggml.tokens"))
+
+    @cached_property
+    def quantised(self) -> tuple[str, ...]:
+        """The types of its quantised tensors, e.g. `Q4_K`; empty if all weights are full."""
+        types = {tensor.tensor_type.name for tensor in self._reader.tensors}
+        return tuple(sorted(types - UNQUANTISED))
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """The fields of the tokenizer, as the reader holds them."""
+        fields = self._reader.fields
+        return {key: field for key, field in fields.items() if key.startswith(TOKENIZER)}
+
+    def rows(self, name: str, ids: Sequence[int]) -> Tensor | None:
+        """These rows of a matrix in float32, [len(ids), D]; None if the file has no such tensor."""
+        from gguf.quants import dequantize
+
+        found = next((t for t in self._reader.tensors if t.name == name), None)
+        if found is None:
+            return None
+        return torch.from_numpy(dequantize(found.data[list(ids)], found.tensor_type).copy()).float()
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Value],
+    tensors: Mapping[str, Tensor],
+    tokenizer: Mapping[str, Any],
+) -> None:
+    """Write a file with the keys `ARCHITECTURE.NAME` and a target's tokenizer, and flush it.
+
+    Matrices keep their type. Vectors are in float32, as llama.cpp reads norms. A key with
+    `tokenizer.` in front replaces the target's.
+    """
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        name = key if key.startswith(TOKENIZER) else f"{architecture}.{key}"
+        _add_key(writer, name, value)
+    for key, field in tokenizer.items():
+        if key not in keys:
+            kinds = field.types
+            inner = kinds[-1] if len(kinds) > 1 else None  # the type of an array's members
+            writer.add_key_value(key, field.contents(), kinds[0], inner)
+    for name, tensor in tensors.items():
+        _add_tensor(writer, name, tensor.detach().contiguous())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    sync(path)
+
+
+def _add_key(writer: Any, name: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    else:
+        writer.add_array(name, list(value))
+
+
+def _add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
+    from gguf import GGMLQuantizationType
+
+    if tensor.dtype == torch.int64:
+        writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.I64)
+    elif tensor.dtype == torch.bfloat16 and tensor.ndim > 1:  # numpy has no bfloat16
+        raw = tensor.view(torch.uint8).numpy()
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)
+    else:
+        is_half = tensor.dtype == torch.float16 and tensor.ndim > 1
+        writer.add_tensor(name, tensor.numpy() if is_half else tensor.float().numpy())
+
+
+def layer_name(layer: int, part: str) -> str | None:
+    """llama.cpp's name of a layer's tensor, such as `mlp.up_proj.weight`; None if it has none."""
+    name, _, kind = part.rpartition(".")
+    known = LAYER.get(name)
+    return None if known is None else f"blk.{layer}.{known}.{kind}"
+
+
+def interleave(rows: Tensor, num_heads: int) -> Tensor:
+    """A projection whose rotated pairs are neighbours, as llama.cpp's `llama` and `eagle3` rotate.
+
+    In transformers, the pairs are rows of a head's two halves.
+    """
+    halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, -1)
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def layer_keys(config: Mapping[str, Any]) -> dict[str, Value]:
+    """The keys of a model's sizes and rotation, from a config.json of transformers."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": config["num_hidden_layers"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(rope(config)["rope_theta"]),
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of a config.json, in today's spelling."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = found.get("rope_type") or found.get("type") or PLAIN
+    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {**found, "rope_type": kind, "rope_theta": theta}
+
+
+def rope_factors(config: Mapping[str, Any]) -> Tensor:
+    """Llama 3's divisors of the rotary frequencies, [E / 2], as llama.cpp's converter writes them."""
+    found, heads = rope(config), config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+    wavelengths = 2 * np.pi * found["rope_theta"] ** exponents
+    # Turns within the original context, from 0 (long waves, slowed by `factor`) to 1 (short ones).
+    turns = found["original_max_position_embeddings"] / wavelengths
+    low, high = found["low_freq_factor"], found["high_freq_factor"]
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    factors: Tensor = 1 / ((1 - share) / found["factor"] + share)
+    return factors.float()
