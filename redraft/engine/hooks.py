@@ -113,16 +113,10 @@ TABLE = (
         runner="V1",
     ),
     Hook(
-        names=("v1.engine.core:EngineCoreProc.run_busy_loop",),
-        feature="engine_wait",
-        by="engine.wait:run_with_sleeps",
-        why="requests wait until the engine is out of work, at a third of the speed",
-    ),
-    Hook(
         names=("distributed.device_communicators.shm_broadcast:sched_yield",),
-        feature="yields",
+        feature="engine_wait",
         by="engine.wait:with_sleeps",
-        why="as above; wrapped within the engine core's loop, because workers wait as before",
+        why="a step begins a tick late if a learner or another thread wants the core",
     ),
     Hook(
         names=("_custom_ops:CPUDNNLGEMMHandler.__del__",),

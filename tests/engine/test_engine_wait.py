@@ -1,4 +1,4 @@
-"""The wait of vLLM's engine core, after vLLM's plugin loader has patched it."""
+"""The wait of vLLM's engine core and workers, after vLLM's plugin loader has patched it."""
 
 from __future__ import annotations
 
@@ -23,42 +23,53 @@ CASES = {
 LOAD_AND_RUN = """
 import json, os, sys
 from vllm.plugins import load_general_plugins
-import vllm.v1.engine.core
 
-def load_and_run():
-    load_general_plugins()
+def load():
     from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.v1.engine.core import EngineCoreProc
     before = shm_broadcast.sched_yield
-    engine = type("Engine", (), {"_handle_shutdown": lambda self: False})()
-    try:
-        EngineCoreProc.run_busy_loop(engine)
-    except SystemExit:
-        pass
+    load_general_plugins()
     return shm_broadcast.sched_yield is not before
 
 for name, environment in json.loads(sys.argv[1]).items():
     if not os.fork():
         os.environ |= environment
-        print(name, "mended", load_and_run(), flush=True)
+        print(name, "mended", load(), flush=True)
         os._exit(0)
     os.wait()
 """
 
 
-def test_one_in_a_number_of_calls_sleeps(monkeypatch):
-    slept, yielded = [], []
-    monkeypatch.setattr(engine_wait.time, "sleep", slept.append)
-    wait = engine_wait.with_sleeps(lambda: yielded.append(1))
-    for _ in range(3 * engine_wait.YIELDS_PER_SLEEP):
-        wait()
-    assert slept == 3 * [engine_wait.SLEEP_S]
-    assert len(yielded) == 3 * (engine_wait.YIELDS_PER_SLEEP - 1)
+COUNT_TURNS = """
+import os, sys, time
+from redraft.engine.wait import with_sleeps
+wait = with_sleeps(os.sched_yield) if sys.argv[1] == "sleeps" else os.sched_yield
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+neighbour = os.fork()
+if not neighbour:
+    while True:
+        pass
+turns, end_s = 0, time.monotonic() + 0.5
+while time.monotonic() < end_s:
+    wait()
+    turns += 1
+os.kill(neighbour, 9)
+print(turns)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's scheduler")
+def test_another_thread_takes_the_core_for_ticks_from_a_loop_of_yields_and_not_of_sleeps():
+    yields, sleeps = (
+        int(subprocess.check_output([sys.executable, "-c", COUNT_TURNS, kind], text=True))
+        for kind in ("yields", "sleeps")
+    )
+    # a tick takes 1 to 10 ms, and a sleep 0.05
+    assert sleeps > 3 * yields
 
 
 @pytest.fixture(scope="module")
 def loaded() -> str:
-    """A line for each case: whether an engine core in its environment waits with sleeps."""
+    """A line for each case: whether a process of vLLM in its environment waits with sleeps."""
     clean = {
         name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", VARIABLE)
     }
@@ -70,7 +81,7 @@ def loaded() -> str:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", CASES)
-def test_the_engine_core_of_our_servers_waits_with_sleeps(name: str, loaded: str) -> None:
+def test_the_processes_of_our_servers_wait_with_sleeps(name: str, loaded: str) -> None:
     assert f"{name} mended {CASES[name][1]}\n" in loaded
 
 
