@@ -8,7 +8,7 @@ plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, accept
 import datetime
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -123,9 +123,7 @@ def plan_run(
             "eval --no-forecast"
         )
         device = torch.device(machine.device)
-        require_target_room(
-            replace(pair.target, dtype=dtype), device, way_out=way_out, machine=machine
-        )
+        require_target_room(pair.target.in_dtype(dtype), device, way_out=way_out, machine=machine)
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)

@@ -120,7 +120,7 @@ class Run:
         dtype = cfg.target_dtype or default_target_dtype(
             self.opened.folder, on_cpu=self.accelerator.device.type == "cpu", machine=machine
         )
-        self.opened = replace(self.opened, dtype=dtype)
+        self.opened = self.opened.in_dtype(dtype)
         self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
         self._require_room(machine)

@@ -9,7 +9,6 @@ Training, forecast and engine all ask here, `redraft serve` too, so a draft is t
 numbers that serve it. Importing this loads neither torch nor vLLM.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from redraft.engine.hardware import Machine, this_machine
@@ -27,8 +26,8 @@ def open_target(
 ) -> TargetFolder:
     """The target, opened, to compute in `dtype` or the default. Raises as `TargetFolder.open`."""
     target = TargetFolder.open(name_or_path)
-    return replace(
-        target, dtype=dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine)
+    return target.in_dtype(
+        dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine)
     )
 
 

@@ -7,7 +7,7 @@ Importing this loads no torch: what needs transformers is read when it is first 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,12 @@ class TargetFolder:
         Raises: as `open_folder`.
         """
         return TargetFolder(name=str(name_or_path), folder=open_folder(name_or_path))
+
+    def in_dtype(self, dtype: TargetDtype | None) -> TargetFolder:
+        """The same target in this type, with what has been read of its files."""
+        other = replace(self, dtype=dtype)
+        vars(other).update({name: value for name, value in vars(self).items() if name != "dtype"})
+        return other
 
     @property
     def torch_dtype(self) -> Any:
