@@ -30,8 +30,8 @@ LEFT_OUT = {
     r"redraft doctor (?!.*--no-engine).*--draft": "starts vLLM",
     r"redraft train (?!.*--print-config)|accelerate launch|vllm serve": "starts vLLM; most name "
     "GPUs",
-    r"python -m sglang|trtllm-serve": "starts another engine",
-    r"redraft export .*sglang": "refused: the draft of the tests reads the last layer",
+    r"python -m sglang|trtllm-serve|llama-server": "starts another engine",
+    r"redraft export .*(sglang|llama)": "refused: the draft of the tests reads the last layer",
     r"python -m benchmarks.studies.presets": "trains for four minutes and starts vLLM",
     r"python recipes/rl_grpo.py": "needs a running server and trl",
     r"for i in 1 2; do|until curl|python ask.py|redraft fleet rollback": "needs the two servers of "

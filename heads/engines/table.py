@@ -30,6 +30,8 @@ class Export:
     """Published folder; the draft's own if nothing has to be written."""
     num_tokens: int
     """Draft tokens a step, for families that do not fix their number."""
+    gguf: Path | None = None
+    """The target's GGUF file, for llama.cpp."""
 
 
 class Rules(Protocol):
@@ -125,6 +127,20 @@ ENGINES: tuple[Engine, ...] = (
             "eagle1": "its PyTorch backend takes EAGLE-3 heads only",
             "peagle": "its parallel method (PARD) takes whole models",
             "medusa": "only its older C++ backend does",
+        },
+    ),
+    Engine(
+        name="llama.cpp",
+        title="llama.cpp",
+        version="b11549",
+        is_run=True,
+        module="redraft.heads.engines.llama_cpp",
+        unserved={
+            **LOOKUPS,
+            "eagle1": "it has no such heads",
+            "peagle": "it drafts no token of an EAGLE-3 head in parallel",
+            "medusa": "it has no such heads",
+            "mtp": "its own converter puts the layer into the target's file",
         },
     ),
 )

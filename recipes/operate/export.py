@@ -2,6 +2,7 @@
 
     $ redraft export outputs/eagle3/draft --engine sglang
     $ redraft export outputs/dspark/draft --engine tensorrt-llm --output drafts/dspark
+    $ redraft export outputs/eagle3/draft --engine llama.cpp --gguf target.gguf
 
 An engine that reads a head otherwise than training serves the same text with fewer accepted tokens,
 and says nothing. So the draft is checked first, and a part that the engine cannot compute is
@@ -25,6 +26,8 @@ class Config:
     """Engine to write for."""
     target: str | None = None
     """Folder or hub name of the served model. By default the one in the draft's provenance.json."""
+    gguf: Path | None = None
+    """The target's GGUF file, which gives a draft for llama.cpp its tokenizer."""
     output: Path | None = None
     """Folder to write. By default the draft's, with the engine's name behind it."""
     num_speculative_tokens: int | None = None
@@ -77,7 +80,7 @@ def main(cfg: Config) -> None:
         export = Export(pair=pair, output=folder, num_tokens=num_tokens)
         print(f"nothing to write: {engine.title} reads the layer in the target's folder")
     else:
-        export = Export(pair=pair, output=output, num_tokens=num_tokens)
+        export = Export(pair=pair, output=output, num_tokens=num_tokens, gguf=cfg.gguf)
         export_draft(engine, export, overwrite=cfg.overwrite)
         print(f"written for {engine.proof}: {output}")
     print(f"serve it with:\n{engine.rules().serve(export)}")

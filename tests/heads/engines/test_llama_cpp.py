@@ -25,7 +25,11 @@ from redraft.files.folder import CONFIG
 from redraft.files.gguf import open_gguf
 from redraft.files.gguf_writer import GgufTarget, rope_factors
 from redraft.files.target_folder import TargetFolder
-from redraft.heads.llama_cpp import TYPES, describe_command, require_same_target, write_draft
+from redraft.heads.engines import llama_cpp
+from redraft.heads.engines.exporting import export_draft, require_exportable
+from redraft.heads.engines.llama_cpp import FILE, TYPES, require_same_target
+from redraft.heads.engines.table import Export, find_engine
+from redraft.recipes.cli.run import dispatch
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,17 @@ def world(
 ) -> World:
     require_llama_cpp()
     return make_world(small_tokenizer, tmp_path_factory.mktemp("llama.cpp"))
+
+
+ENGINE = find_engine("llama.cpp")
+
+
+def write(world: World, draft: Path, gguf: GgufTarget | None = None) -> Path:
+    """The exported GGUF file of a draft."""
+    output, gguf = draft.with_name("exported"), gguf or world.gguf
+    export = Export(pair=world.pair(draft), output=output, num_tokens=3, gguf=gguf.path)
+    export_draft(ENGINE, export, overwrite=False)
+    return output / FILE
 
 
 @pytest.mark.parametrize(
@@ -52,8 +67,8 @@ def test_llama_cpp_counts_as_the_forecast_says(
     world: World, name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """30 prompts, float32: the same answers, drafts, draft tokens and accepted tokens."""
-    draft, file = make_draft(world, name, tmp_path / "draft", **options), tmp_path / "draft.gguf"
-    write_draft(world.pair(draft), world.gguf, file)
+    draft = make_draft(world, name, tmp_path / "draft", **options)
+    file = write(world, draft)
     with serving(world.gguf.path, draft=file, kind=TYPES[name]) as client:
         texts, counts = serve(client, world)
     assert texts == [answer.output_ids for answer in world.answers]
@@ -82,12 +97,12 @@ def test_llama_cpp_reads_a_standalone_draft_of_qwen(
     tokenizer = world.folder.tokenizer
     tokenizer.add_special_tokens({"unk_token": "<|pad|>"})  # or Qwen 2's class adds its own
     tokenizer.save_pretrained(tmp_path / "draft")
-    write_draft(world.pair(tmp_path / "draft"), world.gguf, tmp_path / "draft.gguf")
+    file = write(world, tmp_path / "draft")
     prompt = world.answers[0].prompt.token_ids
     expected = model.generate(
         torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=[2, 3]
     )
-    with serving(tmp_path / "draft.gguf") as client:
+    with serving(file) as client:
         assert complete(client, prompt, 24)["tokens"] == expected[0, len(prompt) :].tolist()
 
 
@@ -95,8 +110,7 @@ def test_llama_cpp_gets_matrices_in_the_type_of_the_draft(world: World, tmp_path
     draft = make_draft(world, "dspark", tmp_path / "float32", num_steps=0, reduced=True)
     loaded = world.pair(draft).family.draft_class().load(draft, world.borrowed)
     loaded.export(tmp_path / "bfloat16", torch.bfloat16)
-    write_draft(world.pair(tmp_path / "bfloat16"), world.gguf, tmp_path / "draft.gguf")
-    found = {t.name: t for t in open_gguf(tmp_path / "draft.gguf").tensors}
+    found = {t.name: t for t in open_gguf(write(world, tmp_path / "bfloat16")).tensors}
     types = {name: tensor.tensor_type.name for name, tensor in found.items()}
     assert types["fc.weight"] == types["blk.1.attn_q.weight"] == types["markov_w1.weight"] == "BF16"
     assert types["conf_proj.weight"] == types["output_norm.weight"] == "F32"
@@ -113,10 +127,10 @@ def test_llama_cpp_gets_matrices_in_the_type_of_the_draft(world: World, tmp_path
         ("eagle3", {"aux_layer_ids": (1, 2)}, "exactly 3"),
         ("eagle3", {"fc_norm": True}, "--head.no-fc-norm"),
         ("eagle3", {"norm_output": True}, "--head.no-norm-output"),
-        ("eagle3", {"num_layers": 2}, "has one"),
+        ("eagle3", {"num_layers": 2}, "EAGLE-3 one"),
         ("eagle3", {"window": 32}, "window of 32"),
         ("dflash", {"is_causal": True}, "one way"),
-        ("dspark", {"confidence_head": False}, "no confidence head"),
+        ("dspark", {"confidence_head": False}, "without a confidence head"),
         ("peagle", {"aux_layer_ids": (1, 2, 4), "mask_token_id": 0}, "serves no P-EAGLE"),
         ("eagle1", {}, "serves no EAGLE-1"),
         ("medusa", {}, "serves no Medusa"),
@@ -127,9 +141,9 @@ def test_what_llama_cpp_reads_wrongly_is_refused(
 ) -> None:
     draft = make_draft(world, name, tmp_path / "draft", num_steps=0, **options)
     with pytest.raises(ValueError, match=told) as raised:
-        write_draft(world.pair(draft), world.gguf, tmp_path / "draft.gguf")
+        write(world, draft)
     assert "\n" not in str(raised.value)
-    assert not (tmp_path / "draft.gguf").exists()
+    assert list(tmp_path.iterdir()) == [draft]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +163,11 @@ def test_llama_cpp_gets_rotations_that_its_reader_of_the_family_computes(
     config["rope_parameters"] = {**LLAMA3_ROPE, "rope_type": rope}
     (draft / CONFIG).write_text(json.dumps(config))
     if is_served:
-        write_draft(world.pair(draft), world.gguf, tmp_path / "draft.gguf")
-        names = {tensor.name for tensor in open_gguf(tmp_path / "draft.gguf").tensors}
+        names = {tensor.name for tensor in open_gguf(write(world, draft)).tensors}
         assert "rope_freqs.weight" in names
         return
     with pytest.raises(ValueError, match=f"rotates by {rope}"):
-        write_draft(world.pair(draft), world.gguf, tmp_path / "draft.gguf")
+        require_exportable(ENGINE, world.pair(draft))
 
 
 LLAMA3_ROPE = {
@@ -200,11 +213,26 @@ def test_llama_cpp_gives_a_head_no_streams_of_some_targets(
     folder = world.folder.folder
     file = write_gguf(tmp_path / "gemma.gguf", folder, small_tokenizer, architecture="gemma2")
     with pytest.raises(ValueError, match="no inner streams of a gemma2 target"):
-        write_draft(world.pair(draft), GgufTarget(file), tmp_path / "draft.gguf")
+        write(world, draft, GgufTarget(file))
 
 
 def test_the_command_names_llama_cpps_type_of_draft(world: World, tmp_path: Path) -> None:
     draft = make_draft(world, "dspark", tmp_path / "draft", num_steps=0)
-    assert describe_command(world.pair(draft), Path("t.gguf"), Path("d.gguf"), 3) == (
-        "llama-server -m t.gguf -md d.gguf --spec-type draft-dspark --spec-draft-n-max 3"
+    export = Export(pair=world.pair(draft), output=Path("d"), num_tokens=3, gguf=Path("t.gguf"))
+    assert llama_cpp.serve(export) == (
+        "llama-server -m t.gguf -md d/draft.gguf --spec-type draft-dspark --spec-draft-n-max 3"
     )
+
+
+def test_export_for_llama_cpp_wants_the_targets_file(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = make_draft(world, "eagle3", tmp_path / "draft", num_steps=0)
+    args = ["export", str(draft), "--engine", "llama.cpp", "--target", world.folder.name]
+    assert dispatch(args) == 2
+    assert "give --gguf" in capsys.readouterr().err
+    assert dispatch([*args, "--gguf", str(draft / CONFIG)]) == 2
+    assert "not a GGUF file" in capsys.readouterr().err
+    assert dispatch([*args, "--gguf", str(world.gguf.path)]) == 0
+    assert "written for llama.cpp b11549 (run)" in capsys.readouterr().out
+    assert (tmp_path / "draft-llama.cpp" / FILE).is_file()

@@ -1,0 +1,356 @@
+"""llama.cpp b11549, run: a GGUF file of a draft, beside the GGUF file of its target.
+
+    standalone      a Llama, Qwen 2 or Qwen 3
+    EAGLE-3         one layer, three of the target's inner streams
+    DFlash, DSpark  layers that see everything, both ways within a block
+
+llama.cpp reads some drafts wrongly without an error, and then only acceptance falls: the stream
+after the last layer, norms of EAGLE-3.1, windows, a block that attends one way, long-context
+rotation in DFlash. All are refused here.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft.files.checkpoint import load_tokenizer
+from redraft.files.folder import read_config, tensor_files
+from redraft.files.gguf_writer import (
+    LLAMA3,
+    PLAIN,
+    ROPE_FACTORS,
+    GgufTarget,
+    Value,
+    interleave,
+    layer_keys,
+    layer_name,
+    rope,
+    rope_factors,
+    write_gguf,
+)
+from redraft.files.target_folder import TargetFolder
+from redraft.files.tensors import read_tensors
+from redraft.files.tokenizers import first_difference
+from redraft.files.windows import SECTION as BLOCK
+from redraft.files.windows import beside_target, trained_views
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.engines.folders import section, shell, write_changed
+from redraft.heads.engines.table import Export
+from redraft.heads.target import HEAD, Target
+
+TITLE = "llama.cpp"
+FILE = "draft.gguf"
+OTHERWISE = "serve it with vLLM, or train a head without it"
+
+TYPES = {
+    "standalone": "draft-simple",
+    "eagle3": "draft-eagle3",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
+"""llama.cpp's `--spec-type`, by family."""
+
+GIVE_STREAMS = frozenset(
+    {
+        *("llama", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe", "gemma4", "gpt-oss"),
+        *("deepseek4", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe", "minimax-01"),
+        *("minimax-m2", "bailingmoe3", "muse-glimmer"),
+    }
+)
+"""Architectures of targets whose inner streams llama.cpp hands to a head (`t_layer_inp`, b10605);
+beside another, the server aborts.
+"""
+
+CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
+
+SAME_TOKENS = 0.99
+"""Least share of equal tokens; llama.cpp's converter renames padding and a few special ones."""
+
+SAMPLED_ROWS, SAME_ROWS = 256, 0.9
+"""Embeddings to compare, and their least mean cosine. Those of the tiny target in 4 bits (Q4_0) keep
+0.996; another target's are near 0.
+"""
+
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",  # of DFlash's context
+    "input_norm.weight": "enc.output_norm.weight",  # of EAGLE-3 with norm_before_fc
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How an architecture of llama.cpp turns queries and keys."""
+
+    neighbours: bool
+    """Pairs of neighbours instead of halves."""
+    kinds: tuple[str, ...] = (PLAIN,)
+
+
+STANDALONE = {
+    "llama": Rotation(True, (PLAIN, LLAMA3)),
+    "qwen2": Rotation(False),
+    "qwen3": Rotation(False),
+}
+"""`model_type` of standalone drafts, which is llama.cpp's architecture too."""
+
+EAGLE3, DFLASH = Rotation(True, (PLAIN, LLAMA3)), Rotation(False)
+
+
+def find_refused(pair: Pair) -> Iterator[Finding]:
+    """The parts of a draft that llama.cpp does not compute, or reads otherwise without an error."""
+    if not pair.family.is_head:
+        yield from _refuse_standalone(pair)
+        return
+    layers, last = pair.family.read_layers(pair.config), pair.target_config.num_hidden_layers
+    if last in layers:
+        below = " ".join(map(str, sorted({min(2, last - 1), last // 2, last - 1})))
+        yield Finding(
+            f"the head reads the stream after the last layer, {last}, which {TITLE} takes after the "
+            "final norm: it would load, and fewer tokens be accepted",
+            f"train with layers below {last}, e.g. --head.aux-layer-ids {below}",
+        )
+    yield from _refuse_views(pair)
+    if pair.family.name == "eagle3":
+        yield from _refuse_eagle3(pair, layers)
+    elif pair.family.name == "dspark" and not pair.config.get("enable_confidence_head"):
+        yield Finding(
+            f"{TITLE} loads no DSpark head without a confidence head",
+            "train with --head.confidence-head",
+        )
+    yield from _refuse_rotation(pair.layer_config, _rotation(pair))
+
+
+def find_misread(pair: Pair) -> Iterator[Finding]:
+    """A folder is no file: llama.cpp reads none, and misreads none."""
+    yield from ()
+
+
+def write(export: Export, folder: Path) -> None:
+    """Write the draft as a GGUF file into `folder`, for the target's file `export.gguf`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is of another target or architecture, or corrupt; or a tensor is missing,
+            unknown or of another shape.
+    """
+    if export.gguf is None:
+        raise ValueError(f"{TITLE} serves a draft beside the target's GGUF file: give --gguf")
+    pair, gguf = export.pair, GgufTarget(export.gguf)
+    if pair.family.is_head and gguf.architecture not in GIVE_STREAMS:
+        raise ValueError(
+            f"{TITLE} gives a head no inner streams of a {gguf.architecture} target ({gguf.path}), "
+            "and aborts: serve a standalone draft there, or this head with vLLM"
+        )
+    require_same_target(pair.target, gguf)
+    if not pair.family.is_head:
+        config, stored, keys = pair.config, _read_all(pair.draft), layer_keys(pair.config)
+        if config.get("tie_word_embeddings"):
+            stored.pop(HEAD, None)
+        architecture = str(config["model_type"])
+    else:
+        # In one layout, whichever it has, and complete: loading has checked it.
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            write_changed(pair, Path(made), lambda config, tensors: None)
+            config, stored = read_config(Path(made)), _read_all(Path(made))
+        keys = layer_keys(config) | _keys(pair, config)
+        architecture = "eagle3" if pair.family.name == "eagle3" else "dflash"
+    tensors = _tensors(config, stored, _rotation(pair), pair.draft)
+    write_gguf(folder / FILE, architecture, keys, tensors, gguf.tokenizer)
+
+
+def serve(export: Export) -> str:
+    """The command."""
+    return shell(
+        *("llama-server", "-m", export.gguf, "-md", export.output / FILE),
+        *("--spec-type", TYPES[export.pair.family.name]),
+        *("--spec-draft-n-max", export.num_tokens),
+    )
+
+
+def _rotation(pair: Pair) -> Rotation:
+    if not pair.family.is_head:
+        return STANDALONE[str(pair.config["model_type"])]
+    return EAGLE3 if pair.family.name == "eagle3" else DFLASH
+
+
+def _refuse_eagle3(pair: Pair, layers: list[int]) -> Iterator[Finding]:
+    if len(layers) != 3:
+        yield Finding(
+            f"the head reads {len(layers)} layers, {layers}, and {TITLE}'s EAGLE-3 exactly 3",
+            "train with three, --head.aux-layer-ids",
+        )
+    if (count := pair.layer_config.get("num_hidden_layers", 1)) != 1:
+        yield Finding(f"the head has {count} layers, and {TITLE}'s EAGLE-3 one", OTHERWISE)
+    for option in ("fc_norm", "norm_output"):
+        if pair.config.get(option):
+            yield Finding(
+                f"{option} is true (EAGLE-3.1): {TITLE} does not compute this norm",
+                f"train with --head.no-{option.replace('_', '-')}",
+            )
+    for key in ("attention_bias", "mlp_bias"):
+        if pair.layer_config.get(key):
+            yield Finding(f"{key} is true: {TITLE}'s EAGLE-3 has no biases", OTHERWISE)
+    if pair.layer_config.get("model_type") == "qwen3":
+        yield Finding(f"{TITLE}'s EAGLE-3 has no norms of queries and keys", OTHERWISE)
+
+
+def _refuse_views(pair: Pair) -> Iterator[Finding]:
+    is_block = pair.family.name != "eagle3"
+    views = beside_target(trained_views(pair.config), pair.target_config)
+    for layer, view in enumerate(views):
+        if view.window:
+            yield Finding(
+                f"layer {layer} has a window of {view.window}, and {TITLE} would let it see "
+                "everything",
+                "train without --head.window",
+            )
+        elif is_block and view.is_causal:
+            yield Finding(
+                f"layer {layer} attends one way within a block, and {TITLE} both ways",
+                "train without --head.is-causal",
+            )
+
+
+def _refuse_rotation(config: Mapping[str, Any], rotation: Rotation) -> Iterator[Finding]:
+    found = rope(config)
+    if found["rope_type"] not in rotation.kinds or found.get("partial_rotary_factor", 1) != 1:
+        yield Finding(
+            f"it rotates by {found['rope_type']}, and {TITLE}'s reader of such a draft by "
+            f"{' or '.join(rotation.kinds)} only: it would load, and propose worse far into a text",
+            OTHERWISE,
+        )
+
+
+def _refuse_standalone(pair: Pair) -> Iterator[Finding]:
+    kind, tokens = pair.config.get("model_type"), pair.target_config.vocab_size
+    if kind not in STANDALONE:
+        yield Finding(f"redraft writes no GGUF file of a {kind} model", CONVERTER)
+        return
+    if pair.config.get("use_sliding_window"):
+        yield Finding("its layers have a window, which redraft does not write", CONVERTER)
+    if pair.config["vocab_size"] != tokens:
+        yield Finding(
+            f"it has {pair.config['vocab_size']:,} tokens, the target {tokens:,}",
+            "train it for this target",
+        )
+    elif found := first_difference(pair.target.tokenizer, load_tokenizer(pair.draft)):
+        yield Finding(
+            f"token {found[0]} is another one in its tokenizer than in the target's",
+            "train a draft of the target's family",
+        )
+    yield from _refuse_rotation(pair.config, STANDALONE[kind])
+
+
+def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
+    """Raise ValueError unless a GGUF file holds this target, whatever its types are.
+
+    Sizes, tokens, and a sample of the embeddings are compared.
+    """
+    config, other = target.text_config, "a draft proposes badly beside another target: give"
+    for name, theirs, ours in (
+        ("layers", gguf.num_layers, config.num_hidden_layers),
+        ("values a state", gguf.hidden_size, config.hidden_size),
+        ("tokens", len(gguf.tokens), config.vocab_size),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"{gguf.path} has {theirs:,} {name}, the target {target.name} {ours:,}: {other} the "
+                "GGUF file of this target"
+            )
+    names = target.tokenizer.convert_ids_to_tokens(
+        list(range(min(len(target.tokenizer), len(gguf.tokens))))
+    )
+    equal = sum(ours == theirs for ours, theirs in zip(names, gguf.tokens, strict=False))
+    if equal < SAME_TOKENS * len(names):
+        raise ValueError(
+            f"{gguf.path} has {len(names) - equal:,} other tokens than the target {target.name}: "
+            f"{other} the GGUF file of this target"
+        )
+    ids = torch.linspace(0, len(names) - 1, SAMPLED_ROWS).long().tolist()
+    theirs_ND = gguf.rows("token_embd.weight", ids)
+    if theirs_ND is None:
+        raise ValueError(f"{gguf.path} has no token_embd.weight: it is not the file of a model")
+    ours_ND = Target.from_folder(target.folder).embed_VD[ids].float()
+    # A row that no text uses may be all zeros.
+    used = (ours_ND.norm(dim=-1) > 0) & (theirs_ND.norm(dim=-1) > 0)
+    cosine = torch.cosine_similarity(ours_ND[used], theirs_ND[used], dim=-1).mean()
+    if not cosine >= SAME_ROWS:
+        raise ValueError(
+            f"{gguf.path} has the sizes of the target {target.name}, and other embeddings (cosine "
+            f"{float(cosine):.2f}): {other} the GGUF file of this target"
+        )
+
+
+def _read_all(folder: Path) -> dict[str, Tensor]:
+    return read_tensors(folder, tensor_files(folder))
+
+
+def _keys(pair: Pair, config: Mapping[str, Any]) -> dict[str, Value]:
+    """The keys of a head beside those of its layers, from its config.json in the layout of vLLM."""
+    layers = pair.family.read_layers(config)
+    if pair.family.name == "eagle3":
+        return {
+            "target_layers": layers,
+            "target_hidden_size": config["hidden_size"],
+            "norm_before_residual": config["norm_before_residual"],
+            "norm_before_fc": config["norm_before_fc"],
+        }
+    block = {
+        "target_layers": layers,
+        "block_size": config["block_size"],
+        "tokenizer.ggml.mask_token_id": section(config, BLOCK).get(
+            "mask_token_id", config.get("mask_token_id")
+        ),
+    }
+    anchored = {"sample_from_anchor": config.get("sample_from_anchor", True)}
+    return block | (anchored if pair.family.name == "dspark" else {})
+
+
+def _tensors(
+    config: Mapping[str, Any], stored: Mapping[str, Tensor], rotation: Rotation, draft: Path
+) -> dict[str, Tensor]:
+    """The tensors of a folder in vLLM's layout, under llama.cpp's names."""
+    num_heads = {
+        "q_proj": config["num_attention_heads"],
+        "k_proj": config.get("num_key_value_heads") or config["num_attention_heads"],
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name == "t2d":
+            continue
+        if name == "d2t":  # offsets in vLLM, the target's ids themselves in llama.cpp
+            tensors["d2t"] = tensor + torch.arange(len(tensor))
+            continue
+        heads = num_heads.get(name.split(".")[-2])
+        if heads and rotation.neighbours:
+            tensor = interleave(tensor, heads)
+        tensors[_rename(name, draft)] = tensor
+    if rope(config)["rope_type"] == LLAMA3:
+        tensors[ROPE_FACTORS] = rope_factors(config)
+    return tensors
+
+
+def _rename(name: str, draft: Path) -> str:
+    if name in OUTER:
+        return OUTER[name]
+    parts = name.removeprefix("model.").split(".")
+    if parts[0] == "midlayer":
+        parts = ["layers", "0", *parts[1:]]
+    found = layer_name(int(parts[1]), ".".join(parts[2:])) if parts[0] == "layers" else None
+    if found is None:
+        raise ValueError(f"{draft} holds {name}, for which llama.cpp has no place")
+    return found
