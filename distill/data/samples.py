@@ -374,9 +374,10 @@ def _decode(turn: TokenTurn, tokenizer: Any) -> str:
 
 
 def _has_written(text: str, answer: Message) -> bool:
+    """Whether a decoded answer is the one in the data, and so of the same tokenizer."""
+    said = [part for part in (answer["content"], answer.get("reasoning", "")) if part.strip()]
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
-    said = [*names, answer["content"], answer.get("reasoning", "")]
-    return bool(text) and all(is_in(part, text) for part in said)
+    return bool(text) and all(is_in(part, text) for part in said or names)
 
 
 def _turns(

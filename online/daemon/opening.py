@@ -26,6 +26,7 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry, copy_model, read_id
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import read_hidden_shape
+from redraft.online.records.record import name_base
 
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
@@ -92,7 +93,8 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
     """
     states = read_hidden_shape(cfg.draft.family, registry.current_path())
     known = frozenset(cfg.judging.domains)
-    return Buffer(cfg.buffer_config, target_fingerprint, states, known)
+    base = name_base(target_fingerprint, cfg.draft.adapter)
+    return Buffer(cfg.buffer_config, base, states, known)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:

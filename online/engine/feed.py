@@ -10,7 +10,7 @@ requests, L = hidden states of one token, D = size of each.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep, StepPart
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
-from redraft.online.records.record import Sampling
+from redraft.online.records.record import Constraint, Sampling
 
 OWNER_BYTES = 12  # of a tenant in the name of its live counts, and of its salt and adapter
 
@@ -66,6 +66,8 @@ class Feed:
         self.finished: list[str] = []
         self.num_new_tokens = 0  # Prompt tokens of the requests recorded since the newest step.
         self.unread: EngineStep | None = None  # the newest step, until the draft reads its states
+        self.is_masked = False
+        self.unmasked_RV: Tensor | None = None
 
     def add(self, request: Any) -> RequestInfo | None:
         """Take a new request, or one that was preempted and comes back.
@@ -96,6 +98,18 @@ class Feed:
             self.unread = step
         elif step is not None:
             self.capture.queue.put(step)
+
+    def keep_unmasked(self, logits_RV: Tensor, request_ids: Iterable[str]) -> None:
+        """Copy a step's logits before the grammar's mask of these requests changes them in place."""
+        if any(self.requests.get(name) for name in request_ids):
+            self.is_masked = True  # first: without memory for the copy, the step has no rows
+            self.unmasked_RV = logits_RV.clone()
+
+    def take_unmasked(self, logits_RV: Tensor | None) -> Tensor | None:
+        """The logits as they were before a mask, if there was one."""
+        kept_RV = self.unmasked_RV if self.is_masked else logits_RV
+        self.is_masked, self.unmasked_RV = False, None
+        return kept_RV
 
     def put_states(self, streams_ND: Sequence[Tensor]) -> None:
         """Complete the newest step with the hidden states that the draft now reads.
@@ -216,6 +230,9 @@ class Feed:
             stop_ids=frozenset(params.stop_token_ids or ()) | ({params.eos_token_id} - {None}),
             domain=origin.domain,
             tenant=origin.tenant,
+            constraints=tuple(name for name, applies in _find_constraints(params) if applies),
+            adapter=request.lora_request.lora_name if request.lora_request else "",
+            template_arguments=origin.arguments,
             text_begin=_find_text(request),
         )
 
@@ -247,25 +264,25 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
     params = request.sampling_params
     reasons = {
         "opt_out": origin.opt_out,
-        # its logits already contain the grammar's mask
-        "structured_output": params.structured_outputs is not None,
-        # the engine changes its logits after they were captured, and a record does not say how;
-        # logit_bias is refused
-        "min_tokens": bool(params.min_tokens),
-        "bad_words": bool(params.bad_words),
-        "allowed_tokens": params.allowed_token_ids is not None,
-        "thinking_budget": params.thinking_token_budget is not None,
+        # the engine chooses its tokens in a way of which a record does not say how
         "watermark": bool(params.watermarking),
         "forced_tokens": bool(params.trace_decode_token_ids),
         # for logits processors that are not vLLM's
         "custom_arguments": bool((params.extra_args or {}).keys() - PLAIN_ARGUMENTS),
-        # with an adapter the target is not the one the draft is trained for
-        "lora": request.lora_request is not None,
         # the target read more than token ids; a head learns from the states after the last image
         "multimodal": (bool(request.mm_features) and not with_states)
         or request.prompt_token_ids is None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _find_constraints(params: Any) -> Iterable[tuple[Constraint, bool]]:
+    # vLLM refuses `logit_bias` beside a draft.
+    yield "structured_output", params.structured_outputs is not None
+    yield "min_tokens", bool(params.min_tokens)
+    yield "bad_words", bool(params.bad_words)
+    yield "allowed_tokens", params.allowed_token_ids is not None
+    yield "thinking_budget", params.thinking_token_budget is not None
 
 
 def find_owner(config: CaptureConfig, request: Any) -> bytes | None:

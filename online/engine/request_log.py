@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.online.records.record import Record, Sampling
+from redraft.online.records.record import Constraint, Record, Sampling
 from redraft.online.records.states import SCALE_BYTES
 
 SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not wait
@@ -37,6 +37,9 @@ class RequestInfo:
     stop_ids: frozenset[int]
     domain: str = ""
     tenant: str = ""
+    constraints: tuple[Constraint, ...] = ()
+    adapter: str = ""
+    template_arguments: str = ""
     text_begin: int = 0
     """Index of the first token after the last image. The states of earlier ones are left out: a
     head reads the image's embeddings with them, which no record has.
@@ -262,6 +265,9 @@ class RequestLog:
             target_version=self.target_version,
             draft_version=self.draft_version,
             sampling=self.info.sampling,
+            constraints=self.info.constraints,
+            adapter=self.info.adapter,
+            template_arguments=self.info.template_arguments,
             num_prompt_tokens=len(self.info.prompt_ids),
             top_k=columns["row_topk_ids"].shape[1],
             context=_pack_ids(context[num_left_out:]),

@@ -29,6 +29,7 @@ from redraft.online.records.origin import (
     EXTRA_ARGS_KEY,
     Origin,
     hash_salt,
+    pack_arguments,
     read_origin_headers,
     stored_name,
 )
@@ -85,6 +86,7 @@ class Endpoint:
             self.config.registry, engine_client, targets=self.config.targets, can_pause=can
         )
         forward_origin(engine_client)
+        note_arguments(getattr(state, "openai_serving_chat", None))
         self.notes = list_notes(engine_client.vllm_config, args)
         for note in self.notes:
             logger.warning("redraft: %s", note)
@@ -266,3 +268,22 @@ def forward_origin(engine_client: Any) -> None:
         return generate_with_origin
 
     hooks.hook(engine_client, "origin", generate=write)
+
+
+def note_arguments(chat: Any) -> None:
+    """Write the template's arguments of each chat request, with the server's defaults, into its
+    origin. Nothing without a chat API.
+    """
+    if chat is None:
+        return
+
+    def note(effective: Callable[..., Any]) -> Callable[..., Any]:
+        def effective_arguments(request: Any) -> Any:
+            arguments = effective(request)
+            if origin := _origin.get(None):
+                _origin.set(origin._replace(arguments=pack_arguments(arguments)))
+            return arguments
+
+        return effective_arguments
+
+    hooks.hook(chat, "origin", _effective_chat_template_kwargs=note)

@@ -31,6 +31,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
         runner,
         "capture",
         _sample=around(ours, "_sample", ours.sample),
+        sample_tokens=around(ours, "_sample_tokens", ours.sample_tokens),
         _get_spec_decode_draft_probs=around(ours, "_draft_probs", ours.draft_probs),
         _on_request_state_removed=around(ours, "_request_removed", ours.request_removed),
     )
@@ -128,9 +129,20 @@ class _Hooks:
         self.state = find_state(runner, RunnerState)
         self.step_draft_probs_SV: Tensor | None = None
         self._sample: Any
+        self._sample_tokens: Any
         self._draft_probs: Any
         self._request_removed: Any
         self._propose: Any
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with self.capture.reporting("hook"):
+            state = self.runner.execute_model_state  # None after a failure
+            if state is not None and grammar_output is not None:
+                names = grammar_output.structured_output_request_ids
+                for name in names:  # new ones are not decided yet
+                    self.feed.add(self.runner.requests[name])
+                self.feed.keep_unmasked(state.logits, names)
+        return self._sample_tokens(grammar_output)
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
         # set by `draft_probs`, which the runner calls within `_sample`
@@ -142,6 +154,7 @@ class _Hooks:
         output = self._sample(logits_RV, metadata)
         with self.capture.reporting("hook"):
             # References only: reading a value here would make the engine's thread wait for the GPU.
+            kept_RV = self.feed.take_unmasked(kept_RV)
             self.feed.put(self._make_step(kept_RV, metadata, output.sampled_token_ids))
         self.step_draft_probs_SV = None  # as large as the logits
         return output

@@ -51,6 +51,9 @@ def install_capture(runner: Any, capture: Capture) -> None:
         add_requests=around(ours, "_add_requests", ours.add_requests),
         finish_requests=around(ours, "_finish_requests", ours.finish_requests),
     )
+    if runner.structured_outputs_worker is not None:
+        mask = around(ours, "_mask", ours.mask)
+        hook(runner.structured_outputs_worker, "capture", apply_grammar_bitmask=mask)
     if capture.config.hidden_states and runner.speculator is not None:
         hook(runner.speculator, "capture", propose=around(ours, "_propose", ours.propose))
 
@@ -159,6 +162,7 @@ class _Hooks:
         self._add_requests: Any
         self._finish_requests: Any
         self._propose: Any
+        self._mask: Any
         # V2 has no lookup before a head, and asks its draft up to the end of the context.
         self._proposer = (
             LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
@@ -187,6 +191,12 @@ class _Hooks:
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
 
+    def mask(self, logits_RV: Tensor, batch: Any, request_ids: list[str], *args: Any) -> None:
+        """Hook on the grammar's mask, which changes the logits before the sampler sees them."""
+        with self.capture.reporting("hook"):
+            self.feed.keep_unmasked(logits_RV, request_ids)
+        self._mask(logits_RV, batch, request_ids, *args)
+
     def watch(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         """A sampler's `__call__`, after which its output is taken."""
 
@@ -207,7 +217,8 @@ class _Hooks:
     ) -> None:
         """Hook after a sampler: `draft_logits` [requests, J, V] belong to probabilistic drafts."""
         with self.capture.reporting("hook"):
-            self.feed.put(self._make_step(output, logits_RV, batch, draft_logits))
+            kept_RV = self.feed.take_unmasked(logits_RV)
+            self.feed.put(self._make_step(output, kept_RV, batch, draft_logits))
 
     def propose(self, *args: Any, **options: Any) -> Any:
         """Hook on the draft's proposal, with the target's last hidden states.
@@ -221,7 +232,7 @@ class _Hooks:
         return self._propose(*args, **options)
 
     def _make_step(
-        self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None
+        self, output: Any, logits_RV: Tensor | None, batch: Any, draft_logits: Tensor | None
     ) -> EngineStep | None:
         """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""
         # 1. As far as the host knows. These are numpy arrays, so `tolist` waits for nothing.

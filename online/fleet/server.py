@@ -68,8 +68,14 @@ CAPTURE_DROP_REASONS = {
     "evicted_files_spool_budget": "spool_evicted",
     "dropped_records_broker": "log_silent",
     "dropped_records_too_large": "too_large",
+    **{
+        f"skipped_requests_{reason}": reason
+        for reason in ("watermark", "forced_tokens", "custom_arguments", "multimodal", "unmarked")
+    },
 }
-"""Capture's counters of records lost before the learner, and the learner's reason for each."""
+"""Capture's counters of records lost before the learner, and of requests that it cannot record; and
+the learner's reason for each.
+"""
 
 
 def require_address(url: str) -> None:

@@ -89,8 +89,8 @@ class BufferStatus:
     oldest_s: float | None
     """Arrival of the oldest record, seconds since the epoch."""
     counts: dict[str, int]
-    """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless,
-    forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
+    """Records since this process began, by fate: stored, duplicate, foreign, other_adapter,
+    stateless, textless, forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
     reason of a `CorruptRecordError`: corrupt, oversized, ... Plus the number of damaged_files.
     """
 
@@ -120,7 +120,8 @@ class Buffer(AbstractContextManager["Buffer"]):
 
         Args:
             config: The folder and the limits.
-            target_fingerprint: Records of this target are usable; the others are foreign.
+            target_fingerprint: Records of this target, by `Record.base`, are usable; the others are
+                foreign.
             hidden_shape: Shape of the hidden states the draft reads. The target's records without
             them are not
                 stored.
@@ -183,13 +184,14 @@ class Buffer(AbstractContextManager["Buffer"]):
     def append(self, frames: Frames, now_s: float) -> Counter[str]:
         """Store `frames`, as `read_frames` yields them; returns the number by fate.
 
-        The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden
-        states the draft reads), textless (a later segment whose text before it was lost),
-        forgotten (of a deleted tenant), unknown_penalty (held out, but a penalty of
-        its request cannot be applied, so it cannot judge), and the reason of each error. On return
-        the records are on the disk and the sender may forget them. A bad frame is not stored:
-        nobody knows whose text it holds, so it could never be deleted by tenant. An example of it
-        goes to the quarantine. Nothing was stored then.
+        The fates are stored, duplicate, foreign (stored aside), other_adapter (of our target, made
+        with an adapter that the draft is not for), stateless (without the hidden states the draft
+        reads), textless (a later segment whose text before it was lost), forgotten (of a deleted
+        tenant), unknown_penalty (held out, but a penalty of its request cannot be applied, so it
+        cannot judge), and the reason of each error. On return the records are on the disk and the
+        sender may forget them. A bad frame is not stored: nobody knows whose text it holds, so it
+        could never be deleted by tenant. An example of it goes to the quarantine. Nothing was
+        stored then.
 
         Raises:
             BufferFullError: if the disk is full.
@@ -215,6 +217,8 @@ class Buffer(AbstractContextManager["Buffer"]):
                     _sha256(record.tenant), -math.inf
                 ):
                     counts["forgotten"] += 1
+                elif self._is_of_other_adapter(record):
+                    counts["other_adapter"] += 1
                 elif record.context_begin:
                     counts["textless"] += 1
                 elif self._is_stateless(record):
@@ -224,7 +228,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                 else:
                     known.add(record.record_id)  # one batch may hold a record twice
                     rows.append((self._next_seq + len(rows), row, frame))
-                    is_foreign = record.target_fingerprint != self.target_fingerprint
+                    is_foreign = record.base != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
             if rows:
                 try:
@@ -461,7 +465,7 @@ class Buffer(AbstractContextManager["Buffer"]):
             )
 
     def _is_stateless(self, record: Record) -> bool:
-        if self.hidden_shape is None or record.target_fingerprint != self.target_fingerprint:
+        if self.hidden_shape is None or record.base != self.target_fingerprint:
             return False
         if not record.hidden or record.hidden_shape != self.hidden_shape:
             return True
@@ -470,6 +474,11 @@ class Buffer(AbstractContextManager["Buffer"]):
         # rejected tokens.
         read_R = record.positions - record.branches - 1 - record.hidden_begin
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
+
+    def _is_of_other_adapter(self, record: Record) -> bool:
+        """Whether the record is of our target's folder, but with another adapter, or without ours."""
+        is_of_folder = record.target_fingerprint == self.target_fingerprint.partition("#")[0]
+        return is_of_folder and record.base != self.target_fingerprint
 
     def _find_text(self, record_id: str) -> Text | None:
         """The text of a stored record; None if there is no such record."""

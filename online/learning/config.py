@@ -20,6 +20,10 @@ class DraftConfig:
     """Folder of the draft to start from. It becomes version v000001, and is needed only while the
     registry is empty. For an MTP layer in the target's weights, the target's folder.
     """
+    adapter: str = ""
+    """Name of the LoRA adapter whose requests train the draft; by default those without an adapter.
+    The records of others are counted as `other_adapter`, and not stored.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

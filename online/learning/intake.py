@@ -203,10 +203,7 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
     for batch in _batches(mark_unfit(frames, vocab_size)):
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
-            if (
-                isinstance(record, Record)
-                and record.target_fingerprint == buffer.target_fingerprint
-            ):
+            if isinstance(record, Record) and record.base == buffer.target_fingerprint:
                 # Before the first `refresh_names` there are no names, and every domain is shown as
                 # it is.
                 domain = (

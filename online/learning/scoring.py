@@ -13,7 +13,7 @@ tokens. At temperature 0 all a_r are 0 or 1, and the result is the engine's coun
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,11 +26,17 @@ from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.heads.family import Reads
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.penalties import penalise
-from redraft.online.learning.replay import RecordedBatch, make_batches, training_sequence
+from redraft.online.learning.replay import (
+    RecordedBatch,
+    TrainingSequence,
+    make_batches,
+    training_sequence,
+)
 from redraft.online.records.record import Record, Sampling
 
 Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]
+NO_MASS = -1e4  # Logarithm of a probability that is 0 in float32.
 
 
 def score(
@@ -62,17 +68,37 @@ def score(
 
 
 def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
-    """The record's text, with the penalties applied to the target's distributions.
+    """The record's text, with the target's distributions as its request changed them.
 
     None if it has no rows.
     """
     text = training_sequence(penalise(record))
+    if record.constraints:
+        text = hold_to_text(text)
     if not len(text.rows_R):
         return None
     (batch,) = make_batches(
         [text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads
     )
     return batch
+
+
+def hold_to_text(text: TrainingSequence) -> TrainingSequence:
+    """The text with all of a row's mass on the token that the engine wrote there.
+
+    The tokens forbidden by a constraint are not recorded, but the written one was drawn from the
+    constrained distribution p. So 1[draft token = written token] has the mean p(draft token), which
+    is the acceptance of a greedy draft. Of a sampled draft it is a lower bound.
+    """
+    kept_R = text.rows_R + 1 < len(text.input_ids_T)  # no token is known after the last
+    rows_R, ids_RK = text.rows_R[kept_R], text.topk_ids_RK[kept_R]
+    written_R = text.input_ids_T[rows_R + 1]
+    # Each id stays once in its row: the best one goes where the written one stood.
+    ids_RK = np.where(ids_RK == written_R[:, None], ids_RK[:, :1], ids_RK)
+    ids_RK[:, 0] = written_R
+    log_probs_RK = np.full(ids_RK.shape, NO_MASS, np.float32)
+    log_probs_RK[:, 0] = 0
+    return replace(text, rows_R=rows_R, topk_ids_RK=ids_RK, topk_log_probs_RK=log_probs_RK)
 
 
 Request = tuple[str, str]  # Server and request id.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from redraft.online.records.origin import MAX_LABEL_CHARS
+from redraft.online.records.origin import MAX_ARGUMENTS_CHARS, MAX_LABEL_CHARS
 from redraft.online.records.states import BLOCK, state_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ IDENTIFIERS = (
     # NUL.
     ("domain", MAX_LABEL_CHARS, _NUL),
     ("tenant", MAX_LABEL_CHARS, _NUL),
+    ("adapter", MAX_NAME_CHARS, _CONTROL),
+    ("template_arguments", MAX_ARGUMENTS_CHARS, _CONTROL),
 )
 """Name, greatest length and forbidden characters. Regular expressions, because every record is
 checked.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
 MAX_LABEL_CHARS = 64  # of a tenant or domain: column of the buffer, label of metrics
+MAX_ARGUMENTS_CHARS = 200  # of the template's arguments, as JSON; longer ones are left out
+NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}
+"""Names that vLLM passes with the arguments of each request."""
 
 
 class Origin(NamedTuple):
@@ -19,6 +23,8 @@ class Origin(NamedTuple):
     opt_out: bool = False
     cache_salt: str = ""
     """`hash_salt` of vLLM's: requests of other salts share no text."""
+    arguments: str = ""
+    """`pack_arguments` of the request."""
 
 
 OPT_OUT_NO = ("", "0", "false", "no")
@@ -36,6 +42,20 @@ def read_origin_headers(headers: Headers) -> Origin:
         domain=headers.get("x-redraft-domain", "")[:MAX_LABEL_CHARS],
         opt_out=any(value.strip() not in OPT_OUT_NO for value in opt_outs),
     )
+
+
+def pack_arguments(arguments: Mapping[str, Any]) -> str:
+    """The template's arguments that are numbers, switches or words, as JSON sorted by name.
+
+    Empty if there is none, or if they are too long for a record.
+    """
+    kept = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, bool | int | float | str) and name not in NOT_ARGUMENTS
+    }
+    packed = json.dumps(kept, sort_keys=True) if kept else ""
+    return packed if len(packed) <= MAX_ARGUMENTS_CHARS else ""
 
 
 def to_label(name: str) -> str:

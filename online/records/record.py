@@ -18,7 +18,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -29,11 +29,8 @@ from redraft.engine import sampling
 from redraft.online.records.checks import find_fault
 from redraft.online.records.states import HiddenFormat, decode_float8, state_bytes
 
-MAGIC, MAGIC_2, MAGIC_3 = b"RDR1", b"RDR2", b"RDR3"
-"""First bytes of every frame; the digit is the version of the layout. Of versions 2 and 3 are
-records that a release without them would misread. 2: those that continue the segment before, and
-states in another format than bfloat16. 3: those of a `target_version`.
-"""
+MAGIC = b"RDR1"
+"""First bytes of every frame; the digit is the version of the layout."""
 
 MAX_RECORD_BYTES = 64 << 20
 """Largest decompressed record; a damaged or hostile frame must not fill the memory."""
@@ -61,14 +58,19 @@ LOOKUP, PADDING = 1, 2
 near the end of the context.
 """
 
+Constraint = Literal[
+    "structured_output", "min_tokens", "bad_words", "allowed_tokens", "thinking_budget"
+]
+"""Rules of a request that forbid tokens, or force one."""
+
 NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 _HEADER = struct.Struct("<4sII")
-_LATER_MAGIC = re.compile(rb"RDR[4-9]")
+_LATER_MAGIC = re.compile(rb"RDR[2-9]")
 _HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
 """Magic and length. The last byte of the length is at most 4, because no frame is longer than about
 64 MiB.
 """
-_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[4-9]", re.DOTALL)
+_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
 """A place where a frame may begin. A later layout may have another header."""
 
 
@@ -136,6 +138,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     draft_version: str = ""
     """Version that proposed the draft tokens, apart from those marked in `row_proposers`."""
     sampling: Sampling
+    constraints: tuple[Constraint, ...] = ()
+    """Rules by which the engine changed the target's logits after these were recorded. The rows
+    hold the target's distributions before them. `output` and `row_accepted` are of the changed ones.
+    """
+    adapter: str = ""
+    """Name of the request's adapter, with which the target made rows and states; empty if none."""
+    template_arguments: str = ""
+    """Arguments of the chat template, as JSON; empty if none. See `origin.pack_arguments`."""
     num_prompt_tokens: int
     """Length of the prompt, with which the context begins; the same in every segment of a request.
     """
@@ -198,9 +208,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def target(self) -> str:
         """The weights that verified, by content.
 
-        The fingerprint of their folder, and @DIGEST if they are others.
+        The fingerprint of their folder, #HASH of an adapter's name, and @DIGEST of moved weights.
         """
-        return self.target_fingerprint + "".join(self.target_version.rpartition("@")[1:])
+        return self.base + "".join(self.target_version.rpartition("@")[1:])
+
+    @property
+    def base(self) -> str:
+        """`name_base` of the target's folder and the adapter."""
+        return name_base(self.target_fingerprint, self.adapter)
 
     @property
     def record_id(self) -> str:
@@ -290,6 +305,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape)
 
 
+def name_base(target_fingerprint: str, adapter: str) -> str:
+    """The target that a draft is trained for: a folder's fingerprint, and #HASH of an adapter."""
+    # A hash, because the name may hold any character.
+    return target_fingerprint + (
+        f"#{hashlib.sha256(adapter.encode()).hexdigest()[:12]}" if adapter else ""
+    )
+
+
 def join_text(record: Record, text: bytes) -> Record:
     """The self-contained record of a later segment, given the text of the segment before, int32.
 
@@ -318,10 +341,7 @@ def _make_id(server_id: str, request_id: str, sequence: int) -> str:
 def encode_record(record: Record) -> bytes:
     """One frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
     payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
-    # The oldest layout that can say it, so that learners of an earlier release read the rest.
-    magic = MAGIC_2 if record.context_begin or record.hidden_format != "bfloat16" else MAGIC
-    magic = MAGIC_3 if record.target_version else magic
-    return _HEADER.pack(magic, len(payload), zlib.crc32(payload)) + payload
+    return _HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
 class Frame(bytes):
@@ -355,7 +375,7 @@ def _unframe(frame: bytes) -> bytes:
         LaterLayoutError, CorruptRecordError: as `decode_record` does.
     """
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
-        raise _name_defect(frame, f"not a record of version 1 to 3: it starts with {frame[:4]!r}")
+        raise _name_defect(frame, f"not a record: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
     payload = frame[_HEADER.size :]
     if len(payload) != length:
@@ -372,7 +392,7 @@ def _name_defect(frame: bytes, sentence: str) -> CorruptRecordError:
 
 def _later(magic: bytes) -> LaterLayoutError:
     return LaterLayoutError(
-        f"a record of layout {magic.decode()}: this release reads up to {MAGIC_3.decode()}"
+        f"a record of layout {magic.decode()}: this release reads {MAGIC.decode()}"
     )
 
 
@@ -383,7 +403,7 @@ def is_later_layout(frame: bytes) -> bool:
 
 def _decode_payload(magic: bytes, payload: bytes) -> Record:
     """Raises: LaterLayoutError or CorruptRecordError, and nothing else, whatever the bytes are."""
-    if magic not in (MAGIC, MAGIC_2, MAGIC_3):
+    if magic != MAGIC:
         raise _later(magic)
     try:
         record = msgspec.msgpack.decode(_decompress(payload), type=Record)

@@ -126,9 +126,8 @@ CLASHES = (
     ),
     Clash(
         flag="enable_lora",
-        reason="serves adapters with the target's draft, which fits them less, and records none of "
-        "their answers",
-        way_out="merge an adapter that has much traffic, and give it a server",
+        reason="serves all adapters with one draft, which learns from the requests without one",
+        way_out="give an adapter with much traffic a server, and a learner with draft.adapter",
         only_warns=True,
     ),
     Clash(

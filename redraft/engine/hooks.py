@@ -33,6 +33,7 @@ WORKER_WRAPPER = "v1.worker.worker_base:WorkerWrapperBase"
 SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 ENGINE_CORE = "v1.engine.core:EngineCore"
 ENGINE = "v1.engine.async_llm:AsyncLLM"
+CHAT = "entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 SPECULATORS = "v1.worker.gpu.spec_decode"
 ANY_MODEL = "model_executor.models.llama:LlamaForCausalLM"
 """Stands for the class of whichever model is served."""
@@ -373,6 +374,14 @@ TABLE = (
         why="drafts of lookups and padding count as the served version's",
         runner="V1",
     ),
+    Hook(
+        of_object=True,
+        names=(f"{V1_RUNNER}.sample_tokens",),
+        feature="capture",
+        by="online.engine.runner_v1:_Hooks.sample_tokens",
+        why="a grammar's mask is in the recorded logits",
+        runner="V1",
+    ),
     # The capture sees all hidden states; a lookup keeps the head's proposal.
     Hook(
         of_object=True,
@@ -425,6 +434,14 @@ TABLE = (
     ),
     Hook(
         of_object=True,
+        names=("v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",),
+        feature="capture",
+        by="online.engine.runner_v2:_Hooks.mask",
+        why="a grammar's mask is in the recorded logits",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
         names=(
             "v1.worker.gpu.sample.sampler:Sampler.__call__",
             f"{SPECULATORS}.rejection_sampler:RejectionSampler.__call__",
@@ -467,6 +484,13 @@ TABLE = (
         feature="origin",
         by="online.engine.routes:forward_origin",
         why="requests carry neither tenant nor domain",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{CHAT}._effective_chat_template_kwargs",),
+        feature="origin",
+        by="online.engine.routes:note_arguments",
+        why="requests with and without thinking are judged as one kind",
     ),
     # --- the comparison of drafters, in a process of its own
     Hook(

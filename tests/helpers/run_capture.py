@@ -35,7 +35,10 @@ ABORT_AFTER = 8
 
 def make_params(options: dict[str, Any]) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
+    if grammar := options.get("structured_outputs"):
+        options = options | {"structured_outputs": StructuredOutputsParams(**grammar)}
     params = SamplingParams(
         **{"temperature": 0, "max_tokens": 16, "ignore_eos": True, "detokenize": False} | options
     )

@@ -125,6 +125,7 @@ def test_the_calls_that_several_features_see_are_in_this_order():
                 found.setdefault(name, []).append(row.feature)
     several = {name.rpartition(":")[2]: order for name, order in found.items() if len(order) > 1}
     assert several == {
+        "GPUModelRunner.sample_tokens": ["proposers", "capture"],
         "Scheduler.schedule": ["seeds", "pace"],
         "Scheduler.update_from_output": ["domains", "pace"],
         "EngineCore.collective_rpc": ["pace", "labels"],

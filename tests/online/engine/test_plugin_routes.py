@@ -34,7 +34,7 @@ from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine import swap_transaction
 from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.engine_calls import DEAD, RefusedError
-from redraft.online.engine.routes import Endpoint, OriginMiddleware, forward_origin
+from redraft.online.engine.routes import Endpoint, OriginMiddleware, forward_origin, note_arguments
 from redraft.online.engine.swap import Layout, require_same_layout
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps
 from redraft.online.fleet.registry import Registry, hash_manifest
@@ -42,6 +42,7 @@ from redraft.online.records.origin import (
     EXTRA_ARGS_KEY,
     Origin,
     hash_salt,
+    pack_arguments,
     read_origin_arguments,
     to_label,
 )
@@ -1185,6 +1186,7 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
         SimpleNamespace(cache_salt="s"),
         "a",
         {"prompt_token_ids": [1]},
+        {"prompt_token_ids": [1]},
     ]
     app = FastAPI()
     app.add_middleware(OriginMiddleware)
@@ -1199,13 +1201,32 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
         await asyncio.create_task(asyncio.to_thread(generate))
         await socket.close()
 
+    chat = SimpleNamespace(
+        _effective_chat_template_kwargs=lambda asked: {"add_generation_prompt": True} | asked
+    )
+    note_arguments(chat)
+    note_arguments(None)  # of a server without a chat API
+
+    @app.get("/chat")
+    async def answer_chat() -> None:
+        assert len(chat._effective_chat_template_kwargs({"enable_thinking": False})) == 2
+        generate()
+
     client, headers = TestClient(app), {"X-Redraft-Tenant": "acme", "X-Redraft-Opt-Out": "1"}
     client.get("/http", headers=headers)
     for more in (headers, {}):
         with client.websocket_connect("/websocket", headers=more) as socket:
             socket.receive()
+    client.get("/chat", headers=headers)
     generate()  # of a caller whose headers the middleware has not read
     told = Origin("acme", opt_out=True, cache_salt=hash_salt("s"))
     assert "s" != told.cache_salt != hash_salt("\ud800") != hash_salt("") == ""
-    assert list(map(read_origin_arguments, given)) == [told, told, Origin(), None]
+    chatted = told._replace(cache_salt="", arguments='{"enable_thinking": false}')
+    assert list(map(read_origin_arguments, given)) == [told, told, Origin(), chatted, None]
     assert all(arguments["other"] == 1 for arguments in given)
+
+
+def test_only_short_plain_arguments_of_the_template_are_packed() -> None:
+    given = {"thinking": True, "documents": [1], "effort": "high", "continue_final_message": False}
+    assert pack_arguments(given) == '{"effort": "high", "thinking": true}'
+    assert pack_arguments({"documents": None}) == pack_arguments({"a": "b" * 200}) == ""

@@ -728,7 +728,7 @@ def test_a_learner_of_the_later_release_takes_what_waited(buffer, spool, monkeyp
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}, (
         "a restart looks again"
     )
-    monkeypatch.setattr("redraft.online.records.record.MAGIC_3", b"RDR4")
+    monkeypatch.setattr("redraft.online.records.record.MAGIC", b"RDR4")
     monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"stored": 1}
     assert not list(spool.iterdir())

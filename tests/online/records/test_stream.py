@@ -529,7 +529,7 @@ async def test_a_rolling_upgrade_loses_no_record_of_the_log(
     await client.close()
     assert await take_all(source, 20) == {"stored": 10, "later_layout": 10}
     await source.close()
-    monkeypatch.setattr("redraft.online.records.record.MAGIC_3", b"RDR4")
+    monkeypatch.setattr("redraft.online.records.record.MAGIC", b"RDR4")
     monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
     later = make_source(broker, nats_config, buffer)  # the learner of that release
     assert await take_all(later, 10) == {"stored": 10}

@@ -1,0 +1,84 @@
+"""Records of constrained requests and of adapters, at the learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from learner_world import make_records
+from test_buffer import frames_of, make_record
+
+from redraft.engine.counts import AcceptanceCounts
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
+from redraft.online.learning.intake import Sums, store
+from redraft.online.learning.replay import training_sequence
+from redraft.online.learning.scoring import _make_batch, hold_to_text, score_rows
+from redraft.online.records.record import name_base
+
+
+@pytest.mark.parametrize(
+    ("adapter", "kept"), [("", "base"), ("sql", "ours"), ("another", "theirs")]
+)
+def test_an_adapters_records_train_only_a_draft_for_that_adapter(
+    adapter: str, kept: str, tmp_path: Path
+) -> None:
+    records = [
+        make_record(1, request_id="base"),
+        make_record(2, request_id="ours", adapter="sql"),
+        make_record(3, request_id="theirs", adapter="another"),
+    ]
+    config = BufferConfig(folder=tmp_path, held_out_fraction=0)
+    with Buffer(config, name_base("target", adapter)) as buffer:
+        taken = store(frames_of(*records), buffer, 512, 0.0)
+        assert taken.counts == {"stored": 1, "other_adapter": 2}
+        assert [stored.record.request_id for stored in buffer.fresh(0, 9)] == [kept]
+        sums: Sums = taken.accepted
+        assert sum(sums.values(), AcceptanceCounts.zero()).num_drafts == 1
+    # Another adapter's learner finds nothing in the same folder.
+    with Buffer(config, name_base("target", "a third")) as buffer:
+        assert not buffer.fresh(0, 9)
+    # Of another target, it is foreign as ever.
+    with Buffer(BufferConfig(), name_base("another target", adapter)) as buffer:
+        assert store(frames_of(*records), buffer, 512, 0.0).counts == {"foreign": 3}
+
+
+def test_a_constrained_record_is_judged_by_the_tokens_that_the_engine_wrote(
+    random_target: Path,
+) -> None:
+    (plain,) = make_records(random_target, 1)
+    output = plain.output_ids.copy()
+    output[::3] = 9  # not what the target prefers
+    record = msgspec.structs.replace(
+        plain, constraints=("structured_output",), output=output.tobytes()
+    )
+    text = training_sequence(record)
+    held = hold_to_text(text)
+    written_R = text.input_ids_T[held.rows_R + 1]
+    np.testing.assert_array_equal(held.topk_ids_RK[:, 0], written_R)
+    assert all(len(set(ids)) == len(ids) for ids in held.topk_ids_RK.tolist())
+    np.testing.assert_allclose(np.exp(held.topk_log_probs_RK).sum(1), 1)
+    # Brute force: a greedy draft token is accepted if it is the written one.
+    draft = StandaloneDraft.load(random_target).float().eval()
+    batch = _make_batch(record, 4096, "nothing")
+    assert batch is not None
+    rows_R, accepted_JR = score_rows(draft, batch, record.sampling, "greedy", 1)
+    with torch.no_grad():
+        logits_TV = draft.model(torch.from_numpy(text.input_ids_T.astype(int))[None]).logits[0]
+    is_written_R = logits_TV[rows_R].argmax(-1).numpy() == text.input_ids_T[rows_R + 1]
+    np.testing.assert_allclose(accepted_JR[0], is_written_R)
+    assert 0 < is_written_R.sum() < len(is_written_R)
+
+
+def test_the_mean_over_written_tokens_is_the_acceptance_under_the_constraint() -> None:
+    rng = np.random.default_rng(0)
+    p_V = rng.dirichlet(np.ones(6))
+    allowed_V = np.array([1, 0, 1, 1, 0, 0])
+    constrained_V = p_V * allowed_V / (p_V * allowed_V).sum()
+    for draft in range(6):
+        written = rng.choice(6, 200_000, p=constrained_V)
+        assert (written == draft).mean() == pytest.approx(constrained_V[draft], abs=0.005)
