@@ -6,7 +6,7 @@ Blocking; for use from the thread that owns the draft in training.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from redraft.online.learning.scoring import (
     score_requests,
 )
 from redraft.online.learning.staleness import Row, find_past
+from redraft.online.records.record import Record
 
 RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffic
 
@@ -149,18 +150,22 @@ class Judge:
         return seqs, self._score(folder, seqs)
 
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
-        records = (stored.record for stored in self.buffer.read(seqs))
         draft = self.candidate.load(folder)
         if self.candidate.accelerator.device.type == "cpu":
             draft = draft.float()
         return score_requests(
             draft.eval(),
-            records,
+            self._read(seqs),
             num_speculative_tokens=self.judging.num_speculative_tokens,
             method=self.judging.draft_sample_method,
             sequence_length=self.candidate.cfg.sequence_length,
             reads=choose_reads(self.candidate.family, draft),
         )
+
+    def _read(self, seqs: Sequence[int]) -> Iterator[Record]:
+        for stored in self.buffer.read(seqs):
+            self.candidate.pause()
+            yield stored.record
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:

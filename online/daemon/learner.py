@@ -50,6 +50,7 @@ from redraft.online.learning.candidate import Candidate, Ranks
 from redraft.online.learning.clock import SteadyClock
 from redraft.online.learning.forget import Forgotten, Reach
 from redraft.online.learning.intake import Spool, Sums, Taken, add_acceptance
+from redraft.online.learning.pauses import Pauses
 from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.telemetry import Telemetry, to_wandb
@@ -116,6 +117,8 @@ async def learn(
     members = Members(
         lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry)
     )
+    if cfg.fleet.shares_cores:
+        candidate.pause = Pauses(lambda: [server.url for server in members.servers]).wait
     async with aclosing(members):
         for sentence in registry.mended:
             account.fault("registry_damaged", sentence)

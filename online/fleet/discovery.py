@@ -53,6 +53,11 @@ class FleetConfig:
     """
     poll_s: float = 10
     """Seconds between two looks at every server: version, target and acceptance."""
+    shares_cores: bool = False
+    """The servers compute on this machine's CPU. The learner then pauses before each micro-batch while
+    one of them answers requests, for at most three times as long as it computed since the last
+    pause. The servers need --enable-server-load-tracking.
+    """
 
     def __post_init__(self) -> None:
         for server in self.servers:

@@ -31,7 +31,7 @@ from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import read_config
 from redraft.files.served_target import visible_length
 from redraft.heads.catalog import find_family, list_learning
-from redraft.heads.draft import Draft
+from redraft.heads.draft import Batch, Draft, TargetSignal
 from redraft.heads.family import Family, Reads
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
@@ -75,6 +75,10 @@ def _find_learning(name: str) -> Family:
     return find_family(name)
 
 
+def _go_on() -> None:
+    """No pause."""
+
+
 class Candidate:
     """One draft and one optimizer; each method runs on all ranks together."""
 
@@ -90,6 +94,7 @@ class Candidate:
             cfg, sequence_length=visible_length(load_text_config(target), cfg.sequence_length)
         )
         self._machine = machine or this_machine()
+        self.pause: Callable[[], None] = _go_on  # called before each micro-batch
         self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None, machine)
         self._distillation: Distillation | None = None
 
@@ -146,8 +151,12 @@ class Candidate:
         divergence = Divergence(name=cfg.divergence)
         # In float32: a small step of AdamW is lost in bf16's 8 bits.
         self._distillation = Distillation(
-            draft.float(), read_signal, divergence, optim, cfg.warmup_steps, self.accelerator
+            draft.float(), self._read_signal, divergence, optim, cfg.warmup_steps, self.accelerator
         )
+
+    def _read_signal(self, batch: Batch) -> TargetSignal:
+        self.pause()
+        return read_signal(batch)
 
     def _require_attention(self, version: Path) -> None:
         config = load_text_config(self.target if self.family.is_head else version)

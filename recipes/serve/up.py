@@ -26,7 +26,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from redraft.engine.machine import ENGINE_IS_CPU
+from redraft.engine.machine import ENGINE_IS_CPU, count_cores
 from redraft.engine.process import exiting_on_sigterm
 from redraft.engine.proxies import is_local
 from redraft.eval.forecast.draft_source import DraftSource
@@ -73,6 +73,8 @@ COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
+NICENESS = 19  # of a learner on the server's cores; 0 is the server's, and Linux has no higher one
+MICRO_BATCHES = 4  # of a step on a CPU: the learner can pause between them
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
 LEARNER_STOP_S = 120  # for a checkpoint
 
@@ -284,8 +286,13 @@ window_timeout_s = 120
 """
 
 
-def render_settings(plan: Plan, draft: DraftSource, page_port: int) -> str:
+def render_settings(
+    plan: Plan, draft: DraftSource, page_port: int, *, on_cpu: bool = ENGINE_IS_CPU
+) -> str:
     """Settings of the learner for this target and machine."""
+    lines = [] if plan.draft else list_training(draft)
+    lines += [f"accumulation = {MICRO_BATCHES}"] if on_cpu else []
+    training = "\n".join(lines)
     buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
     return f"""# redraft learner --print-config explains every setting. redraft up reads this file at its start.
 target = {render_value(plan.target)}
@@ -297,26 +304,24 @@ initial = {render_value(draft.folder)}
 [fleet]
 file = "{FLEET}"
 token_file = "{TOKEN}"
+shares_cores = {render_value(on_cpu)}
 [buffer]
 max_bytes = {buffer_bytes}
 [page]
 port = {page_port}
-{SHORT_ROLLOUT if plan.cfg.pace == "auto" else ""}{"" if plan.draft else render_training(draft)}"""
+{SHORT_ROLLOUT if plan.cfg.pace == "auto" else ""}[training]
+{training}
+"""
 
 
-def render_training(head: DraftSource) -> str:
+def list_training(head: DraftSource) -> list[str]:
     """Settings with which a new head learns in minutes: many small steps, by Muon.
 
     The rate, 2e-3 for SmolLM2-135M, falls with the width (Yang et al., 2022, arXiv:2203.03466).
     """
     assert head.folder is not None
     lr = min(2e-3, 1.15 / read_config(head.folder)["hidden_size"])
-    return f"""[training]
-optimizer = "muon"
-lr = {lr:.1e}
-warmup_steps = 5
-replay_per_step = 4
-"""
+    return ['optimizer = "muon"', f"lr = {lr:.1e}", "warmup_steps = 5", "replay_per_step = 4"]
 
 
 def make_new_head(
@@ -383,7 +388,7 @@ def place_learner(
     A line about it, CUDA_VISIBLE_DEVICES of the learner, and further arguments of vLLM.
     """
     if not gpus:
-        return "the learner computes on the CPU", "", ()
+        return "the learner computes on the CPU, and pauses while requests run", "", ()
     if int(flags.get("tensor_parallel_size") or 1) < len(gpus):
         return f"the learner has GPU {gpus[-1]}", gpus[-1], ()
     shares = f"the learner shares GPU {gpus[-1]}"
@@ -391,6 +396,11 @@ def place_learner(
         return f"{shares}: your --gpu-memory-utilization must leave room for it", gpus[-1], ()
     arguments = ("--gpu-memory-utilization", str(SHARED_GPU))
     return f"{shares}: vLLM takes {SHARED_GPU:.0%} of its memory", gpus[-1], arguments
+
+
+def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a learner on the server's cores, of which it leaves one to the engine core."""
+    return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, count_cores() - 1))}
 
 
 def list_gpus() -> list[str]:
@@ -443,7 +453,8 @@ def serve_command(
             *(value if isinstance(value, tuple) else [str(value)]),
         ]
     # before the given arguments, which win; the status line and the learner ask all the time
-    quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
+    quiet = ["--disable-access-log-for-endpoints", "/metrics,/redraft/status,/load"]
+    quiet += ["--enable-server-load-tracking"] if learns and on_cpu else []  # for `shares_cores`
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)
     return [*command, "--", *alias, *quiet, *more, *plan.cfg.vllm_args]
 
@@ -467,7 +478,13 @@ def run(plan: Plan, *, learns: bool) -> None:
         line, gpu, more = place_learner(list_gpus(), plan.flags)
         screen.say(line)
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
-        learner = Part("learner", command, logs / "learner.log", {"CUDA_VISIBLE_DEVICES": gpu})
+        learner = Part(
+            "learner",
+            command,
+            logs / "learner.log",
+            {"CUDA_VISIBLE_DEVICES": gpu} | ({} if gpu else spare_cores(os.environ)),
+            niceness=0 if gpu else NICENESS,
+        )
     server = Part(
         plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log"
     )

@@ -50,6 +50,8 @@ class Part:
     process: subprocess.Popen[bytes] | None = None
     most_bytes: int = 256 << 20
     """Maximum size of the log. At that size it begins again, beside its last `.before`."""
+    niceness: int = 0
+    """Nice level above that of this process."""
     begun_s: float = 0.0
     takes_requests: bool = False
     """From now on clients choose words in its log."""
@@ -61,7 +63,7 @@ class Part:
         ):  # the cause of a death is looked for in the whole log
             self.log.replace(self.log.with_suffix(".before"))
         self.process, self.begun_s = (
-            start_group(self.command, log=self.log, env=self.environment),
+            start_group(self.command, log=self.log, env=self.environment, niceness=self.niceness),
             time.monotonic(),
         )
 

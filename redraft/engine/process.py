@@ -71,16 +71,22 @@ def exiting_on_sigterm() -> Iterator[None]:
 
 
 def start_group(
-    command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, niceness: int = 0
 ) -> subprocess.Popen[bytes]:
-    """Start `command` as the leader of a process group, with its output appended to `log`.
+    """Start `command` as the leader of a process group.
 
-    If this process or the calling thread ends, the leader gets SIGTERM from the kernel and stops
+    Its output is appended to `log`, and its nice level is raised by `niceness`. If this process or the calling thread ends, the leader gets SIGTERM from the kernel and stops
     the children itself. The group is not a separate session: Linux divides a processor among
     sessions first (autogroups). As one, a learner beside the many threads of two vLLM servers got
     10% of two cores instead of 28%.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+
+    def prepare() -> None:
+        os.nice(niceness)
+        if sys.platform == "linux":
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
     with log.open("ab") as output:
         # The child has a copy of the descriptor, so closing `output` here does no harm.
         return subprocess.Popen(
@@ -90,9 +96,7 @@ def start_group(
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
             process_group=0,
-            preexec_fn=(lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM))
-            if sys.platform == "linux"
-            else None,
+            preexec_fn=prepare,
         )
 
 

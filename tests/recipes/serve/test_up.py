@@ -176,6 +176,9 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     )
     run.until("ready: ")
     begun = [line.split() for line in events(folder) if line.startswith("learner")]
+    assert psutil.Process(int(begun[0][-1])).nice() == 19
+    (server,) = [line.split() for line in events(folder) if line.startswith("server")]
+    assert psutil.Process(int(server[-1])).nice() == os.getpriority(os.PRIO_PROCESS, 0)
     os.kill(int(begun[0][-1]), signal.SIGKILL)
     run.until("learner: ended, and starts again in 1 s; serving goes on")
     wait_until(
@@ -574,6 +577,24 @@ def test_the_learner_takes_a_spare_gpu_or_a_share_of_the_last(gpus, flags, gpu, 
     assert (chosen, more) == (gpu, arguments)
     assert gpu in line
     assert ("75%" in line) == bool(arguments)
+
+
+def test_on_a_cpu_the_learner_leaves_cores_and_time_to_the_server(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(up, "count_cores", lambda: 4)
+    assert up.spare_cores({}) == {"OMP_NUM_THREADS": "3"}
+    assert up.spare_cores({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
+    folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
+    plan = up.make_plan(
+        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
+    )
+    folder.mkdir()
+    for on_cpu in (True, False):
+        settings = up.render_settings(plan, plan.draft, 0, on_cpu=on_cpu)
+        (folder / "learner.toml").write_text(settings)
+        cfg = load_config(folder / "learner.toml")
+        assert (cfg.fleet.shares_cores, cfg.training.accumulation > 1) == (on_cpu, on_cpu)
+        command = up.serve_command(plan, learns=True, on_cpu=on_cpu)
+        assert ("--enable-server-load-tracking" in command) == on_cpu
 
 
 def test_the_status_line_counts_since_the_last_reading():

@@ -1,0 +1,49 @@
+"""Pauses of a learner that computes on the cores of its servers.
+
+    micro-step ─► do requests run? ─► wait until none does, or for LONGEST times the micro-step
+
+Nice levels alone do not suffice: the learner would still share caches and memory bandwidth with a
+server.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import httpx
+
+LONGEST = 3.0
+"""Longest pause, in times of what was computed before it: beside servers that never rest, the learner
+computes for a quarter of the time.
+"""
+
+POLL_S = 0.1
+
+
+class Pauses:
+    """Asks servers whether requests run. For use from the thread that computes."""
+
+    def __init__(self, list_urls: Callable[[], Sequence[str]]) -> None:
+        self.list_urls = list_urls
+        self.paused_s = 0.0
+        self._http = httpx.Client(timeout=1.0, trust_env=False)
+        self._since = time.monotonic(), time.process_time()
+
+    def wait(self) -> None:
+        """Wait while a server answers requests, but not for too long."""
+        began_s = now_s = time.monotonic()
+        # The CPU's time has that of all threads, and the clock's the wait for records.
+        computed_s = min(began_s - self._since[0], time.process_time() - self._since[1])
+        longest_s = LONGEST * computed_s
+        while now_s - began_s < longest_s and any(map(self._is_busy, self.list_urls())):
+            time.sleep(POLL_S)
+            now_s = time.monotonic()
+        self.paused_s += now_s - began_s
+        self._since = now_s, time.process_time()
+
+    def _is_busy(self, url: str) -> bool:
+        # Counted with --enable-server-load-tracking, and always 0 without. Not /metrics: to write
+        # that page takes the server as long as a step.
+        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+            return bool(self._http.get(f"{url}/load").json()["server_load"])
+        return False  # it starts, or has gone
