@@ -1,0 +1,1 @@
+"""Acceptance over minutes of training, beside other trainers."""

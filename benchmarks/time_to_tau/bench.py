@@ -1,0 +1,394 @@
+"""How long does a draft take to train? tau over minutes of training, beside other trainers.
+
+$ python -m benchmarks.time_to_tau                       # EAGLE-3 for SmolLM2, eight hours on two cores
+$ python -m benchmarks.time_to_tau --family dflash
+$ python -m benchmarks.time_to_tau --minutes 2 --every-minutes 1 --seeds 1 --num-questions 8 \
+--max-tokens 32 --rows 1                                  # a short form, to see it run
+
+    seed 0: redraft, best, speculators, ... one after the other ─► heads at every mark ┐
+    seed 1: ...                                                                         ├─► forecast, vLLM
+    seed 2: ...                                                                         ┘   ─► curves, ratios
+
+Every trainer gets the same rows of answers in the same order, all threads, and nothing beside it.
+Its heads are judged afterwards by redraft's forecast on questions that nobody has trained on, and the
+last one in vLLM. The same command continues after a kill: finished trainings and judgements are kept,
+and the interrupted training begins again.
+
+report.json is written after every training:
+
+| key | content |
+|---|---|
+| `time_to_tau` | `ratio_PEER`: minutes until redraft's defaults reach the peer's last tau, over the peer's |
+| `equal_time` | `PEER`: gain in tau over the peer, in the last minute that both have |
+| `equal_labels` | `PEER`: the same after as many answer tokens as both have read |
+| `trainers` | by name: settings, runs, `curve` over minutes, and the last tau as `forecast` |
+
+The best recipe is compared likewise under `best_ratio_PEER` and `best_PEER`.
+Each figure has `value`, `low` and `high` (95%, over questions and seeds). A ratio with `reached`
+false is a lower bound: in some seed the head never reached the peer's tau.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import tyro
+
+from benchmarks.results import write_results
+from benchmarks.time_to_tau.charts import draw_curves, to_svg
+from benchmarks.time_to_tau.course import Course, Finished, Mark, make_settings
+from benchmarks.time_to_tau.curves import (
+    Curve,
+    estimate,
+    gain_at_equal_labels,
+    gain_at_equal_time,
+    minutes_to_reach,
+    ratio,
+    reaches,
+)
+from benchmarks.time_to_tau.judge import Counts, Judge
+from benchmarks.time_to_tau.peers import PEERS
+from redraft.distill.train.run_config import require_least
+from redraft.eval.intervals import Estimate
+from redraft.files.artifact import write_whole
+from redraft.recipes.demo.parts import ANSWERS, make_target
+
+OURS = "redraft"
+HELD_OUT = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One way to train a head."""
+
+    title: str
+    trainer: str = OURS
+    rows: int | None = None
+    """Rows of a step; None takes the trainer's default."""
+    flags: tuple[str, ...] = ()
+
+
+BEST: Mapping[str, tuple[str, ...]] = {
+    "eagle3": (
+        *("--head.num-steps", "3", "--draft-vocab-size", "8192", "--optim.momentum", "0.8"),
+        *("--mixed-precision", "bf16"),
+    ),
+    "dflash": (
+        *("--head.block-size", "8", "--head.num-anchors", "64", "--draft-vocab-size", "8192"),
+        *("--optim.momentum", "0.8", "--mixed-precision", "bf16"),
+    ),
+}
+"""Flags of the recipe for half an hour on two cores, as in `redraft bench`."""
+
+SIDES: Mapping[str, Side] = {
+    OURS: Side(title="redraft, default"),
+    "best": Side(title="redraft, best recipe", rows=1),
+    "speculators": Side(title="speculators, default", trainer="speculators"),
+    "speculators_small": Side(title="speculators, one row", trainer="speculators", rows=1),
+}
+"""`best` and `speculators_small` take small steps, of which half an hour on a CPU holds more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    family: Literal["eagle3", "dflash"] = "eagle3"
+    """Family of the heads."""
+    trainers: tuple[str, ...] = tuple(SIDES)
+    """Trainers to compare: redraft, best, speculators, speculators_small."""
+    peers: Path | None = None
+    """Folder with packages of peers (`pip install --no-deps --target`), unless they are installed."""
+    minutes: float = 30.0
+    """Length of each training."""
+    every_minutes: float = 5.0
+    """Minutes of training between two heads that are judged."""
+    seeds: int = 3
+    """Number of trainings of each trainer."""
+    rows: int | None = None
+    """Rows of every trainer's step, for a short form; by default each trainer's own choice."""
+    sequence_length: int = 2048
+    """Tokens of a row, the same for all trainers."""
+    num_questions: int = 64
+    """Held-out questions that judge the heads."""
+    max_tokens: int = 128
+    """Longest answer to a question, in tokens."""
+    num_speculative_tokens: int = 3
+    """Draft tokens of a step, in forecast and engine."""
+    engine: bool = True
+    """Serve the last head of every training in vLLM."""
+    threads: int = 2
+    """Threads of each training."""
+    target: str | None = None
+    """Folder of the target; by default SmolLM2-135M-Instruct, made in --parts."""
+    data: str = str(ANSWERS)
+    """Answers of the target."""
+    parts: Path = Path("outputs/parts")
+    """Folder of the default target."""
+    flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Word to append to the command of every training of redraft, once for each."""
+    output: Path | None = None
+    """Folder for report.json, curves.svg and the trainings; by default outputs/time-to-tau/FAMILY."""
+
+    def __post_init__(self) -> None:
+        require_least(self, "", seeds=1, num_questions=2, max_tokens=2, threads=1)
+        if not 0 < self.every_minutes <= self.minutes:
+            raise ValueError("--every-minutes must be above 0, and at most --minutes")
+        if unknown := set(self.trainers) - set(SIDES):
+            raise ValueError(f"no trainer {min(unknown)}: choose from {', '.join(SIDES)}")
+
+    @property
+    def folder(self) -> Path:
+        return self.output or Path("outputs/time-to-tau") / self.family
+
+
+def main(cfg: Config) -> None:
+    """Train, judge and report.
+
+    Raises:
+        ValueError: a package is missing, a flag is wrong, or --output holds another comparison.
+    """
+    # 1. refuse what cannot work
+    for name in cfg.trainers:
+        if (peer := PEERS.get(SIDES[name].trainer)) is not None:
+            peer.require(cfg.family, cfg.peers)
+    target = cfg.target or str(make_target(cfg.parts))
+    courses = {
+        (seed, name): make_course(cfg, target, name, seed)
+        for seed in range(cfg.seeds)
+        for name in cfg.trainers
+    }
+    for course in courses.values():
+        make_settings(course)
+        require_same(course)
+
+    # 2. train one after the other, and judge what is there
+    judge = Judge(
+        target=target,
+        data=cfg.data,
+        held_out=HELD_OUT,
+        num_questions=cfg.num_questions,
+        max_tokens=cfg.max_tokens,
+        tokens=cfg.num_speculative_tokens,
+        folder=cfg.folder / "judged",
+    )
+    judged: dict[str, list[Judged]] = {name: [] for name in cfg.trainers}
+    for number, ((seed, name), course) in enumerate(courses.items(), 1):
+        print(f"\n{number} of {len(courses)}: {SIDES[name].title}, seed {seed}", flush=True)
+        finished = run_course(course)
+        judged[name].append(judge_course(judge, finished, engine=cfg.engine))
+        report(cfg, target, judged)
+
+
+# ------------------------------------------------------------------------------------------------------
+# courses
+
+
+def make_course(cfg: Config, target: str, name: str, seed: int) -> Course:
+    side = SIDES[name]
+    own = BEST[cfg.family] if name == "best" else side.flags
+    return Course(
+        trainer=side.trainer,
+        family=cfg.family,
+        target=target,
+        data=cfg.data,
+        held_out=HELD_OUT,
+        minutes=cfg.minutes,
+        every_minutes=cfg.every_minutes,
+        seed=seed,
+        sequence_length=cfg.sequence_length,
+        rows=cfg.rows or side.rows,
+        threads=cfg.threads,
+        flags=(*own, *cfg.flags),
+        peers=str(cfg.peers.absolute()) if cfg.peers else None,
+        tokens=str(cfg.folder / "tokens"),
+        output=str(cfg.folder / f"{name}-{seed}"),
+    )
+
+
+def require_same(course: Course) -> None:
+    """Raise ValueError if its folder holds a finished course with other settings."""
+    if course.result.is_file() and read_course(course).course != course:
+        raise ValueError(
+            f"{course.output} holds a training with other settings: give another --output"
+        )
+
+
+def read_course(course: Course) -> Finished:
+    return msgspec.json.decode(course.result.read_bytes(), type=Finished)
+
+
+def run_course(course: Course) -> Finished:
+    """The marks of a course, which runs in a process of its own unless it has run before.
+
+    Raises:
+        ValueError: it fails, after it has printed the reason.
+    """
+    if course.result.is_file():
+        print(f"{course.output} is already done")
+        return read_course(course)
+    shutil.rmtree(course.output, ignore_errors=True)  # of an interrupted course
+    command = [sys.executable, "-m", "benchmarks.time_to_tau.course"]
+    env = {**os.environ, "OMP_NUM_THREADS": str(course.threads)}
+    done = subprocess.run([*command, msgspec.json.encode(course).decode()], env=env)
+    if done.returncode:
+        raise ValueError(
+            f"{course.output} failed, see above: fix the problem and run the same command again"
+        )
+    return read_course(course)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A course with the counts of its heads."""
+
+    finished: Finished
+    counts: list[Counts]
+    """By mark."""
+    engine: Counts | None
+    """Of the last head."""
+
+    @property
+    def marks(self) -> list[Mark]:
+        return self.finished.marks
+
+    @property
+    def curve(self) -> Curve:
+        accepted_MQ, drafts_MQ = np.stack(self.counts).transpose(2, 0, 1)
+        return Curve(
+            np.array([mark.minutes for mark in self.marks]),
+            np.array([mark.labels for mark in self.marks], np.float64),
+            accepted_MQ,
+            drafts_MQ,
+        )
+
+
+def judge_course(judge: Judge, finished: Finished, *, engine: bool) -> Judged:
+    heads = [Path(finished.course.output) / mark.head for mark in finished.marks]
+    counts = judge.forecast(heads)
+    served = judge.serve(heads[-1]) if engine else None
+    return Judged(finished, counts, served)
+
+
+# ------------------------------------------------------------------------------------------------------
+# the report
+
+
+def report(cfg: Config, target: str, judged: Mapping[str, Sequence[Judged]]) -> None:
+    curves = {name: [run.curve for run in runs] for name, runs in judged.items() if runs}
+    compared = compare(curves)
+    trainers: dict[str, Any] = {
+        name: {
+            "title": SIDES[name].title,
+            "settings": judged[name][0].finished.settings,
+            "runs": [describe_run(run) for run in judged[name]],
+            "curve": over_minutes(curves[name], cfg.every_minutes),
+            "forecast": describe(estimate(lambda curve: float(curve.taus[-1]), curves[name])),
+        }
+        for name in curves
+    }
+    content = {
+        "family": cfg.family,
+        "target": target,
+        "command": shlex.join(sys.argv),
+        "settings": {**asdict(cfg), "peers": cfg.peers and cfg.peers.name},
+        **compared,
+        "trainers": trainers,
+    }
+    cfg.folder.mkdir(parents=True, exist_ok=True)
+    write_results(cfg.folder / "report.json", content)
+    points = [
+        {"series": entry["title"], "x": point["minutes"], **point}
+        for entry in trainers.values()
+        for point in entry["curve"]
+    ]
+    names = [SIDES[name].title for name in trainers]
+    write_whole(cfg.folder / "curves.svg", to_svg(draw_curves(points, names)))
+    print(*describe_table(trainers, compared), sep="\n", flush=True)
+
+
+def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]]:
+    """redraft's sides against the peers', on the seeds that both have."""
+    found: dict[str, dict[str, Any]] = {"time_to_tau": {}, "equal_time": {}, "equal_labels": {}}
+    for peer, theirs in curves.items():
+        for own, prefix in ((OURS, ""), ("best", "best_")):
+            if SIDES[peer].trainer == OURS or own not in curves:
+                continue
+            both = min(len(curves[own]), len(theirs))
+            pair = curves[own][:both], theirs[:both]
+            found["time_to_tau"][f"{prefix}ratio_{peer}"] = {
+                **describe(estimate(ratio, *pair)),
+                "minutes": estimate(minutes_to_reach, *pair).value,
+                "reached": all(reaches(*one) for one in zip(*pair, strict=True)),
+            }
+            found["equal_time"][f"{prefix}{peer}"] = describe(estimate(gain_at_equal_time, *pair))
+            found["equal_labels"][f"{prefix}{peer}"] = describe(
+                estimate(gain_at_equal_labels, *pair)
+            )
+    return found
+
+
+def describe(found: Estimate) -> dict[str, float | None]:
+    low, high = found.interval()
+    is_finite = np.isfinite([low, high]).all()
+    return {
+        "value": found.value,
+        "low": float(low) if is_finite else None,
+        "high": float(high) if is_finite else None,
+    }
+
+
+def over_minutes(curves: Sequence[Curve], every_minutes: float) -> list[dict[str, Any]]:
+    """tau at the start, every few minutes, and at the end."""
+    first = float(np.mean([curve.minutes_M[0] for curve in curves]))
+    last = min(curve.last_minute for curve in curves)
+    between = np.arange(every_minutes, last, every_minutes).tolist()
+    minutes = [first, *(minute for minute in between if minute > first), last]
+    return [
+        {"minutes": minute, **describe(estimate(lambda curve: curve.at_minute(minute), curves))}  # noqa: B023
+        for minute in minutes
+    ]
+
+
+def describe_run(run: Judged) -> dict[str, Any]:
+    taus = run.curve.taus.tolist()
+    engine = None
+    if run.engine is not None:
+        accepted, drafts = run.engine.sum(0).tolist()
+        engine = 1 + accepted / drafts
+    return {
+        "seed": run.finished.course.seed,
+        "planned_steps": run.finished.planned_steps,
+        "marks": [{**asdict(mark), "tau": tau} for mark, tau in zip(run.marks, taus, strict=True)],
+        "engine": engine,
+    }
+
+
+def describe_table(
+    trainers: Mapping[str, Any], compared: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    lines = [f"{'trainer':24} {'minutes':>8} {'answer tokens':>14} {'tau':>20} {'in vLLM':>8}"]
+    for entry in trainers.values():
+        last, engine = entry["runs"][-1]["marks"][-1], entry["runs"][-1]["engine"]
+        lines.append(
+            f"{entry['title']:24} {last['minutes']:8.1f} {last['labels']:14,} "
+            f"{spell(entry['forecast']):>20} {'-' if engine is None else format(engine, '.2f'):>8}"
+        )
+    for name, found in compared["time_to_tau"].items():
+        bound = "" if found["reached"] else "at least "
+        lines.append(f"{name}: {bound}{spell(found)}")
+    return lines
+
+
+def spell(found: Mapping[str, Any]) -> str:
+    if found["low"] is None:
+        return f"{found['value']:.2f}"
+    return f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"

@@ -1,0 +1,138 @@
+"""tau over minutes and over labels, and what follows from it, with intervals.
+
+The value of a statistic is its mean over the seeds. Its error joins that over questions, by leaving
+out each in turn, with that over seeds. All sides of a statistic share the questions and the seeds, so
+how hard a question is cancels out. One seed shows no spread: the interval is then over questions.
+
+M = marks, Q = questions.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.eval.intervals import Estimate, sum_weighted
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One course, judged at its marks."""
+
+    minutes_M: Array
+    labels_M: Array
+    accepted_MQ: Array
+    drafts_MQ: Array
+
+    @property
+    def taus(self) -> Array:
+        """tau at every mark, [M]."""
+        return np.asarray(1 + self.accepted_MQ.sum(1) / self.drafts_MQ.sum(1))
+
+    def without(self, question: int) -> Curve:
+        left_out = (np.delete(each, question, 1) for each in (self.accepted_MQ, self.drafts_MQ))
+        return Curve(self.minutes_M, self.labels_M, *left_out)
+
+    @property
+    def last_minute(self) -> float:
+        return float(self.minutes_M[-1])
+
+    @property
+    def last_label(self) -> float:
+        return float(self.labels_M[-1])
+
+    def at_minute(self, minute: float) -> float:
+        """tau, on a straight line between two marks; at the ends the first and the last."""
+        return float(np.interp(minute, self.minutes_M, self.taus))
+
+    def at_label(self, label: float) -> float:
+        return float(np.interp(label, self.labels_M, self.taus))
+
+    def first_minute(self, tau: float) -> float:
+        """The first minute with this tau; infinite if there is none."""
+        taus = self.taus.tolist()
+        minutes = self.minutes_M.tolist()
+        if taus[0] >= tau:
+            return float(minutes[0])
+        for i in range(1, len(taus)):
+            if taus[i] >= tau:
+                share = (tau - taus[i - 1]) / (taus[i] - taus[i - 1])
+                return float(minutes[i - 1] + share * (minutes[i] - minutes[i - 1]))
+        return math.inf
+
+
+Statistic = Callable[..., float]
+"""Of a curve of each side, for one seed."""
+
+
+def estimate(statistic: Statistic, *sides: Sequence[Curve]) -> Estimate:
+    """The statistic over all questions and seeds; `sides` have a curve for each seed.
+
+    Raises:
+        ValueError: the sides have other seeds or questions.
+    """
+    if len({len(side) for side in sides}) != 1 or not sides[0]:
+        raise ValueError(f"each side needs the same seeds, got {[len(side) for side in sides]}")
+    if len({curve.drafts_MQ.shape[1] for side in sides for curve in side}) != 1:
+        raise ValueError("the curves are of different questions")
+    by_seed = [statistic(*curves) for curves in zip(*sides, strict=True)]
+    value = statistics.fmean(by_seed)
+    over_seeds = Estimate(0.0, 0.0, 1.0)
+    if len(by_seed) > 1:
+        error = statistics.stdev(by_seed) / math.sqrt(len(by_seed))
+        over_seeds = Estimate(0.0, error, len(by_seed) - 1.0)
+    return sum_weighted([_over_questions(statistic, value, sides), over_seeds], [1, 1])
+
+
+def _over_questions(
+    statistic: Statistic, value: float, sides: Sequence[Sequence[Curve]]
+) -> Estimate:
+    drafts_Q = sum(curve.drafts_MQ.sum(0) for side in sides for curve in side)
+    num_questions = len(drafts_Q)
+    if num_questions == 1:
+        return Estimate(value, math.inf, 1.0)
+    left_out = [
+        statistics.fmean(
+            statistic(*(curve.without(question) for curve in curves))
+            for curves in zip(*sides, strict=True)
+        )
+        for question in range(num_questions)
+    ]
+    squares = float(np.square(np.subtract(left_out, value)).sum())
+    error = math.sqrt((num_questions - 1) / num_questions * squares)
+    # Kish's number of equal questions, as in `eval.intervals`.
+    effective = float(drafts_Q.sum() ** 2 / np.square(drafts_Q).sum())
+    return Estimate(value, error, max(1.0, effective - 1))
+
+
+def minutes_to_reach(ours: Curve, theirs: Curve) -> float:
+    """Our minutes to the peer's last tau; if we never reach it, all our minutes."""
+    return min(ours.first_minute(theirs.at_minute(theirs.last_minute)), ours.last_minute)
+
+
+def reaches(ours: Curve, theirs: Curve) -> bool:
+    return math.isfinite(ours.first_minute(theirs.at_minute(theirs.last_minute)))
+
+
+def ratio(ours: Curve, theirs: Curve) -> float:
+    """Our minutes to the peer's last tau, over the peer's."""
+    return minutes_to_reach(ours, theirs) / theirs.last_minute
+
+
+def gain_at_equal_time(ours: Curve, theirs: Curve) -> float:
+    """Our tau minus the peer's, in the last minute that both have."""
+    minute = min(ours.last_minute, theirs.last_minute)
+    return ours.at_minute(minute) - theirs.at_minute(minute)
+
+
+def gain_at_equal_labels(ours: Curve, theirs: Curve) -> float:
+    """Our tau minus the peer's, after as many answer tokens as both have read."""
+    label = min(ours.last_label, theirs.last_label)
+    return ours.at_label(label) - theirs.at_label(label)
