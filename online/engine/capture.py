@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.heads.nn.float8 import encode_float8
+from redraft.online.engine.calibration import Calibration
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, copy_through, reduce_steps
 from redraft.online.engine.request_log import KEPT_STATES, RequestLog, States, VerifiedStep
@@ -62,6 +63,7 @@ class Capture:
         self.target_version: str | None = ""  # None: unclear, nothing is recorded
         self.kept_states = KEPT_STATES
         self.queue = StepQueue()
+        self.calibration = Calibration()
         self.guard = Guard()
         self._outlet = open_outlet(config, server_id, self.guard)
         self._logs: dict[str, RequestLog] = {}
@@ -190,8 +192,12 @@ class Capture:
         if step.sampled_BK is None:
             return
         sampled_by_row = step.read_sampled()
+        confidences_BJ = step.confidences_BJ
+        confidences = None if confidences_BJ is None else confidences_BJ.cpu().numpy()
         first_state = 0
         for part in step.read_parts():
+            if step.ranges is not None:  # the states are those of all tokens of the step
+                first_state = part.first_read
             states_HLD = (
                 None
                 if step.states_NLD is None
@@ -204,6 +210,9 @@ class Capture:
                 if not log.is_closed:
                     log.add_states(self._read_states(part.begin, states_HLD))
                 continue
+            if confidences is not None and not part.proposer:
+                predicted_J = confidences[part.sampled_row, : part.num_drafts]
+                self.calibration.add(predicted_J, len(sampled) - 1)
             verified = None
             if step.num_rows:
                 assert kept is not None

@@ -12,9 +12,10 @@ domain than the other servers, or more lookups, would look better than it is. Th
 --disable-log-stats.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from redraft.engine.hooks import SchedulerState, find_state
 from redraft.online.records.origin import read_origin_arguments
@@ -25,16 +26,33 @@ LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a dr
 
 Counts = dict[str, list[int]]
 """By domain, since the server started: [draft tokens, then by position the drafts that had a token
-and all earlier ones accepted, and those whose token was accepted too]."""
+and all earlier ones accepted, and those whose token was accepted too]. Of tokens that adaptive
+verification left out, nothing is counted."""
+
+Loads = dict[str, dict[str, list[int]]]
+"""With adaptive verification, by domain and load: [drafts, then by position those whose token was
+accepted]. Every scheduled draft counts, even if nothing of it was verified: tokens per step fall
+with the load, so only drafts of the same load are alike."""
+
+
+class StepNotes(NamedTuple):
+    """A worker's notes for the scheduler, pickled with the output of a step."""
+
+    foreign: frozenset[str] = frozenset()
+    """Requests whose draft tokens are not the served version's."""
+    admitted: Mapping[str, int] | None = None
+    """Draft tokens that were verified, by request; None if all were."""
 
 
 def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
     """A scheduler's `update_from_output` that notes the requests whose drafts do not count."""
 
     def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        foreign: frozenset[str] = getattr(model_runner_output, "redraft", frozenset())
+        notes: StepNotes = getattr(model_runner_output, "redraft", StepNotes())
         state = find_state(scheduler, SchedulerState)
-        state.foreign = foreign | find_padded(scheduler_output)
+        state.foreign = notes.foreign | find_padded(scheduler_output)
+        state.admitted = notes.admitted
+        state.load = find_load(len(scheduler_output.num_scheduled_tokens))
         return update(scheduler, scheduler_output, model_runner_output)
 
     return update_and_note
@@ -47,9 +65,22 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
         # vLLM passes everything by name. Counted here, because `observe` returns at once if
         # statistics are off.
         request_id, num_tokens = kwargs["request_id"], kwargs["num_draft_tokens"]
+        num_accepted, state = kwargs["num_accepted_tokens"], find_state(scheduler, SchedulerState)
+        num_admitted = num_tokens
+        if state.admitted is not None:
+            invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(request_id, 0)
+            num_admitted = min(state.admitted.get(request_id, 0), num_tokens - invalid)
+            # To vLLM, a token that was left out is one that the grammar made invalid: no rejected
+            # one. It counts a draft of 0 tokens too, whose step gives one token.
+            kwargs["num_invalid_spec_tokens"] = {request_id: num_tokens - num_admitted}
         if num_tokens and is_counted(scheduler, request_id):
             arguments = scheduler.requests[request_id].sampling_params.extra_args
-            add_draft(get_counts(scheduler), arguments, num_tokens, kwargs["num_accepted_tokens"])
+            domain = find_domain(state.domains, arguments)
+            if num_admitted:
+                add_draft(state.domains, domain, num_admitted, num_accepted)
+            if state.admitted is not None:
+                loads = state.loads.setdefault(domain, {})
+                add_load(loads.setdefault(state.load, [0]), num_accepted)
         return observe(scheduler, *args, **kwargs)
 
     return observe_and_count
@@ -57,7 +88,12 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
 
 def answer_domains(engine: Any) -> Counts:
     """The counts of an engine core."""
-    return get_counts(engine.scheduler)
+    return find_state(engine.scheduler, SchedulerState).domains
+
+
+def answer_loads(engine: Any) -> Loads:
+    """The counts of an engine core by load."""
+    return find_state(engine.scheduler, SchedulerState).loads
 
 
 def is_counted(scheduler: Any, request_id: str) -> bool:
@@ -68,12 +104,11 @@ def is_counted(scheduler: Any, request_id: str) -> bool:
     return is_read and request_id not in state.foreign
 
 
-def mark_foreign(output: Any, requests: Collection[str]) -> None:
-    """Name in a step's output the requests whose draft tokens are not the served version's.
-
-    It is pickled with them.
-    """
-    output.redraft = frozenset(requests)
+def mark_step(
+    output: Any, *, foreign: Collection[str] = (), admitted: Mapping[str, int] | None = None
+) -> None:
+    """Put notes into a step's output."""
+    output.redraft = StepNotes(frozenset(foreign), admitted)
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
@@ -87,17 +122,31 @@ def find_padded(scheduled: Any) -> frozenset[str]:
     return frozenset(joined & scheduled.scheduled_spec_decode_tokens.keys())
 
 
-def get_counts(scheduler: Any) -> Counts:
-    return find_state(scheduler, SchedulerState).domains
+def find_load(num_requests: int) -> str:
+    """The bucket of a number of requests in a step: two an octave, each alone up to four."""
+    return str(int(2 * math.log2(max(1, num_requests))))
 
 
-def add_draft(
-    counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int, num_accepted: int
-) -> None:
+def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
+    """The name under which a request's drafts count."""
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
+    # Kept, although nothing may be verified yet: further names count together.
     if domain not in counts and len(counts) >= MAX_DOMAINS:
         domain = OTHER
+    counts.setdefault(domain, [0])
+    return domain
+
+
+def add_load(of_load: list[int], num_accepted: int) -> None:
+    """Count a draft, all of whose other tokens were rejected or left out."""
+    of_load += [0] * (1 + num_accepted - len(of_load))
+    of_load[0] += 1
+    for position in range(num_accepted):
+        of_load[1 + position] += 1
+
+
+def add_draft(counts: Counts, domain: str, num_tokens: int, num_accepted: int) -> None:
     of_domain = counts.setdefault(domain, [0])
     of_domain += [0] * (1 + 2 * num_tokens - len(of_domain))
     of_domain[0] += num_tokens
@@ -106,7 +155,15 @@ def add_draft(
         of_domain[2 + 2 * position] += position < num_accepted
 
 
-def sum_counts(replicas: list[Counts]) -> Counts:
+def sum_loads(replicas: Sequence[Loads]) -> Loads:
+    domains = dict.fromkeys(chain.from_iterable(replicas))
+    return {
+        domain: sum_counts([replica[domain] for replica in replicas if domain in replica])
+        for domain in domains
+    }
+
+
+def sum_counts(replicas: Sequence[Counts]) -> Counts:
     domains = dict.fromkeys(chain.from_iterable(replicas))
     return {
         domain: add_up(replica[domain] for replica in replicas if domain in replica)

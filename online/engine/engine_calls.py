@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from redraft.engine import hooks
+from redraft.engine import adaptive, hooks
 from redraft.online.engine import domains, pace
 
 DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.
@@ -124,15 +124,21 @@ class EngineCalls:
     async def _count_drafts(self) -> dict[str, Any]:
         """The served version's drafts in all replicas.
 
-        `drafts`, and `positions` by domain, tried and accepted. Neither from an engine without
-        these counts.
+        `drafts`, and `positions` by domain, tried and accepted; with adaptive verification, `loads`
+        by domain and load: drafts and accepted. Nothing from an engine without these counts.
         """
-        if self._ask_all is None or not hooks.is_installed("domains"):
+        ask = self._ask_all
+        if ask is None or not hooks.is_installed("domains"):
             return {}
-        counts = domains.sum_counts(await self.while_alive(self._ask_all("redraft_domains")))
+        counts = domains.sum_counts(await self.while_alive(ask("redraft_domains")))
         num_tokens, num_drafts, *rest = domains.add_up([[0, 0], *counts.values()])
         pairs = {name: [*zip(one[1::2], one[2::2], strict=True)] for name, one in counts.items()}
-        return {"positions": pairs, "drafts": [num_drafts, num_tokens, *rest[::2]]}
+        found = {"positions": pairs, "drafts": [num_drafts, num_tokens, *rest[::2]]}
+        config = getattr(self.engine, "vllm_config", None)
+        if not is_adaptive(getattr(config, "speculative_config", None)):
+            return found
+        loads = domains.sum_loads(await self.while_alive(ask("redraft_loads")))
+        return found | {"loads": loads}
 
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
         """The status of the pacer, which takes a new pace first, and a line for people.
@@ -159,6 +165,11 @@ class EngineCalls:
                 409, "this server verifies all draft tokens: start it with --pace adaptive"
             )
         return found
+
+
+def is_adaptive(speculative_config: Any) -> bool:
+    """Whether vLLM chooses how many draft tokens it verifies."""
+    return bool(getattr(speculative_config, adaptive.KEY, False))
 
 
 def say(error: Exception) -> str:

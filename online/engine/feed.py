@@ -22,7 +22,7 @@ from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.request_log import RequestInfo
-from redraft.online.engine.steps import EngineStep, StepPart
+from redraft.online.engine.steps import DeviceRanges, EngineStep, StepPart
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
 from redraft.online.records.record import Constraint, Sampling
 
@@ -117,7 +117,10 @@ class Feed:
         There is one tensor per layer.
         """
         if self.unread is not None and self.unread.parts:
-            states_NLD = _read_states(self.unread.parts, streams_ND)
+            ranges = self.unread.ranges
+            # Where the device chose, which tokens are whose is known later: all are copied.
+            runs = [(0, ranges.num_tokens)] if ranges else _find_runs(self.unread.parts)
+            states_NLD = _read_states(runs, streams_ND)
             # A second event: the copy of the states is queued after the first one.
             self.unread = replace(
                 self.unread, states_NLD=states_NLD, computed=record_event(states_NLD)
@@ -134,6 +137,8 @@ class Feed:
         logits_RV: Tensor | None,
         draft_ids_S: Tensor | None,
         draft_probs_S: Tensor | None,
+        ranges: DeviceRanges | None = None,
+        confidences_BJ: Tensor | None = None,
     ) -> EngineStep | None:
         """The step of a batch; None if there is nothing in it.
 
@@ -147,9 +152,8 @@ class Feed:
         num_rows = sum(part.num_drafts + 1 for part in parts if part.sampled_row is not None)
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
-        elif 2 * num_rows < len(
-            logits_RV
-        ):  # copying few rows holds less memory than a reference to all
+        elif ranges is None and 2 * num_rows < len(logits_RV):
+            # copying few rows holds less memory than a reference to all
             parts, logits_RV = _copy_rows(parts, logits_RV)
         largest = None
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
@@ -168,6 +172,8 @@ class Feed:
             sampled_BK=sampled_BK,
             num_sampled_B=num_sampled_B,
             starts_B=starts_B,
+            ranges=ranges,
+            confidences_BJ=confidences_BJ,
             logits_RV=logits_RV,
             largest=largest,
             draft_ids_S=draft_ids_S,
@@ -319,13 +325,12 @@ def _read_sampling(params: Any) -> Sampling:
     )
 
 
-def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:
-    """Hidden states of the tokens read by `parts`, bfloat16 [N, L, D].
+def _read_states(runs: Sequence[tuple[int, int]], streams_ND: Sequence[Tensor]) -> Tensor:
+    """Hidden states of these runs of tokens, bfloat16 [N, L, D].
 
     A copy: the engine reuses the buffers.
     """
     # By slices: an index tensor would be copied to the GPU and wait for its queue.
-    runs = _find_runs(parts)
 
     def read(stream_ND: Tensor) -> Tensor:
         slices = [stream_ND[begin:end] for begin, end in runs]

@@ -271,8 +271,9 @@ def forward_origin(engine_client: Any) -> None:
 
 
 def note_arguments(chat: Any) -> None:
-    """Write the template's arguments of each chat request, with the server's defaults, into its
-    origin. Nothing without a chat API.
+    """Write the template's arguments of each chat request into its origin.
+
+    They include the server's defaults. Without a chat API nothing is written.
     """
     if chat is None:
         return

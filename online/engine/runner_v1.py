@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
-from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_foreign
+from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
@@ -96,7 +96,7 @@ class Proposers:
         result = self._sample_tokens(*args, **kwargs)
         if verified and result is not None:
             # If steps are scheduled ahead, vLLM hands over a wrapper.
-            mark_foreign(getattr(result, "_model_runner_output", result), verified)
+            mark_step(getattr(result, "_model_runner_output", result), foreign=verified)
         self.foreign = self._find_foreign(verified)
         return result
 

@@ -14,6 +14,7 @@ B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of on
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,11 +24,11 @@ from torch import Tensor
 from redraft.engine.adaptive import explain_refusal
 from redraft.engine.hooks import around, hook
 from redraft.online.engine.capture import Capture
-from redraft.online.engine.domains import LOOKUP_METHODS, find_padded
+from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.one_pass import gather_probs
 from redraft.online.engine.reread import ReadText
-from redraft.online.engine.steps import EngineStep
+from redraft.online.engine.steps import DeviceRanges, EngineStep
 from redraft.online.records.record import LOOKUP, PADDING
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
@@ -60,7 +61,6 @@ def install_capture(runner: Any, capture: Capture) -> None:
 
 def _require_plain_batches(runner: Any) -> None:
     unknown = {
-        "adaptive verification": runner.adaptive_verification,
         "batch-sharded sampling": runner.batch_sharder,
         "prefill context parallelism": runner.pcp_manager,
     }
@@ -72,7 +72,44 @@ def _require_plain_batches(runner: Any) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Nothing: every draft token of a server is of one proposer."""
+    """Tell the scheduler how many draft tokens of each request adaptive verification admitted.
+
+    Every draft token of a server is of one proposer.
+    """
+    if runner.adaptive_verification is not None:
+        hook(runner, "proposers", sample_tokens=partial(_count_admitted, runner))
+
+
+def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., Any]:
+    """The runner's `sample_tokens`, whose output names the admitted draft tokens.
+
+    The device chose them. Their number is copied with the sampled tokens, on the same stream and
+    before the same event, so nothing waits for it.
+    """
+
+    def sample_and_count(*args: Any, **options: Any) -> Any:
+        output = sample(*args, **options)
+        if not hasattr(output, "copy_event"):  # nothing was sampled
+            return output
+        copies, num_rejected_B = runner.output_copy_stream, output.sampler_output.num_rejected
+        torch.cuda.set_stream(copies)
+        try:
+            rejected = num_rejected_B.to("cpu", non_blocking=True, copy=True).numpy()
+            output.copy_event.record(copies)
+        finally:
+            torch.cuda.set_stream(runner.main_stream)
+        finish = output.get_output
+
+        def get_output() -> Any:
+            result = finish()
+            admitted = (output.num_sampled_tokens_np - 1 + rejected).tolist()
+            mark_step(result, admitted=dict(zip(result.req_ids, admitted, strict=False)))
+            return result
+
+        output.get_output = get_output
+        return output
+
+    return sample_and_count
 
 
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
@@ -238,7 +275,14 @@ class _Hooks:
         # 1. As far as the host knows. These are numpy arrays, so `tolist` waits for nothing.
         count = batch.num_reqs
         num_drafts_B = batch.num_draft_tokens_per_req
-        num_drafts = num_drafts_B.tolist() if num_drafts_B is not None else [0] * count
+        # Of a budget of 0 the host knows, and vLLM samples as if nothing had been drafted.
+        is_drafted = num_drafts_B is not None and batch.num_draft_tokens
+        num_drafts = num_drafts_B.tolist() if is_drafted else [0] * count
+        ranges = None
+        if batch.num_draft_tokens < sum(num_drafts):  # adaptive verification has left some out
+            # Copies, because the next step writes to the same buffers.
+            rows_B1, reads_B1 = batch.cu_num_logits, batch.query_start_loc[: count + 1]
+            ranges = DeviceRanges(rows_B1.clone(), reads_B1.clone(), batch.num_tokens)
         first_reads = batch.query_start_loc_np[: count + 1].tolist()
         first_rows = batch.cu_num_logits_np[:count].tolist()
         num_read_B = batch.query_start_loc_np[1 : count + 1] - batch.query_start_loc_np[:count]
@@ -280,16 +324,44 @@ class _Hooks:
             draft_ids_S=read_ids_R,
             draft_probs_S=None
             if draft_logits is None
-            else self._read_draft_probs(batch, draft_logits, read_ids_R, known),
+            else self._read_draft_probs(batch, draft_logits, read_ids_R, known, ranges),
+            ranges=ranges,
+            confidences_BJ=self._read_confidences(batch) if is_drafted else None,
         )
 
+    def _read_confidences(self, batch: Any) -> Tensor | None:
+        """The draft's confidence in the tokens that this step verifies, [B, J].
+
+        None without adaptive verification.
+        """
+        manager = getattr(self.runner, "adaptive_verification", None)
+        if manager is None:
+            return None
+        # Until the draft's next proposal, the confidences by slot are those of its last one.
+        confidences: Tensor = manager._confidence_probs[batch.idx_mapping]
+        return confidences
+
     def _read_draft_probs(
-        self, batch: Any, draft_logits: Tensor, read_ids_R: Tensor, known: Batch
+        self,
+        batch: Any,
+        draft_logits: Tensor,
+        read_ids_R: Tensor,
+        known: Batch,
+        ranges: DeviceRanges | None = None,
     ) -> Tensor:
         """The draft's probability of the id read for each row, at the request's temperature, [R].
 
-        Rows without a draft, and those of requests that are not recorded, have 0.
+        Rows without a draft, and those of requests that are not recorded, have 0. With `ranges` it
+        is not yet known which rows are whose: all are read, and those without a draft have any
+        number.
         """
+        temperature_S = self.runner.sampler.sampling_states.temperature.gpu
+        if ranges is not None:
+            slots_R = batch.expanded_idx_mapping.long()
+            drafts_R = (batch.expanded_local_pos.long() - 1).clamp(min=0)
+            return gather_probs(
+                draft_logits, slots_R, drafts_R, read_ids_R.long(), temperature_S[slots_R]
+            )
         drafted = zip(known.infos, known.first_drafts, known.num_drafts, strict=True)
         rows = [
             row for info, first, count in drafted if info for row in range(first, first + count)
@@ -306,6 +378,6 @@ class _Hooks:
             batch.expanded_local_pos.long()[rows_N] - 1,
             read_ids_R[rows_N].long(),
             # vLLM keeps the draft's logits as they were before the temperature.
-            self.runner.sampler.sampling_states.temperature.gpu[slots_N],
+            temperature_S[slots_N],
         )
         return probs_R

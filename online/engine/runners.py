@@ -17,6 +17,10 @@ MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
 """
 
 
+LOSSLESS = ("standard", "block")
+"""vLLM's ways to verify after which an answer is the target's. Later releases have lossy ones."""
+
+
 def find_runner(runner: object) -> Runner | None:
     """Which of vLLM's runners this is, or is derived from, as the CPU's are.
 
@@ -87,5 +91,11 @@ def install_capture(runner: Any, capture: Capture) -> None:
     if version is None:
         raise ValueError(
             f"vLLM's V1 and V2 model runners are recorded, not {type(runner).__qualname__}"
+        )
+    method = getattr(runner.speculative_config, "rejection_sample_method", "standard")
+    if method not in LOSSLESS:
+        raise ValueError(
+            f"rejection_sample_method {method} answers with other tokens than the target's, which "
+            f"would be recorded as its own: leave it out, or give {' or '.join(LOSSLESS)}"
         )
     MODULES[version].install_capture(runner, capture)

@@ -63,6 +63,18 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.start + self.num_drafts - self.num_read
 
 
+class DeviceRanges(NamedTuple):
+    """Each request's first row of logits and first token read, in the order of
+    `EngineStep.sampled_BK`, and one end more. The parts of the step have the host's numbers, which
+    are bounds.
+    """
+
+    rows_B1: Tensor
+    reads_B1: Tensor
+    num_tokens: int
+    """Read by all requests."""
+
+
 class Largest(NamedTuple):
     """The largest logits of every row, descending, with their ids.
 
@@ -90,6 +102,12 @@ class EngineStep:
     """How many of them are valid."""
     starts_B: Tensor | None = None
     """StepPart.start, where only the device knows it."""
+    ranges: DeviceRanges | None = None
+    """Set if the device chose how many draft tokens of each request it verifies. The states are
+    then those of all tokens of the step.
+    """
+    confidences_BJ: Tensor | None = None
+    """The draft's confidence in its tokens, with adaptive verification."""
     logits_RV: Tensor | None = None
     """Logits before any sampling parameter. None if no request sampled, and with `largest`."""
     largest: Largest | None = None
@@ -116,16 +134,30 @@ class EngineStep:
         return [row[:count] for row, count in zip(rows, self.num_sampled_B.tolist(), strict=True)]
 
     def read_parts(self) -> list[StepPart]:
-        """The parts with exact starts. Waits for the device."""
+        """The parts with exact starts and ranges. Waits for the device."""
         if self.starts_B is None:
             return self.parts
         starts = self.starts_B.tolist()
-        return [
-            part
-            if part.sampled_row is None
-            else msgspec.structs.replace(part, start=starts[part.sampled_row])
-            for part in self.parts
-        ]
+        ranges = None if self.ranges is None else [x.tolist() for x in self.ranges[:2]]
+
+        def make_exact(part: StepPart) -> StepPart:
+            i = part.sampled_row
+            if i is None:  # a prompt, behind all verified drafts: the host's numbers are exact
+                return part
+            if ranges is None:
+                return msgspec.structs.replace(part, start=starts[i])
+            rows, reads = ranges
+            return msgspec.structs.replace(
+                part,
+                start=starts[i],
+                num_drafts=rows[i + 1] - rows[i] - 1,
+                first_row=rows[i],
+                first_draft=rows[i] + 1,
+                num_read=reads[i + 1] - reads[i],
+                first_read=reads[i],
+            )
+
+        return [make_exact(part) for part in self.parts]
 
     @property
     def num_rows(self) -> int:

@@ -384,6 +384,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "reread_tokens": state.rereader.num_tokens if state.rereader else 0,
         "reread_error": state.rereader.error if state.rereader else "",
         "capture": state.capture.status() if state.capture else None,
+        "confidence": state.capture.calibration.status() if state.capture else [],
     }
 
 

@@ -14,7 +14,7 @@ The rows name functions by strings, so a process imports only the features that 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -418,6 +418,14 @@ TABLE = (
     # --- methods of one V2 model runner
     Hook(
         of_object=True,
+        names=(f"{V2_RUNNER}.sample_tokens",),
+        feature="proposers",
+        by="online.engine.runner_v2:install_proposers",
+        why="draft tokens that adaptive verification leaves out count as rejected",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
         names=(f"{V2_RUNNER}.add_requests",),
         feature="capture",
         by="online.engine.runner_v2:_Hooks.add_requests",
@@ -528,6 +536,7 @@ TABLE = (
 METHODS = {
     f"{ENGINE_CORE}.redraft_pace": ("pace", "online.engine.pace:answer_pace"),
     f"{ENGINE_CORE}.redraft_domains": ("domains", "online.engine.domains:answer_domains"),
+    f"{ENGINE_CORE}.redraft_loads": ("domains", "online.engine.domains:answer_loads"),
     **{
         f"{WORKER_BASE}.redraft_{name}": ("worker", f"online.engine.worker:redraft_{name}")
         for name in (
@@ -649,8 +658,14 @@ class SchedulerState(Attached):
     """Decides on the number of draft tokens, if there is one."""
     foreign: frozenset[str] = frozenset()
     """Requests of this step whose drafts are not the served version's."""
+    admitted: Mapping[str, int] | None = None
+    """Draft tokens that this step verified, by request; None if it verified all."""
+    load: str = ""
+    """The bucket of this step's number of requests."""
     domains: dict[str, list[int]] = field(default_factory=dict)
     """Drafts by domain."""
+    loads: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """With adaptive verification, drafts by domain and load."""
 
 
 State = TypeVar("State", bound=Attached)

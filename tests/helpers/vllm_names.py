@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.engine import counters
-from redraft.engine.hooks import ENGINE, TABLE, V1_RUNNER, V2_RUNNER, WORKER
+from redraft.engine.hooks import ENGINE, SPECULATORS, TABLE, V1_RUNNER, V2_RUNNER, WORKER
 from redraft.recipes.serve.serve import RAY_PREFIXES
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
             "v1.worker.gpu.buffer_utils:UvaBackedTensor",
         ),
         "batch": ("v1.worker.gpu.input_batch:InputBatch",),
-        "output": ("v1.worker.gpu.sample.output:SamplerOutput",),
+        "manager": (f"{SPECULATORS}.adaptive_verification:AdaptiveVerificationManager",),
+        "output": (
+            "v1.worker.gpu.sample.output:SamplerOutput",
+            "v1.worker.gpu.async_utils:AsyncOutput",
+        ),
+        "output.sampler_output": ("v1.worker.gpu.sample.output:SamplerOutput",),
         "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
         "request": (NEW_REQUEST,),
         "states": ("v1.worker.gpu.states:RequestState",),

@@ -795,7 +795,7 @@ def test_states_of_the_recorded_requests_are_read_in_few_slices(kept, num_runs):
     ]  # fmt: skip
     streams_ND = torch.randn(2, 12, 5)  # two layers; the last two rows are padding
     rows = [row for i in kept for row in range(begins[i], begins[i] + counts[i])]
-    states_NLD = _read_states(parts, list(streams_ND))
+    states_NLD = _read_states(_find_runs(parts), list(streams_ND))
     assert torch.equal(states_NLD, streams_ND[:, rows].transpose(0, 1).bfloat16())
     assert len(_find_runs(parts)) == num_runs
     streams_ND.zero_()

@@ -27,6 +27,7 @@ from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.engine import runner_v1, runner_v2
 from redraft.online.engine.config import TABLE, make_table
+from redraft.online.engine.domains import StepNotes
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.replay import training_sequence
@@ -85,11 +86,9 @@ def test_a_runner_of_another_name_is_not_recorded():
         install_capture(GPUModelRunner(), None)
 
 
-@pytest.mark.parametrize("part", ["adaptive_verification", "batch_sharder", "pcp_manager"])
+@pytest.mark.parametrize("part", ["batch_sharder", "pcp_manager"])
 def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
-    parts = {"adaptive_verification": None, "batch_sharder": None, "pcp_manager": None} | {
-        part: object()
-    }
+    parts = {"batch_sharder": None, "pcp_manager": None} | {part: object()}
     with pytest.raises(ValueError, match="recorded"):
         runner_v2.install_capture(SimpleNamespace(**parts), None)
 
@@ -144,7 +143,9 @@ class Runner:
             list(requests),
             frozenset(looked_up),
         )
-        return "".join(sorted(getattr(self.sample_tokens(proposes), "redraft", "")))
+        return "".join(
+            sorted(getattr(self.sample_tokens(proposes), "redraft", StepNotes()).foreign)
+        )
 
 
 def test_drafts_of_lookups_and_padding_are_named_when_they_are_verified():
@@ -174,7 +175,7 @@ def test_a_wrapped_output_names_them_too():
     runner_v1.install_proposers(runner)
     runner.redraft.proposers.foreign = {"a": LOOKUP}
     runner.sample_tokens()
-    assert inner.redraft == {"a"}
+    assert inner.redraft.foreign == {"a"}
 
 
 def test_drafts_of_a_request_that_joins_are_padding():
