@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from redraft.files.foreign import AUX_LAYERS, nested_layers
+
 if TYPE_CHECKING:
     import torch
 
@@ -240,6 +242,8 @@ class Family:
         """
         if self.speculators_layers_key and "speculators_model_type" in config:
             return list(config[self.speculators_layers_key])
+        if self.layers_key == AUX_LAYERS and not config.get(AUX_LAYERS):
+            config = {AUX_LAYERS: nested_layers(config) or config[AUX_LAYERS]}
         *sections, last = self.layers_key.split(".")
         for section in sections:
             config = config[section]

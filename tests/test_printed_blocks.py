@@ -27,7 +27,7 @@ LEFT_OUT = {
     r"git clone|make env|(uv )?pip install|pre-commit": "installs from the network",
     r"make |.venv/bin/python -m pytest": "minutes to an hour; CI runs check, test and docs",
     r"redraft (serve|up|eval|bench|regenerate|adapt|serve-features) ": "starts vLLM",
-    r"redraft doctor (?!.*--no-engine).*--draft": "starts vLLM",
+    r"redraft doctor (?!.*--engine).*--draft": "starts vLLM",
     r"redraft train (?!.*--print-config)|accelerate launch|vllm serve": "starts vLLM; most name "
     "GPUs",
     r"python -m sglang|trtllm-serve|llama-server": "starts another engine",

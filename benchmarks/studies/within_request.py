@@ -318,8 +318,9 @@ class Adapter:
         return states_ND @ self.head_WD.T + self.bias_W
 
     def update(self, states_ND: Tensor, p_NW: Tensor) -> None:
-        """A step down the gradient of the summed cross-entropy to p, which may sum to less than 1
-        in a reduced vocabulary.
+        """A step down the gradient of the summed cross-entropy to p.
+
+        In a reduced vocabulary p may sum to less than 1.
         """
         if self.way.rule == "none":
             return

@@ -147,8 +147,10 @@ class Training:
 
     @contextmanager
     def marking(self, export: Callable[[Path], object]) -> Iterator[Callable[..., None]]:
-        """Run the clock over the planned steps. Yields a function that each step calls with its
-        batches; it stops the clock to `export` a head at a mark.
+        """Run the clock over the planned steps.
+
+        Yields a function that each step calls with its batches; it stops the clock to `export` a
+        head at a mark.
         """
         bar = Progress(total=self.planned, desc=self.course.trainer, unit="step")
         self._mark(export)

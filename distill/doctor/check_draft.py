@@ -19,6 +19,8 @@ from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.engines.exporting import engine_findings
+from redraft.heads.engines.table import find_engine
 
 
 @dataclass(kw_only=True)
@@ -40,16 +42,18 @@ def check_draft(
     method: str | None,
     num_speculative_tokens: int | None,
     engine: EngineCheck | None,
+    engine_name: str = "vllm",
 ) -> Checked:
     """All checks of a draft; without `engine`, its folder alone.
 
-    `method` is by default the family's, the number of tokens that in the provenance, or 3.
+    `method` is by default the family's, the number of tokens that in the provenance, or 3. For an
+    engine other than vLLM, the rules of its row in `heads.engines.table` are checked.
 
     Raises:
         FileNotFoundError: if a folder is missing, ValueError if it is corrupt or holds no draft.
     """
     pair = Pair.read(TargetFolder.open(target), model_folder(draft))
-    checked, num_tokens = check_folder(pair, method, num_speculative_tokens)
+    checked, num_tokens = check_folder(pair, method, num_speculative_tokens, engine_name)
     if engine is None or not _may_run(pair, checked):
         return checked
     plan = plan_run(pair, num_tokens, engine)
@@ -68,14 +72,19 @@ def check_draft(
 
 
 def check_folder(
-    pair: Pair, method: str | None, num_speculative_tokens: int | None
+    pair: Pair, method: str | None, num_speculative_tokens: int | None, engine_name: str = "vllm"
 ) -> tuple[Checked, int]:
     num_tokens = pair.choose_tokens(num_speculative_tokens)
-    findings = static_findings(pair, method=method, num_speculative_tokens=num_tokens)
+    findings = static_findings(
+        pair, method=method, num_speculative_tokens=num_tokens, engine=engine_name
+    )
+    row = find_engine(engine_name)
+    findings += engine_findings(row, pair)
     checked = Checked(findings=findings, notes=list(notes(pair)))
     checked.facts |= {
         "target": str(pair.target.folder),
         "draft": f"{pair.draft}: {pair.family.name}, {num_tokens} tokens a step",
+        **({} if row.name == "vllm" else {"engine": row.proof}),
     }
     _check_labels(pair, checked)
     return checked, num_tokens

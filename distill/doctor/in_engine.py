@@ -119,7 +119,7 @@ def plan_run(
             machine,
         )
         way_out = (
-            "give --no-engine, which reads configs and tensors only, and count with redraft "
+            "give --engine none, which reads configs and tensors only, and count with redraft "
             "eval --no-forecast"
         )
         device = torch.device(machine.device)

@@ -3,6 +3,7 @@
 Some for every family, others from the family's row in the catalog.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,29 +16,37 @@ from redraft.files.checkpoint import load_causal_lm
 from redraft.files.folder import model_folder
 from redraft.files.served_target import visible_length
 from redraft.files.target_folder import TargetFolder
-from redraft.files.tensors import list_tensors, read_tensors
+from redraft.files.tensors import UnknownTensorsError, list_tensors, read_tensors
+from redraft.heads.doctor import dflash, eagle3
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.target import Target
 
+OF_VLLM: tuple[Check, ...] = (eagle3.aux_layers, dflash.causality)
+"""Checks of places where vLLM looks and other engines do not."""
+
 
 def static_findings(
-    pair: Pair, *, method: str | None, num_speculative_tokens: int
+    pair: Pair, *, method: str | None, num_speculative_tokens: int, engine: str = "vllm"
 ) -> list[Finding]:
-    """The problems visible in configs and tensors, without running the draft."""
+    """The problems visible in configs and tensors, without running the draft.
+
+    Of an engine other than vLLM (`heads.engines`), the places where vLLM alone looks do not count.
+    """
+    own = pair.family.own_checks()
     # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
         manifest,
         target_fingerprint,
         partial(method_flag, method=method),
-        *pair.family.own_checks(),
+        *(check for check in own if engine == "vllm" or check not in OF_VLLM),
         numbers,
         partial(number_of_tokens, num_speculative_tokens=num_speculative_tokens),
     ]
     found = [finding for check in checks for finding in check(pair)]
     # a wrong key or tensor also breaks loading, but the checks above say it in better words
     known = any(not finding.is_doubt for finding in found)
-    return found if known else [*completeness(pair), *found]
+    return found if known else [*completeness(pair, engine), *found]
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
@@ -103,7 +112,7 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     yield Finding(found, cure, is_doubt)
 
 
-def completeness(pair: Pair) -> Iterator[Finding]:
+def completeness(pair: Pair, engine: str = "vllm") -> Iterator[Finding]:
     """The checkpoint has exactly the tensors of the head.
 
     Engines silently load an incomplete one.
@@ -113,12 +122,41 @@ def completeness(pair: Pair) -> Iterator[Finding]:
             pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder))
         else:
             load_causal_lm(pair.draft)
+    except UnknownTensorsError as error:
+        yield _describe_extra(pair, error.names, engine)
     except (ValueError, KeyError) as error:
         text = f"config.json lacks {error}" if isinstance(error, KeyError) else str(error)
         yield Finding(
             text.removeprefix(f"{pair.draft} ").removeprefix(f"{pair.draft}: "),
             "export the head again",
         )
+
+
+EXTRA = {
+    r"\.bias$": "a bias that its layer does not have",
+    r"\b(input_norm|fc_norm)\.": "a norm that config.json does not switch on",
+    r"\bmask_hidden$": "the feature of P-EAGLE's masks",
+    r"\b(markov_head|confidence_head)\.": "a part of a DSpark head",
+    r"\b(embed_tokens|lm_head)\.": "a copy of a matrix that the head shares with the target",
+    r"(^|\.)(layers\.\d+|midlayer)\.": "a part of a layer that the family's layers do not have",
+}
+"""Descriptions of tensors that are not the head's, by a pattern in the name."""
+
+
+def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
+    """An unknown tensor by its meaning, and the engine's treatment of it."""
+    name = names[0]
+    known = (meaning for pattern, meaning in EXTRA.items() if re.search(pattern, name))
+    meaning = next(known, f"no tensor of this family ({pair.family.title})")
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    # vLLM's AutoWeightsLoader ignores biases, its Medusa every unknown name; others end it
+    is_ignored = engine != "vllm" or name.endswith(".bias") or pair.family.name == "medusa"
+    treatment = "the engine ignores it" if is_ignored else "vLLM does not start with it"
+    return Finding(
+        f"the checkpoint holds {name}{others}, {meaning}: {treatment}",
+        "remove it from the checkpoint if the head was trained without it; if not, no engine "
+        "computes this head",
+    )
 
 
 QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: values say nothing without scales

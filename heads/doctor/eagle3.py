@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from redraft.files.foreign import AUX_LAYERS
 from redraft.files.tensors import read_tensors
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
 from redraft.heads.families.eagle3 import ARCHITECTURE
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_AUX = "num_aux_hidden_states"
 DEFAULT_NUM_AUX = 3  # vLLM's, without `num_aux_hidden_states` and a nested list
 
@@ -24,17 +24,22 @@ WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:
     """The engine feeds the layers of training, named at the top level of the config."""
-    top, nested = pair.config.get(AUX_IDS), _nested_ids(pair)
+    top, nested = pair.config.get(AUX_LAYERS), _nested_ids(pair)
     num_layers = pair.target_config.num_hidden_layers
     if not top and nested:
+        above = [layer + 1 for layer in nested]
         yield Finding(
-            f"the aux layer ids {nested} are nested in another section of config.json, where not "
-            "every engine looks",
-            f'write "{AUX_IDS}": {nested} at the top level of config.json',
+            f"the aux layer ids {nested} are nested in another section of config.json: vLLM's V1 "
+            f"runner takes them as they are, V2 ignores them, SGLang and TensorRT-LLM mean {above}",
+            "which engine was the head made for? Write at the top level of config.json "
+            f'"{AUX_LAYERS}": {above} if for SGLang or TensorRT-LLM (SpecForge, ModelOpt), {nested} '
+            "if for vLLM",
         )
+        yield from _number_of_aux_layers(pair, nested)
+        return
     # vLLM's default, if config.json names none.
-    served = list(top or nested or (2, num_layers // 2, num_layers - 3))
-    trained = (pair.trained_with or {}).get(AUX_IDS)
+    served = list(top or (2, num_layers // 2, num_layers - 3))
+    trained = (pair.trained_with or {}).get(AUX_LAYERS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
         yield Finding(
             f"aux layers {served} are not distinct ascending layers of the target, which has 0 to "
@@ -42,9 +47,7 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
             _write_ids(trained) if trained else "name the layers that the head was trained on",
         )
     elif trained and served != trained:
-        given = (
-            "the engine is told" if top or nested else "config.json names none and the engine takes"
-        )
+        given = "the engine is told" if top else "config.json names none and the engine takes"
         yield Finding(f"{given} aux layers {served}, the head was trained on " f"{trained}{_off_by(served, trained)}",
                       _write_ids(trained))  # fmt: skip
     yield from _number_of_aux_layers(pair, served)
@@ -57,10 +60,10 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
     if len(served) != read:
         yield Finding(
             f"{len(served)} aux layers {list(served)} are fed, the weights of fc read {read}",
-            f"name in {AUX_IDS} the {read} layers that the head was trained on",
+            f"name in {AUX_LAYERS} the {read} layers that the head was trained on",
         )
         return
-    in_eagle_config = (pair.config.get("eagle_config") or {}).get(AUX_IDS)
+    in_eagle_config = (pair.config.get("eagle_config") or {}).get(AUX_LAYERS)
     # In vLLM's order (`llama_eagle3.py`). It does not count the ids at the top level.
     counted = pair.layer_config.get(NUM_AUX) or len(in_eagle_config or ()) or DEFAULT_NUM_AUX
     if counted != read:
@@ -74,7 +77,8 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
 def _nested_ids(pair: Pair) -> list[int] | None:
     sections = (pair.config.get("eagle_config"), pair.config.get("transformer_layer_config"))
     return next(
-        (list(section[AUX_IDS]) for section in sections if section and section.get(AUX_IDS)), None
+        (list(section[AUX_LAYERS]) for section in sections if section and section.get(AUX_LAYERS)),
+        None,
     )
 
 
@@ -89,7 +93,7 @@ def _off_by(served: Sequence[int], trained: Sequence[int]) -> str:
 
 
 def _write_ids(trained: Sequence[int]) -> str:
-    return f'write "{AUX_IDS}": {list(trained)} at the top level of config.json'
+    return f'write "{AUX_LAYERS}": {list(trained)} at the top level of config.json'
 
 
 def options(pair: Pair) -> Iterator[Finding]:

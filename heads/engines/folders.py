@@ -15,6 +15,7 @@ from torch import Tensor
 
 from redraft.files.artifact import MANIFEST, PROVENANCE
 from redraft.files.folder import CONFIG, WEIGHTS, read_config, tensor_files
+from redraft.files.foreign import AUX_LAYERS, nested_layers
 from redraft.files.tensors import read_tensors
 from redraft.files.windows import View, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
@@ -25,8 +26,6 @@ Tensors = dict[str, Tensor]
 Edit = Callable[[dict[str, Any], Tensors], None]
 """Changes config.json and the tensors of a folder in the layout of vLLM, in place."""
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-SECTION = "eagle_config"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAPS = ("d2t", "t2d")
 
@@ -56,11 +55,8 @@ def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
 
 def layers_read(pair: Pair) -> list[int]:
     """The target layers of an EAGLE-3 head's training, by the number of layers below the stream."""
-    recorded = (pair.trained_with or {}).get(AUX_IDS) or pair.config.get(AUX_IDS)
-    nested = (pair.config.get(SECTION) or {}).get(AUX_IDS)
-    if not recorded and nested:  # the engines other than vLLM count the layer that ends there
-        recorded = [layer + 1 for layer in nested]
-    return list(recorded or default_layers(pair))
+    recorded = (pair.trained_with or {}).get(AUX_LAYERS) or pair.config.get(AUX_LAYERS)
+    return list(recorded or nested_layers(pair.config) or default_layers(pair))
 
 
 def default_layers(pair: Pair) -> list[int]:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from redraft.files.foreign import AUX_LAYERS, SECTION
 from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import SLIDING, View
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.engines import folders
-from redraft.heads.engines.folders import AUX_IDS, SECTION, Tensors, export_cure, section
+from redraft.heads.engines.folders import Tensors, export_cure, section
 from redraft.heads.engines.table import Export
 
 TITLE = "SGLang"
@@ -103,7 +104,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
 
 
 def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
-    told = section(pair.config, SECTION).get(AUX_IDS)
+    told = section(pair.config, SECTION).get(AUX_LAYERS)
     served = [layer + 1 for layer in told] if told else folders.default_layers(pair)
     trained = folders.layers_read(pair)
     if served != trained:
@@ -163,8 +164,8 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
         fc = tensors["fc.weight"]
         tensors["fc.bias"] = torch.zeros(len(fc), dtype=fc.dtype)
     elif pair.family.name == "eagle3":
-        layers = [layer - 1 for layer in config[AUX_IDS]]
-        config[SECTION] = {"use_aux_hidden_state": True, AUX_IDS: layers}
+        layers = [layer - 1 for layer in config[AUX_LAYERS]]
+        config[SECTION] = {"use_aux_hidden_state": True, AUX_LAYERS: layers}
         if "lm_head.weight" not in tensors:
             config["draft_vocab_size"] = None
         folders.name_later_norms(tensors, "hidden_norm")

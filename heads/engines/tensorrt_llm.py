@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from redraft.files.folder import read_json
+from redraft.files.foreign import AUX_LAYERS, SECTION
 from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import SLIDING, View, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.engines import folders
-from redraft.heads.engines.folders import AUX_IDS, SECTION, Tensors, export_cure, section
+from redraft.heads.engines.folders import Tensors, export_cure, section
 from redraft.heads.engines.table import Export
 
 TITLE = "TensorRT-LLM"
@@ -102,12 +104,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
     if pair.is_speculators:
         yield from folders.other_layout(pair, TITLE)
     elif pair.family.name == "eagle3":
-        if not (pair.draft / OPTIONS).is_file():
-            yield Finding(
-                f"{TITLE} takes the layers from its options ({LAYERS}) and not from config.json; "
-                f"told none, it feeds {folders.default_layers(pair)}",
-                export_cure(TITLE),
-            )
+        yield from _misread_layers(pair)
         if pair.config.get("norm_before_fc") and SECTION not in pair.config:
             yield Finding(
                 f"{TITLE} reads norm_before_fc in the section {SECTION} only, and drops the norm",
@@ -122,6 +119,20 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
         yield from folders.dropped_vocabulary(pair, TITLE)
         if pair.family.name == "dspark":
             yield from _misread_dspark(pair)
+
+
+def _misread_layers(pair: Pair) -> Iterator[Finding]:
+    told = None
+    if (pair.draft / OPTIONS).is_file():
+        told = read_json(pair.draft / OPTIONS).get("speculative_config", {}).get(LAYERS)
+    served = [layer + 1 for layer in told] if told else folders.default_layers(pair)
+    trained = folders.layers_read(pair)
+    if served != trained or told is None:
+        yield Finding(
+            f"{TITLE} takes the layers from its options ({LAYERS} in {OPTIONS}) and not from "
+            f"config.json: it feeds {served}, the head was trained on {trained}",
+            export_cure(TITLE),
+        )
 
 
 def _misread_dspark(pair: Pair) -> Iterator[Finding]:
@@ -150,9 +161,13 @@ def write(export: Export, folder: Path) -> None:
 
 def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
     if pair.family.name == "eagle3":
-        layers = [layer - 1 for layer in config[AUX_IDS]]
+        layers = [layer - 1 for layer in config[AUX_LAYERS]]
         is_normed = config["norm_before_fc"]
-        config[SECTION] = {AUX_IDS: layers, "norm_before_fc": is_normed}
+        config[SECTION] = {
+            "use_aux_hidden_state": True,
+            AUX_LAYERS: layers,
+            "norm_before_fc": is_normed,
+        }
         if config["num_hidden_layers"] > 1:  # "midlayer" is one layer there
             for name in [name for name in tensors if name.startswith("midlayer.")]:
                 tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)

@@ -27,7 +27,8 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
     """The names of a norm in SGLang's and TensorRT-LLM's folders."""
     if any(name.startswith("layers.1.hidden_norm") for name in pair.shapes):
         yield Finding(
-            "vLLM calls the first norm of layers.1 input_layernorm, and drops hidden_norm",
+            "vLLM calls the first norm of layers.1 input_layernorm, and does not start with "
+            "hidden_norm",
             export_cure("vllm"),
         )
 

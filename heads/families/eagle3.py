@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from redraft.files import speculators
 from redraft.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
+from redraft.files.foreign import AUX_LAYERS, SECTION, nested_layers
 from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.files.windows import (
     beside_target,
@@ -330,7 +331,7 @@ class Eagle3(nn.Module):
         return {
             **{name: getattr(self.config, name) for name in ARCHITECTURE},
             "draft_vocab_size": len(self.head),
-            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            AUX_LAYERS: list(self.aux_layer_ids),
         }
 
     def _training(self) -> dict[str, Any]:
@@ -367,12 +368,10 @@ class Eagle3(nn.Module):
             name: value for name, value in config.get("redraft", {}).items() if name in known
         }
         is_speculators = config.get(speculators.MARK) == "eagle3"
-        nested = config.get("eagle_config") or {}
-        ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get(
-            "eagle_aux_hidden_state_layer_ids"
-        )
+        nested = config.get(SECTION) or {}
+        ids = config.get(AUX_LAYERS) or nested_layers(config)
         return Config(
-            aux_layer_ids=tuple(ids or ()),
+            aux_layer_ids=tuple(ids),
             norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
             # as vLLM reads them: an absent key means true in a config of speculators, and false in
             # others

@@ -64,9 +64,10 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DeviceRanges(NamedTuple):
-    """Each request's first row of logits and first token read, in the order of
-    `EngineStep.sampled_BK`, and one end more. The parts of the step have the host's numbers, which
-    are bounds.
+    """Each request's first row of logits and first token read, and one end more.
+
+    The requests are in the order of `EngineStep.sampled_BK`. The parts of the step have the host's
+    numbers, which are bounds.
     """
 
     rows_B1: Tensor

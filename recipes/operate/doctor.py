@@ -3,7 +3,8 @@
 $ redraft doctor                                            # versions, devices, engine, disk
 $ redraft doctor --json                                     # the same, for a bug report
 $ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
-$ redraft doctor --target TARGET --draft DRAFT --no-engine  # seconds: configs, tensors and provenance only
+$ redraft doctor --target TARGET --draft DRAFT --engine none    # seconds: configs, tensors and provenance only
+$ redraft doctor --target TARGET --draft DRAFT --engine sglang  # would SGLang read the folder as it was trained?
 $ redraft doctor DRAFT                                      # its kind, what it needs, who serves it
 
 Every problem is printed with a cure, and so is every doubt: something unusual that may be meant.
@@ -14,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from redraft.engine.machine import diagnose, gather, list_facts
 from redraft.engine.target_dtype import TargetDtype
@@ -22,6 +23,7 @@ from redraft.files.folder import fetch_model
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.described import describe_draft
 from redraft.heads.doctor.pair import Finding
+from redraft.heads.engines.table import EngineName
 from redraft.recipes.cli.run import Recipe
 
 if TYPE_CHECKING:  # it loads torch, which an environment may lack
@@ -40,8 +42,11 @@ class Config:
     """vLLM's method to serve the draft with. By default the method of its family."""
     num_speculative_tokens: int | None = None
     """Draft tokens per step. By default the number used in the training's evaluation, or 3."""
-    engine: bool = True
-    """Run the draft in the real vLLM. Without a draft, only import vLLM."""
+    engine: EngineName | Literal["none"] = "vllm"
+    """Engine that serves the draft. vllm: run the draft in it; without a draft, only import it.
+    Another one: check the folder by the rules of its loaders, without running it. none: read
+    configs, tensors and provenance only.
+    """
     target_dtype: TargetDtype | None = None
     """Type in which the target computes. By default that of the forecast published with the draft,
     if this machine computes in it. Without one, on a GPU bfloat16; on a CPU bfloat16 if the
@@ -67,7 +72,7 @@ def main(cfg: Config) -> None:
     found: list[Finding] = []
     if cfg.json or not has_pair:
         # The check of a pair imports the engine itself.
-        facts = gather(cfg.output, import_engine=cfg.engine and not has_pair)
+        facts = gather(cfg.output, import_engine=cfg.engine == "vllm" and not has_pair)
         machine, found = list_facts(facts), diagnose(facts)
     pair, notes = {}, []
     if cfg.target is not None:
@@ -148,7 +153,8 @@ def check_pair(cfg: Config) -> "Checked":
         cfg.target if draft.is_without_folder else draft.source,
         method=cfg.method,
         num_speculative_tokens=cfg.num_speculative_tokens,
-        engine=engine if cfg.engine else None,
+        engine=engine if cfg.engine == "vllm" else None,
+        engine_name="vllm" if cfg.engine == "none" else cfg.engine,
     )
 
 

@@ -72,7 +72,10 @@ def main(cfg: Config) -> None:
             "give the folder that `redraft train mtp` wrote"
         )
     num_tokens = pair.choose_tokens(cfg.num_speculative_tokens)
-    for finding in static_findings(pair, method=None, num_speculative_tokens=num_tokens):
+    found = static_findings(
+        pair, method=None, num_speculative_tokens=num_tokens, engine=engine.name
+    )
+    for finding in found:
         if not finding.is_doubt:
             raise ValueError(f"{finding.problem}; {finding.cure}")
     if pair.is_own_target:

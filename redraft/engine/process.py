@@ -76,9 +76,10 @@ def start_group(
     """Start `command` as the leader of a process group.
 
     Its output is appended to `log`, and its nice level is raised by `niceness`. If this process or
-    the calling thread ends, the leader gets SIGTERM from the kernel and stops the children itself. The group is not a separate session: Linux divides a processor among
-    sessions first (autogroups). As one, a learner beside the many threads of two vLLM servers got
-    10% of two cores instead of 28%.
+    the calling thread ends, the leader gets SIGTERM from the kernel and stops the children itself.
+    The group is not a separate session: Linux divides a processor among sessions first
+    (autogroups). As one, a learner beside the many threads of two vLLM servers got 10% of two cores
+    instead of 28%.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
 

@@ -136,6 +136,22 @@ FOREIGN: tuple[Foreign, ...] = (
 )
 
 
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+SECTION = "eagle_config"
+
+
+def nested_layers(config: Mapping[str, Any]) -> list[int]:
+    """The layers in the section of an EAGLE-3 head, each as the number of layers below its stream.
+
+    Empty without a section. SpecForge and ModelOpt, which write `use_aux_hidden_state` beside them,
+    count the layer that ends there, as SGLang and TensorRT-LLM do: one less. vLLM's V1 runner takes
+    the numbers as they are.
+    """
+    section = config.get(SECTION) or {}
+    offset = 1 if "use_aux_hidden_state" in section else 0
+    return [layer + offset for layer in section.get(AUX_LAYERS) or ()]
+
+
 def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> Foreign | None:
     """The kind of a draft that redraft has no module for; None if it may be ours."""
     for kind in FOREIGN:

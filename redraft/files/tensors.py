@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from redraft.files.folder import CONFIG, INDEX, WEIGHTS, tensor_files, weight_files
 
+ROTARY = "rotary_emb."
+"""Part of the names of tables of rotary frequencies, which old checkpoints have."""
+
 
 def list_tensors(folder: Path) -> dict[str, Path]:
     """`tensor_files`, also of a folder with the older files pytorch_model*.bin.
@@ -90,16 +93,28 @@ def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
     )
 
 
+class UnknownTensorsError(ValueError):
+    """A checkpoint with tensors that its head does not have."""
+
+    def __init__(self, source: Path, names: list[str]) -> None:
+        super().__init__(
+            f"{source} holds {len(names)} tensors its config does not call for, such as {names[0]}"
+        )
+        self.names = names
+
+
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Copy `tensors` into the parameters of the same names.
 
     Engines silently load a head with a missing tensor; here it is an error.
 
     Raises:
-        ValueError: a tensor is missing, unknown, quantised or of another shape; the message names
-            the first.
+        UnknownTensorsError: there are others than the module's.
+        ValueError: a tensor is missing, quantised or of another shape; the message names the first.
     """
     mine = module.state_dict()
+    # every engine computes the frequencies
+    tensors = {name: tensor for name, tensor in tensors.items() if ROTARY not in name}
     if packed := sorted(
         name for name, tensor in tensors.items() if name in mine and _is_packed(tensor, mine[name])
     ):
@@ -112,10 +127,7 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) ->
             f"{source} lacks {len(missing)} tensors of its head, the first is {missing[0]}"
         )
     if unknown := sorted(tensors.keys() - mine.keys()):
-        raise ValueError(
-            f"{source} holds {len(unknown)} tensors its config does not call for, such as "
-            f"{unknown[0]}"
-        )
+        raise UnknownTensorsError(source, unknown)
     for name, tensor in tensors.items():
         if tensor.shape != mine[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(mine[name].shape)}"

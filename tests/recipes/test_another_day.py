@@ -144,7 +144,10 @@ def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
     published = json.loads((draft / "provenance.json").read_text())["forecast"]
     assert published["dtype"] == "float32", "the doctor's engine computes in it too"
     set_day(monkeypatch, SECOND + datetime.timedelta(days=30))
-    assert dispatch(["doctor", "--target", str(target), "--draft", str(draft), "--no-engine"]) == 0
+    assert (
+        dispatch(["doctor", "--target", str(target), "--draft", str(draft), "--engine", "none"])
+        == 0
+    )
     assert "Everything fits." in capsys.readouterr().out
 
 

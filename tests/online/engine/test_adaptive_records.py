@@ -271,8 +271,9 @@ def test_adaptive_verification_records_each_verified_row_as_without_it(untrimmed
 
 
 def test_a_confidence_learns_the_same_beside_adaptive_verification(untrimmed, tmp_path):
-    """DSpark's learns alpha from whole distributions at the tokens of the text: none is chosen by
-    the trim.
+    """DSpark's learns alpha from whole distributions at the tokens of the text.
+
+    None is chosen by the trim.
     """
     server = Server(tmp_path, trim)
     server.run()

@@ -173,7 +173,7 @@ def test_the_facts_of_this_machine_are_found(tmp_path):
 
 def test_a_problem_ends_with_1(capsys):
     with pytest.raises(SystemExit) as end:
-        main(Config(engine=False, output=Path("/proc/runs")))  # a file system without a free byte
+        main(Config(engine="none", output=Path("/proc/runs")))  # a file system without a free byte
     assert end.value.code == 1
     assert re.search(r"0\.0 GB .*/proc\b", capsys.readouterr().out)
 
@@ -192,13 +192,13 @@ def make_head(
     """The flags that name a target and an EAGLE-1 head of it, published."""
     head = Eagle1(Eagle1Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
     publish(folder, head.export, {"target_fingerprint": fingerprint(target), **(provenance or {})})
-    return {"target": str(target), "draft": str(folder), "engine": False}
+    return {"target": str(target), "draft": str(folder), "engine": "none"}
 
 
 def test_the_object_for_a_bug_report_has_the_machine_and_the_checks_of_the_pair(
     random_target, tmp_path, capsys
 ):
-    assert status(json=True, engine=False) == 0
+    assert status(json=True, engine="none") == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["machine"] == list_facts(gather(Path("outputs"), import_engine=False))
     assert (alone["pair"], alone["findings"]) == ({}, [])
@@ -256,7 +256,7 @@ def test_a_template_that_writes_the_date_is_no_problem_on_another_day(
 
 
 def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, capsys):
-    flags = make_head(random_target, tmp_path / "draft") | {"engine": True}
+    flags = make_head(random_target, tmp_path / "draft") | {"engine": "vllm"}
     assert status(**flags, method="medusa") == 1
     assert "not run in the engine" in capsys.readouterr().out
 

@@ -1,0 +1,144 @@
+"""The doctor of another engine, and heads of other trainers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_heads import HIDDEN
+from safetensors.torch import load_file, save_file
+from test_export import (
+    AUX,
+    KEY,
+    convert,
+    make_pair,
+    of_dflash,
+    of_dspark,
+    of_eagle1,
+    of_eagle3,
+    problems,
+)
+
+from redraft.heads.doctor.checks import static_findings
+from redraft.heads.doctor.pair import Pair
+from redraft.heads.target import Target
+from redraft.recipes.cli.run import dispatch
+
+
+def edit(pair: Pair, *removed: str, tensors: dict[str, Any] | None = None, **changed: Any) -> Pair:
+    """The same folder without its manifest, with other keys and tensors."""
+    (pair.draft / "manifest.json").unlink(missing_ok=True)
+    config = {**pair.config, **changed}
+    kept = {key: value for key, value in config.items() if key not in removed}
+    (pair.draft / "config.json").write_text(json.dumps(kept))
+    if tensors:
+        path = pair.draft / "model.safetensors"
+        save_file({**load_file(path), **tensors}, path, {"format": "pt"})
+    return Pair.read(pair.target, pair.draft)
+
+
+def as_specforge(pair: Pair) -> Pair:
+    """A head as SpecForge writes it: layers in the section only, counted by the layer that ends."""
+    section = {"use_aux_hidden_state": True, KEY: [layer - 1 for layer in AUX]}
+    return edit(pair, KEY, "redraft", "num_aux_hidden_states", eagle_config=section)
+
+
+def static(pair: Pair, engine: str = "vllm") -> list[str]:
+    found = static_findings(pair, method=None, num_speculative_tokens=3, engine=engine)
+    return [finding.problem for finding in found if not finding.is_doubt]
+
+
+def test_a_head_trained_for_sglang_opens_with_its_layers(tmp_path: Path) -> None:
+    pair = as_specforge(make_pair(tmp_path, of_eagle3()))
+    target = Target.from_folder(pair.target.folder)
+    assert pair.family.load(pair.draft, lambda: target).aux_layer_ids == AUX  # type: ignore[attr-defined]
+    assert pair.family.read_layers(pair.config) == list(AUX)
+    assert static(pair, "sglang") == problems(pair, "sglang") == []
+    unmarked = edit(pair, eagle_config={KEY: list(AUX)})
+    assert pair.family.read_layers(unmarked.config) == list(AUX)  # as vLLM's V1 runner reads it
+
+
+def test_the_doctor_asks_which_engine_a_nested_list_was_written_for(tmp_path: Path) -> None:
+    pair = as_specforge(make_pair(tmp_path, of_eagle3()))
+    found = static_findings(pair, method=None, num_speculative_tokens=3)
+    (nested,) = [finding for finding in found if not finding.is_doubt]
+    assert "[0, 1, 3]" in nested.problem
+    assert re.search(r"^which engine\b.*\[1, 2, 4\].*SGLang.*\[0, 1, 3\].*vLLM$", nested.cure)
+    # with the answer in it, the folder serves both engines
+    both = edit(pair, **{KEY: list(AUX)})
+    assert static(both) == problems(both, "sglang") == []
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
+def test_sglang_and_tensorrt_are_told_other_layers(engine: str, tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, of_eagle3())
+    assert any("layers" in problem for problem in problems(pair, engine))
+    written = convert(pair, engine)
+    if engine == "sglang":
+        section = {**written.config["eagle_config"], KEY: list(AUX)}  # vLLM's numbers
+        found = problems(edit(written, eagle_config=section), engine)
+        assert re.search(r"\[2, 3, 5\].*\[1, 2, 4\]", found[0])
+    else:
+        options = json.loads((written.draft / "spec.yaml").read_text())
+        options["speculative_config"]["eagle3_layers_to_capture"] = list(AUX)
+        (written.draft / "spec.yaml").write_text(json.dumps(options))
+        found = problems(written, engine)
+        assert re.search(r"\[2, 3, 5\].*\[1, 2, 4\]", found[0])
+
+
+def test_doctor_for_sglang_prints_findings_and_cures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = make_pair(tmp_path, of_dspark())
+    args = ["doctor", "--target", pair.target.name, "--draft", str(pair.draft), "--engine"]
+    with pytest.raises(SystemExit) as ended:
+        dispatch([*args, "sglang"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^engine +SGLang 0\.5\.23 \(its loaders were read, not run\)$", said, re.M)
+    assert "d2t" in said
+    assert "cure: redraft export DRAFT --engine sglang" in said
+    written = convert(pair, "sglang")
+    assert dispatch([*args[:4], str(written.draft), "--engine", "sglang"]) == 0
+    assert dispatch([*args, "none"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "meaning", "treatment"),
+    [
+        (of_eagle3(), "fc_norm.0.weight", "a norm", "does not start"),
+        (of_eagle3(), "midlayer.self_attn.q_proj.bias", "a bias", "ignores"),
+        (of_dflash(None), "markov_head.markov_w1.weight", "DSpark", "does not start"),
+        (of_eagle3(), "anything.weight", "EAGLE-3", "does not start"),
+        (of_eagle1, "layers.0.input_layernorm.weight", "a part of a layer", "does not start"),
+    ],
+)
+def test_an_extra_tensor_is_named_with_what_the_engine_does(
+    make: Any, name: str, meaning: str, treatment: str, tmp_path: Path
+) -> None:
+    pair = make_pair(tmp_path, make)
+    if name.endswith("bias"):  # else the config's key is found first
+        pair = edit(pair, tensors={"midlayer.mlp.down_proj.bias": torch.ones(HIDDEN)})
+        name = "midlayer.mlp.down_proj.bias"
+    elif "markov" in name:
+        name = "hidden_norms.markov_head.weight"
+        pair = edit(pair, tensors={name: torch.ones(HIDDEN)})
+    else:
+        pair = edit(pair, tensors={name: torch.ones(HIDDEN)})
+    found = static_findings(pair, method=None, num_speculative_tokens=3)
+    (extra,) = [finding for finding in found if name in finding.problem]
+    assert meaning in extra.problem
+    assert treatment in extra.problem
+    assert extra.cure.startswith("remove it")
+    sglang = static_findings(pair, method=None, num_speculative_tokens=3, engine="sglang")
+    assert any("the engine ignores it" in finding.problem for finding in sglang)
+
+
+def test_tables_of_rotary_frequencies_are_read_over(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, of_eagle3())
+    table = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert static(edit(pair, tensors=table)) == []
