@@ -115,6 +115,7 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
     records_seen: int  # fresh ones trained, also by drafts given up; without a checkpoint 0
+    waited_s: float | None = None  # mean age of the step's fresh records, in seconds
     skipped: int = 0  # fresh ones passed over because training was slower than traffic
 
 

@@ -35,6 +35,7 @@ from typing import Any
 import httpx
 import torch
 
+from benchmarks.demo.delays import account
 from benchmarks.demo.fleet import (
     Answer,
     Server,
@@ -50,6 +51,7 @@ from benchmarks.demo.online_outputs import Text, compare_with_target, spread
 from benchmarks.demo.online_replay import FIRST, Replayer
 from benchmarks.demo.online_report import (
     build_timeline,
+    count_minutes_to_adapt,
     count_records_to_adapt,
     estimate_overhead,
     estimate_speed,
@@ -152,6 +154,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
             report["bad_draft"] = await force_useless(cfg_learner, stage)
         journal = Journal(stage.folder / "learner" / "journal").read().entries
         report |= summarise_traffic(traffic, journal)
+        report["delays"] = account(journal)
 
         # 4. after: the served version, every version before it, and the ceiling
         after = await measure_domains(cfg, stage, servers)
@@ -170,6 +173,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
             v["tau"] for v in report["versions"] if v["origin"] == CEILING
         )
         report["records_to_adapt"] = count_records_to_adapt(report)
+        report["minutes_to_adapt"] = count_minutes_to_adapt(report, journal, shifted_s)
 
         # 5. the speed, and the cost of capture
         report["speed"] = await compare_speed(cfg, stage, servers[0])

@@ -64,6 +64,28 @@ def count_records_to_adapt(report: dict[str, Any]) -> int | None:
     return learned[0]["records"] if learned else None
 
 
+ENOUGH = 0.9
+"""Share of the offline draft's tau that is to be reached soon after a shift."""
+
+
+def count_minutes_to_adapt(
+    report: dict[str, Any], journal: Sequence[Entry], shifted_s: float
+) -> float | None:
+    """Minutes from the shift to the first swap to a version with 90% of the offline draft's tau on
+    B. None if no version has it.
+    """
+    wanted = ENOUGH * report["tau"]["b_offline"]
+    learned = {
+        v["version"] for v in report["versions"] if v["origin"] == "learned" and v["tau"] >= wanted
+    }
+    swapped_s = [
+        entry.time_s
+        for entry in journal
+        if isinstance(entry, SwapEntry) and entry.version in learned and entry.outcome == "swapped"
+    ]
+    return (min(swapped_s) - shifted_s) / 60 if swapped_s else None
+
+
 def build_timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]:
     """Acceptance and swaps for the page's chart; `s` is in seconds since the traffic changed."""
     acceptance: list[dict[str, Any]] = []
@@ -220,6 +242,8 @@ def summarise_report(report: dict[str, Any]) -> str:
     tau, (a, b) = report["tau"], report["domains"]
     capture, adapted = report["capture"], report["records_to_adapt"]
     when = "never" if adapted is None else f"after {adapted} records"
+    minutes = report["minutes_to_adapt"]
+    soon = "never" if minutes is None else f"after {minutes:.1f} minutes"
     whole = describe_cost(capture["overhead"], capture["overhead_interval"])
     tenth = describe_cost(
         capture["overhead_at_10_percent"], capture["overhead_at_10_percent_interval"]
@@ -227,7 +251,8 @@ def summarise_report(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, trained offline on the "
-            f"same answers for as many steps {tau['b_offline']:.3f} (70% of the gap: {when})",
+            f"same answers for as many steps {tau['b_offline']:.3f} (70% of the gap: {when}; "
+            f"{ENOUGH:.0%} of that tau: {soon})",
             f"the same training replayed offline, by the forecast: {describe_gap(report['gap'])}",
             f"tau on {a}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
             f"speed on {b}: {describe_speed(report['speed'])}",

@@ -33,6 +33,7 @@ import altair as alt
 import httpx
 import psutil
 
+from benchmarks.demo.delays import account
 from benchmarks.demo.fleet import MAX_NUM_SEQS, Traffic, begin_report, measure_tokens_per_s
 from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
@@ -360,6 +361,7 @@ class Play:
                 {"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps
             ],
             "kill_s": self.restarts_s,
+            "delays": account(journal),
         }
 
 

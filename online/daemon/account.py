@@ -107,6 +107,7 @@ class Account:
                 lr=stats.lr,
                 tokens_per_s=stats.tokens / duration_s,
                 records_seen=trainer.progress.records,
+                waited_s=trainer.waited_s,
                 skipped=trainer.progress.skipped,
             )
         )

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -72,6 +73,7 @@ class Trainer:
         self.candidate, self.ranks, self.folder = candidate, Ranks(candidate), folder
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
+        self.waited_s = 0.0  # Mean age of the last step's fresh records when it began.
         self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
 
     def start(self) -> str:
@@ -157,6 +159,9 @@ class Trainer:
             fresh and self.lag() >= self.cfg.fresh_per_step
         ):
             return None
+        ages_s = [time.time() - stored.record.time_s for stored in fresh]
+        # A server's clock may be ahead of this one.
+        self.waited_s = max(0.0, fmean(ages_s))
         # A function of the position: a step repeated after a kill draws the same records.
         # The factor keeps two seeds apart: equal sums need positions 1,000,003 apart.
         seed = self.cfg.seed * 1_000_003 + through

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from chromium import browser, open_in_chromium, words
+from make_delays import make_delays
 
 from benchmarks.demo import online
 from benchmarks.demo.online import TEMPLATE, draw_charts
@@ -49,6 +50,8 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
             "a_after": 1.88,
         },
         "records_to_adapt": 300,
+        "minutes_to_adapt": 4.5,
+        "delays": make_delays(),
         "requests": 1234,
         "failed_requests": 0,
         "lossless": True,

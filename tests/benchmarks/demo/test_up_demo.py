@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fake_completions import event, served
+from make_delays import make_delays
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -79,7 +80,7 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
     report = {
         "target": "smollm2", "dtype": "bfloat16", "command": "python -m benchmarks.demo.up", "started": "redraft up M",
         "environment": environment(), "lossless": True, "kill_s": [200.0, 230.0], "duration_s": 1.0,
-        "passed_gate": 3,
+        "passed_gate": 3, "delays": make_delays(),
         "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in pairs],
         "swaps": [{"s": 130.0, "version": "v000002", "outcome": "swapped"}],
         "up": {**speeds, **seen, "speed_last_by_clients": clients, "restart_s": 30.0, "pace": "pace auto: 3 " "tokens"},
