@@ -2,6 +2,7 @@
 
     README.md, docs/*.md, ...   the pages; their links to code lead to copies of the files
     commands.md                 `--help-all` of every command
+    settings.md                 every key of the settings files, with its default
     api/*.md                    the docstrings of the public modules, read by mkdocstrings
 
 $ python docs/build_site.py outputs/site
@@ -19,7 +20,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from redraft.files.settings import render_example
 from redraft.heads.catalog import list_trained
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.traffic.tap import TapConfig
 from redraft.recipes.cli.commands import COMMANDS, list_recipes
 from redraft.recipes.cli.run import dispatch
 
@@ -27,12 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 GUIDES = {
     "Home": ["README.md"],
-    "Guides": [
-        "docs/tutorial.md", "docs/training.md", "docs/evaluation.md", "docs/online.md", "docs/rl.md",
-        "docs/fleet.md", "docs/capacity.md",
-    ],
+    "Start": ["docs/start.md", "docs/tutorial.md"],
+    "Decide": ["docs/decide.md", "docs/evaluation.md"],
+    "How-to": ["docs/training.md", "docs/online.md", "docs/rl.md", "docs/fleet.md"],
+    "Operate": ["docs/runbook.md", "docs/capacity.md", "recipes/deploy/kubernetes/README.md"],
+    "Reference": ["docs/engines.md", "docs/glossary.md"],
+    "Evidence": ["docs/measurements.md"],
     "Trust": ["docs/threat-model.md", "SECURITY.md", "docs/privacy.md", "docs/licences.md"],
-    "Reference": ["docs/engines.md", "docs/measurements.md"],
     "Project": ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }  # fmt: skip
 
@@ -86,6 +91,7 @@ def main(folder: Path) -> None:
             LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)),
         )
     _write(pages / "commands.md", "\n".join(_commands()))
+    _write(pages / "settings.md", "\n".join(_settings()))
     for title, modules in PUBLIC.items():
         lines = [f"# {title}", *(f"\n::: redraft.{module}" for module in modules)]
         _write(pages / f"api/{title.lower()}.md", "\n".join(lines))
@@ -167,6 +173,13 @@ def _commands() -> Iterator[str]:
             yield f"\n```text\n{_help(each)}\n```"
 
 
+def _settings() -> Iterator[str]:
+    """The lines of the reference of settings files."""
+    yield "# Settings"
+    for title, config in {"learner.toml": LearnerConfig, "tap.toml": TapConfig}.items():
+        yield f"\n## {title}\n\n```toml\n{render_example(config)}\n```"
+
+
 def _help(words: list[str]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         dispatch([*words, "--help-all"])
@@ -176,7 +189,7 @@ def _help(words: list[str]) -> str:
 def _configuration() -> str:
     sections = {
         **GUIDES,
-        "Commands": ["commands.md"],
+        "Commands and settings": ["commands.md", "settings.md"],
         "API": [f"api/{title.lower()}.md" for title in PUBLIC],
     }
     lines = []

@@ -46,10 +46,12 @@ LEFT_OUT = {
 
 MADE = {
     "README.md": [],
+    "docs/decide.md": [],
     "docs/engines.md": [],
     "docs/evaluation.md": [],
     "docs/online.md": ["token", "learner.toml"],
     "docs/privacy.md": [],
+    "docs/start.md": [],
     "docs/rl.md": ["outputs/grpo", "learner.toml", "registry/current"],
     "docs/training.md": ["eagle3.toml", "models/target/model.safetensors", "drafts/answers"],
     "docs/tutorial.md": ["outputs/tutorial/drafts/current", "outputs/tutorial/ask.py"],
@@ -58,6 +60,8 @@ MADE = {
 """The documents with commands to run, and the files that their commands make."""
 
 SLOW = [
+    "docs/decide.md",
+    "docs/start.md",
     "README.md",
     "docs/tutorial.md",
     "docs/evaluation.md",
