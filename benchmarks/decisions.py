@@ -6,6 +6,8 @@ How often are they wrong, if the truth is known?
 
     canary      an equal draft and one 0.2 worse, with short and long requests, and with two domains spread evenly,
                 40:60 or 20:80: how often is it returned or passed?
+    adaptive    canary and alarm under adaptive verification, at equal and unequal load (`benchmarks/adaptive.py`): how
+                often does the load alone return an equal draft or raise the alarm? How often is a worse draft found?
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
     sleep       a learner that sleeps: how often does it wake though nothing changed, how soon after a drift?
@@ -35,6 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.adaptive import simulate_adaptive
 from benchmarks.planted import measure_doctor
 from benchmarks.served import ServedCase, measure_served
 from redraft.engine.counts import AcceptanceCounts
@@ -117,6 +120,7 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
     parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
         "canary": simulate_canary,
         "paces": simulate_paces,
+        "adaptive": lambda trials, seed: simulate_adaptive(max(1, trials // 4), seed),
         "gate": simulate_gate,
         "baseline": simulate_baseline,
         "sleep": simulate_sleep,

@@ -80,7 +80,7 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
                 add_draft(state.domains, domain, num_admitted, num_accepted)
             if state.admitted is not None:
                 loads = state.loads.setdefault(domain, {})
-                add_load(loads.setdefault(state.load, [0]), num_accepted)
+                add_load(loads.setdefault(state.load, [0]), num_tokens, num_accepted)
         return observe(scheduler, *args, **kwargs)
 
     return observe_and_count
@@ -138,9 +138,9 @@ def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
     return domain
 
 
-def add_load(of_load: list[int], num_accepted: int) -> None:
-    """Count a draft, all of whose other tokens were rejected or left out."""
-    of_load += [0] * (1 + num_accepted - len(of_load))
+def add_load(of_load: list[int], num_tokens: int, num_accepted: int) -> None:
+    """Count a draft of so many tokens: those not accepted were rejected or left out."""
+    of_load += [0] * (1 + num_tokens - len(of_load))
     of_load[0] += 1
     for position in range(num_accepted):
         of_load[1 + position] += 1

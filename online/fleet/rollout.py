@@ -25,6 +25,11 @@ for it. Servers that miscount domains are compared by their totals. Nor does the
 tokens matter, which follows the load with `--pace auto`: tau is compared as if both groups had
 drafted equally many.
 
+With adaptive verification no number is free of the load, because vLLM leaves out the tokens that are
+least likely to be accepted: tau falls with the load, the accepted share rises, and an estimate from
+the verified tokens alone does too. So such servers are compared within a domain and a load, the
+number of requests in a step to within half an octave.
+
 A trainer may move the target's weights meanwhile. A poll counts if all servers have the
 same weights at both ends, so a fleet that moves together is compared as any other.
 
@@ -60,6 +65,7 @@ from redraft.eval.intervals import (
 )
 from redraft.online.fleet.server import (
     ALARM_DRAFTS,
+    AT_LOAD,
     Convergence,
     FleetServer,
     Window,
@@ -73,7 +79,7 @@ ByDomain = Mapping[str, Array]
 
 MIN_POLLS = 16  # Polls before the groups are first compared: 8 blocks of two.
 MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made for a comparison.
-ALL = "\n"  # Key of the counts of all domains. No header can hold it.
+ALL = f"{AT_LOAD}all"  # Key of the counts of all domains, which is no domain and load.
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
 """Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter

@@ -43,6 +43,7 @@ METRICS_TIMEOUT_S = 1.0
 
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = (SPEC_DECODE, GENERATED)
+AT_LOAD = "\n"  # Between a domain and a load, because no header can hold it.
 MAX_COUNTER_LINES = 4096
 MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
 MAX_QUOTED = 300  # Most characters of a server's words in an error.
@@ -50,13 +51,18 @@ MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
 MAX_POSITIONS = 256
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
 MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
+MAX_LOADS = 40  # Buckets of the load that are read for a domain: up to 2^20 requests.
 CURES = {
     401: ". Give the learner the token that the server was started with",
     404: ". Start it with redraft serve",
 }
 """By status, for an answer of the server itself."""
-ALARM_TAU = 1.05  # a draft below is useless: wrong weights, or made for another target
-ALARM_DRAFTS = 200  # before ALARM_TAU applies: at tau 1.5 there is practically no false alarm
+ALARM_SHARE = 0.05
+"""A draft whose first tokens are accepted less often is useless: wrong weights, or made for another
+target. First tokens, because adaptive verification leaves out the later ones of a busy server.
+"""
+
+ALARM_DRAFTS = 200  # before ALARM_SHARE applies: at a share of 0.5 there is no false alarm
 
 
 CAPTURE_DROP_REASONS = {
@@ -122,6 +128,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]
 
 _Domain = Annotated[str, msgspec.Meta(max_length=64)]
 _Positions = Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_POSITIONS)]
+_Load = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,2}\Z")]
+_OfLoad = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=1 + MAX_POSITIONS)]
+_OfLoads = Annotated[dict[_Load, _OfLoad], msgspec.Meta(max_length=MAX_LOADS)]
 
 
 class Served(NamedTuple):
@@ -173,6 +182,8 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
     positions: Annotated[dict[_Domain, _Positions], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
     """By domain and position, tried and accepted. Earlier releases do not send it."""
+    loads: Annotated[dict[_Domain, _OfLoads], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
+    """With adaptive verification, by domain and load, drafts and the accepted by position."""
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)
@@ -219,6 +230,10 @@ class Status:
     """Since the start, no lookups; None without a draft."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
     """The same by domain."""
+    by_load: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
+    """With adaptive verification, by domain and load, all drafts. A token that was left out counts
+    as rejected: at equal load, that is what users get.
+    """
 
     @property
     def is_paced(self) -> bool:
@@ -287,6 +302,11 @@ class FleetServer:
                 pace=body.pace.line if body.pace else "",
                 total=_read_total(body, by_domain) if body.draft_version else None,
                 by_domain=by_domain,
+                by_load={
+                    f"{printable(name)}{AT_LOAD}{load}": _read_load(of_load)
+                    for name, of_loads in body.loads.items()
+                    for load, of_load in of_loads.items()
+                },
             )
         except (
             ValueError,
@@ -440,6 +460,16 @@ def _read_total(
     # nothing drafted yet, or an earlier release: as if all drafts were equally long
     num_drafts, _, *accepted = body.drafts
     return _read_positions([*zip((num_drafts, *accepted), accepted or [0], strict=False)])
+
+
+def _read_load(of_load: Sequence[int]) -> AcceptanceCounts:
+    num_drafts, *accepted = of_load
+    return AcceptanceCounts(
+        num_drafts=num_drafts,
+        num_accepted=sum(accepted),
+        accepted_per_position=tuple(accepted),
+        tried_per_position=tuple(of_load[: len(accepted)]),
+    )
 
 
 def _read_positions(pairs: Sequence[tuple[int, int]]) -> AcceptanceCounts:
@@ -623,7 +653,9 @@ class WindowCounts(NamedTuple):
 
     total: AcceptanceCounts
     by_domain: Mapping[str, AcceptanceCounts]
-    """Empty if the server does not count so, or miscounts."""
+    """By domain and load with adaptive verification. Empty if the server does not count so, or
+    miscounts.
+    """
     target: str | None = ""
     """Digest at the end; "" for the start's weights, None in an update."""
     is_paced: bool = False
@@ -677,7 +709,12 @@ class Window:
             first = self._first[server]
             difference = now.since(first)
             if difference is not None:
-                domains = _subtract_domains(now.by_domain, first.by_domain)
+                counts = (
+                    (now.by_load, first.by_load)
+                    if now.by_load
+                    else (now.by_domain, first.by_domain)
+                )
+                domains = _subtract_domains(*counts)
                 counted[server] = WindowCounts(difference, domains, now.target, now.is_paced)
         return counted
 
@@ -689,4 +726,5 @@ def is_paced(pace: str) -> bool:
 
 def is_alarming(acceptance: AcceptanceCounts) -> bool:
     """Whether a draft is accepted so rarely that something must be wrong with it."""
-    return acceptance.num_drafts >= ALARM_DRAFTS and acceptance.tau < ALARM_TAU
+    first = (acceptance.acceptance_per_position or [acceptance.tau - 1])[0]
+    return acceptance.num_drafts >= ALARM_DRAFTS and first < ALARM_SHARE

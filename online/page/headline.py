@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from redraft.online.fleet.server import ALARM_TAU, is_paced
+from redraft.online.fleet.server import ALARM_SHARE, is_paced
 from redraft.online.journal import AcceptanceEntry, StateEntry, SwapEntry
 from redraft.online.page.history import History
 
@@ -71,7 +71,7 @@ def compose_headline(
     below = f"{learner} {_describe_traffic(draft, now_s)}"
     number = f"{tau:.2f} tokens"
     is_new = not before and is_paced(draft.entries[-1].pace)  # off until it has learned
-    if own is not None and own < ALARM_TAU and not is_new:
+    if own is not None and own < 1 + ALARM_SHARE and not is_new:
         remedy = "If the learner does not roll it back, run redraft fleet rollback."
         return Headline(
             before=f"Draft {name} is hardly accepted:",

@@ -392,13 +392,12 @@ def answer_on_cpu(mode, spool, target, draft):
     """Answers, scheduler's draft tokens, manager's decisions and records of a real engine."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(8, 500, length).tolist() for length in (20, 12, 33, 14)]
-    sampling = [{"temperature": 0.7, "seed": 5 + i} for i in range(3)] + [{}]
     longer = [rng.integers(8, 500, length).tolist() for length in (150, 20, 33, 9)]
     spec = {
         "target": str(target), "draft": str(draft), "method": "draft_model", "spool": str(spool),
         "engine": {"async_scheduling": True},
         "speculative": {"draft_sample_method": "probabilistic"},
-        "rounds": [{"prompts": prompts, "sampling": sampling}, {"prompts": longer}],
+        "rounds": [{"prompts": prompts}, {"prompts": longer}],
     }  # fmt: skip
     helper = Path(model_runners.__file__).with_name("adaptive_on_cpu.py")
     done = subprocess.run(

@@ -107,10 +107,10 @@ def test_adaptive_verification_counts_drafts_by_load_even_if_nothing_was_verifie
     scheduler.update(3, {"a": 2, "b": 0}, admitted={"a": 2, "b": 0}, num_requests=2)
     scheduler.update(3, {"a": 1, "b": 1}, admitted={"a": 1, "b": 2}, num_requests=64)
     scheduler.update(3, {"a": 0, "b": 0}, admitted={"a": 0, "b": 0}, num_requests=70)
-    assert scheduler.redraft.loads == {"code": {"2": [2, 1, 1], "12": [4, 2]}}
+    assert scheduler.redraft.loads == {"code": {"2": [2, 1, 1, 0], "12": [4, 2, 0, 0]}}
     replicas = [scheduler.redraft.loads, {"code": {"2": [1, 1, 1, 1]}, "prose": {"0": [1]}}]
     assert sum_loads(replicas) == {
-        "code": {"2": [3, 2, 2, 1], "12": [4, 2]},
+        "code": {"2": [3, 2, 2, 1], "12": [4, 2, 0, 0]},
         "prose": {"0": [1]},
     }
     loads = [find_load(number) for number in (1, 2, 3, 4, 5, 6, 8, 12, 256)]

@@ -521,6 +521,34 @@ async def test_a_restarted_control_server_is_left_out_of_the_window():
         assert list(await window.read()) == [servers[0]]
 
 
+@in_event_loop
+async def test_servers_with_adaptive_verification_are_compared_within_a_domain_and_a_load():
+    status = {"server_id": "boot", "draft_version": "v000001", "target_fingerprint": "f"}
+    status |= {"draft_intact": True, "target_intact": True, "drafts": [5, 9, 4]}
+    # Of 40 drafts at a high load, vLLM verified a token of 5.
+    status |= {"positions": {"code": [[5, 4], [2, 1]]}}
+    status |= {"loads": {"code": {"5": [10, 3, 2, 0], "12": [40, 4, 1, 0]}}}
+
+    def answer(request):
+        return httpx.Response(200, stream=httpx.ByteStream(json.dumps(status).encode()))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        server = FleetServer("http://a", TOKEN, http)
+        window = await Window.open([server])
+        status["loads"] = {
+            "code": {"5": [10, 3, 2, 0], "12": [60, 6, 1, 0]},
+            "": {"0": [1, 1, 1, 1]},
+        }
+        counted = (await window.read())[server]
+        found = await server.status()
+    assert found.total.acceptance_per_position[0] == 0.8, "of the tokens that were verified"
+    assert set(found.by_load) == {"code\n5", "code\n12", "\n0"}
+    more = {name: one for name, one in counted.by_domain.items() if one.num_drafts}
+    assert more["code\n12"].tau == 1 + 2 / 20, "a token that was left out is one that users lack"
+    assert more["code\n12"].tried_per_position == (20, 2, 0)
+    assert set(more) == {"code\n12", "\n0"}
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 @in_event_loop
 async def test_a_server_that_miscounts_a_domain_counts_none_and_still_counts_its_drafts(is_gone):
