@@ -105,9 +105,13 @@ class StepRates:
         """P(label drafted and accepted), given the text, [N]: see `eval.forecast.verification`."""
         if not is_sampled:
             return (self.token == label_N).float()
+        return self.ratio(label_N).clamp(max=1)
+
+    def ratio(self, label_N: Tensor) -> Tensor:
+        """q(label) / p(label), [N]; finite."""
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
-        # 0 / 0 is NaN: a label that neither can produce counts as 0. Above, x / 0 clamps to 1.
-        return (q_N / self.target.probability(label_N)).nan_to_num(0).clamp(max=1)
+        # 0 / 0 is NaN: a label that neither can produce counts as 0. x / 0 becomes very large.
+        return (q_N / self.target.probability(label_N)).nan_to_num(0)
 
     def _look_up_q(self, ids_NM: Tensor) -> Tensor:
         """q of token ids, [N, M]."""

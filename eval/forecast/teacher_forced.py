@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from redraft.engine.counts import ExpectedCounts, expected_blocks
+from redraft.engine.counts import ExpectedCounts, expected_blocks, verify_as_block
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import (
@@ -80,6 +80,8 @@ class PromptRows:
     """Counts by number of draft tokens."""
     other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
     """The counts with vLLM's other `draft_sample_method`; empty if that changes nothing."""
+    block_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
+    """The counts with sampled drafts and block verification; empty as `other_counts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +176,7 @@ class _Batch:
         return compute_once(
             self.folder,
             f"rows-t{self.temperature:g}",
-            [*self.key, self.protocol.num_speculative_tokens, fingerprints],
+            [*self.key, self.protocol.num_speculative_tokens, fingerprints, "block_counts"],
             list[dict[str, PromptRows]],
             lambda: evaluate_batch(
                 self.texts(target), signal, drafts, self.temperature, self.protocol, target.device
@@ -258,6 +260,7 @@ def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
         row,
         counts=earlier.counts | row.counts,
         other_counts=earlier.other_counts | row.other_counts,
+        block_counts=earlier.block_counts | row.block_counts,
     )
 
 
@@ -378,8 +381,8 @@ def _by_prompt(
     drafted_N = _is_found(proposed[0]) if is_lookup else torch.ones_like(rates.alpha_N)
     columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
     accept_greedy_SN = torch.stack([each.accept_greedy_N for each in verified])
-    accept_sampled_SN = torch.stack([each.accept_sampled_N for each in verified])
-    served_SN, other_SN = accept_greedy_SN, accept_sampled_SN
+    ratio_sampled_SN = torch.stack([each.ratio_sampled_N for each in verified])
+    served_SN, other_SN = accept_greedy_SN, ratio_sampled_SN.clamp(max=1)
     if draft.is_sampled:
         served_SN, other_SN = other_SN, served_SN
     rows, start = [], 0
@@ -387,8 +390,8 @@ def _by_prompt(
         at = slice(start, start + _num_labels(text))
         start = at.stop
         here = {name: column[at] for name, column in columns.items()}
-        other = other_SN[:, at] if draft.can_sample else None
-        rows.append(_prompt_rows(draft, text, served_SN[:, at], other, here, protocol))
+        others = (other_SN[:, at], ratio_sampled_SN[:, at]) if draft.can_sample else None
+        rows.append(_prompt_rows(draft, text, served_SN[:, at], others, here, protocol))
     return rows
 
 
@@ -396,13 +399,14 @@ def _prompt_rows(
     draft: Forecastable,
     text: Continuation,
     served_SN: Tensor,
-    other_SN: Tensor | None,
+    others_2SN: tuple[Tensor, Tensor] | None,
     columns: Mapping[str, Tensor],
     protocol: Protocol,
 ) -> PromptRows:
     """One draft on one answer.
 
-    `other_SN` are the acceptances with the other `draft_sample_method`.
+    `others_2SN` are the acceptances with the other `draft_sample_method`, and the ratios for block
+    verification.
     """
     num_output = len(text.output_ids)
     # a head reads the target's state of the token before the last one, and a prompt of one token
@@ -414,10 +418,11 @@ def _prompt_rows(
     drafted_T = columns["drafted"][1:num_output].double().numpy()
     most = draft.max_tokens or protocol.most_tokens
 
-    def count(accept_SN: Tensor) -> dict[int, ExpectedCounts]:
+    def count(accept_SN: Tensor, *, is_block: bool = False) -> dict[int, ExpectedCounts]:
         accept_TK = _block_table(
             accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens
         )
+        accept_TK = verify_as_block(accept_TK) if is_block else accept_TK
         numbers = [k for k in protocol.num_speculative_tokens if k <= most]
         return {k: expected_blocks(accept_TK[:, :k], num_output, drafted_T) for k in numbers}
 
@@ -427,7 +432,8 @@ def _prompt_rows(
         alpha_sum=float(columns["alpha"][answer].double().sum()),
         alpha_greedy_sum=float(columns["alpha_greedy"][answer].double().sum()),
         counts=count(served_SN),
-        other_counts={} if other_SN is None else count(other_SN),
+        other_counts={} if others_2SN is None else count(others_2SN[0]),
+        block_counts={} if others_2SN is None else count(others_2SN[1], is_block=True),
     )
 
 

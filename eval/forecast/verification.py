@@ -13,6 +13,14 @@ r is the distribution of the engine's draws:
     q at the request's temperature    drafts are sampled (vLLM's `draft_sample_method: probabilistic`)
     all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
     all mass on the token looked up   n-grams
+
+Block verification (Sun et al., arXiv 2403.10444) carries the joint ratio of a block along, w_0 = 1 and
+w_j = min(1, w_(j-1) p_j / r_j), and accepts at least j tokens of a drafted block with probability w_j.
+Given the text and j - 1 accepted tokens,
+
+    P(x was drafted and accepted) = min(1, r(x) / (w_(j-1) p(x)))
+
+This is never less than above, and leads to the same counts if all mass is on one token.
 """
 
 from collections.abc import Sequence
@@ -44,8 +52,10 @@ class VerifiedLabels:
 
     accept_greedy_N: Tensor
     """P(label drafted and accepted), with the most probable token."""
-    accept_sampled_N: Tensor
-    """With a token sampled from q; equal at 0 and for lookups."""
+    ratio_sampled_N: Tensor
+    """r(label) / p(label) with a token sampled from q; at 0 and for lookups as
+    `accept_greedy_N`, which leads to the same counts.
+    """
     alpha_N: Tensor
     """sum_v min(p, q), with p and q as the text was sampled."""
     alpha_greedy_N: Tensor
@@ -79,7 +89,7 @@ def verify_labels(
                 )
             results_S4N[number][:, chunk_N.cpu()] = rates_4N.cpu()
     return [
-        VerifiedLabels(accept_greedy_N=a, accept_sampled_N=b, alpha_N=c, alpha_greedy_N=d)
+        VerifiedLabels(accept_greedy_N=a, ratio_sampled_N=b, alpha_N=c, alpha_greedy_N=d)
         for a, b, c, d in results_S4N
     ]
 
@@ -105,8 +115,6 @@ def _verify_step(
     has_row_N = rows_N % length >= step.shift
     # without a row of the draft any row is read, and its rates are set to 0 below
     rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)
-    accept_2N = [
-        rates.accept(ids_N, is_sampled=is_sampled and temperature > 0)
-        for is_sampled in (False, True)
-    ]
-    return torch.stack([*accept_2N, rates.alpha, rates.alpha_greedy]) * has_row_N
+    greedy_N = rates.accept(ids_N, is_sampled=False)
+    ratio_N = rates.ratio(ids_N) if temperature > 0 else greedy_N
+    return torch.stack([greedy_N, ratio_N, rates.alpha, rates.alpha_greedy]) * has_row_N

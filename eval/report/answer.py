@@ -139,6 +139,22 @@ def _other_sampling(report: Report, best: str, k: int) -> Iterator[str]:
         entry = find_entry(row, k)
         if (row["draft"], row["domain"]) == (best, None) and entry and entry["other_sample_method"]:
             yield advise_sample_method(entry, row["temperature"], is_sampled=draft["is_sampled"])
+            if told := advise_block(entry, row["temperature"]):
+                yield told
+
+
+def advise_block(entry: Mapping[str, Any], temperature: float) -> str:
+    """How to set block verification, if its blocks are longer; else empty."""
+    found = entry["block_verification"]
+    if found is None or (gain := found["gain"])["low"] <= 0:
+        return ""
+    return (
+        f"At temperature {temperature:g}, block verification of sampled drafts is longer, by "
+        f"forecast: {found['tau']:.2f} tokens per target step, {read_tau(entry):.2f} as served "
+        f"({gain['value']:+.2f}, 95% interval {gain['low']:+.2f} to {gain['high']:+.2f}). On vLLM's "
+        "V2 model runner, use redraft serve --draft-sample-method probabilistic "
+        "--rejection-sample-method block."
+    )
 
 
 def advise_sample_method(entry: Mapping[str, Any], temperature: float, *, is_sampled: bool) -> str:

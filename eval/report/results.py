@@ -7,7 +7,7 @@ N = prompts, M = quantities, K = num_speculative_tokens.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +108,8 @@ def _build_entries(
                     "engine": _summarise_engine(engine, forecast, k, temperature)
                     if engine
                     else None,
-                    "other_sample_method": _summarise_other(forecast, k) if forecast else None,
+                    "other_sample_method": _summarise_other(forecast, k, "other_counts"),
+                    "block_verification": _summarise_other(forecast, k, "block_counts"),
                 }
             )
     return entries
@@ -129,14 +130,16 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
     }
 
 
-def _summarise_other(rows: Sequence[PromptRows], k: int) -> dict[str, Any] | None:
-    """The forecast with the server's other way to draft, and what it gains.
+def _summarise_other(
+    rows: Sequence[PromptRows] | None, k: int, name: Literal["other_counts", "block_counts"]
+) -> dict[str, Any] | None:
+    """The forecast with the server's other way to draft or to verify, and what it gains.
 
     None if that changes nothing.
     """
-    if k not in rows[0].other_counts:
+    if not rows or k not in getattr(rows[0], name):
         return None
-    counts = [(row.other_counts[k], row.counts[k]) for row in rows]
+    counts = [(getattr(row, name)[k], row.counts[k]) for row in rows]
     over_N2 = np.array([(other.num_accepted, served.num_accepted) for other, served in counts])
     under_N2 = np.array([(other.num_steps, served.num_steps) for other, served in counts])
     gain = estimate_gain(over_N2, under_N2)

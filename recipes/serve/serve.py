@@ -53,7 +53,7 @@ SHUTDOWN_TIMEOUT_S = 30
 wait. vLLM's default of 0 kills the workers, and their records, at once.
 """
 
-MODEL_FLAGS = ("method", "draft_sample_method")
+MODEL_FLAGS = ("method", "draft_sample_method", "rejection_sample_method")
 """Options without a meaning for a lookup alone."""
 
 
@@ -138,12 +138,34 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     lookups = Lookups(verify_cost=cfg.verify_cost, head_requests=cfg.head_requests)
     config = draft.speculative(cfg.draft_sample_method, lookups, method=cfg.method)
     config["num_speculative_tokens"] = cfg.num_speculative_tokens
+    if cfg.rejection_sample_method == "block":
+        require_block(config)
+        config["rejection_sample_method"] = "block"
     require_servable(config)
     if check_pace(cfg.pace, cfg.num_speculative_tokens) != "off":
         is_adaptive = choose_adaptive(cfg.pace, read_flags(cfg.vllm_args), cfg.target, config)
         config |= {adaptive.KEY: True} if is_adaptive else {}
         config[TABLE] = make_table(cfg.num_speculative_tokens, is_adaptive=is_adaptive)
     return config
+
+
+def require_block(
+    speculative: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ValueError if vLLM would not verify the tokens of this draft as a block, or for
+    nothing.
+    """
+    if speculative.get("draft_sample_method") != "probabilistic":
+        raise ValueError(
+            "--rejection-sample-method block gains nothing on greedy draft tokens: add "
+            "--draft-sample-method probabilistic, with a draft that can be sampled"
+        )
+    asked = environment.get("VLLM_USE_V2_MODEL_RUNNER", "0" if ENGINE_IS_CPU else "1")
+    if asked == "0":
+        raise ValueError(
+            "only vLLM's V2 model runner verifies blocks, and V1 would serve this draft: leave out "
+            "--rejection-sample-method block"
+        )
 
 
 def choose_adaptive(

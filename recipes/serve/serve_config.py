@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -56,6 +56,10 @@ class Config:
     draft_sample_method: SampleMethod = "greedy"
     """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with
     `probabilistic` it is sum min(p, q), which is higher at temperatures above 0.
+    """
+    rejection_sample_method: Literal["standard", "block"] = "standard"
+    """How vLLM verifies sampled draft tokens: one by one, or as a block, which accepts at least as
+    many. The report of `redraft eval` says how many more. `block` needs the V2 model runner.
     """
     head_requests: int | None = None
     """With a lookup before the head: with more requests than this at once, only lookups draft."""

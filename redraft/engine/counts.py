@@ -159,6 +159,20 @@ def expected_blocks(
     )
 
 
+def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`accept_TK` of `expected_blocks` under block verification (Sun et al., arXiv 2403.10444).
+
+    `ratio_TK[t, j]` is r / p of the text's token at j + 1 after output token t: of the draws of the
+    draft and of the target. See `eval.forecast.verification`.
+    """
+    accept_TK, joint_T = np.empty_like(ratio_TK), np.ones(len(ratio_TK))
+    for j, ratio_T in enumerate(ratio_TK.T):
+        accept_TK[:, j] = np.minimum(1, ratio_T / joint_T)
+        # After a ratio of 0 no token is accepted, and the joint ratio is not asked for.
+        joint_T = np.minimum(1, joint_T / np.maximum(ratio_T, np.finfo(float).tiny))
+    return accept_TK
+
+
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The chances that blocks begin, and that they accept so many tokens.
 

@@ -261,6 +261,25 @@ def test_the_better_way_to_draft_is_told_with_the_flag_to_set(
     validate(report)
 
 
+@pytest.mark.parametrize(("scale", "is_longer"), [(1.1, True), (1.0, False)])
+def test_block_verification_is_recommended_where_its_blocks_are_longer(
+    scale: float, is_longer: bool
+) -> None:
+    measured = make_measured()
+    for prompt, rows in zip(measured.prompts, measured.forecast[1.0], strict=True):
+        blocks = make_rows(prompt, "one", 1.0, scale).counts
+        counts = rows["one"].counts
+        rows["one"] = replace(rows["one"], other_counts=counts, block_counts=blocks)
+    forecast = Forecastable(fingerprint="one", steps=Ngram(), is_sampled=True)
+    report = make_report(measured, drafts=[make_draft(name, forecast=forecast) for name in RATES])
+    said = [
+        sentence for sentence in report["answer"] if "--rejection-sample-method block" in sentence
+    ]
+    assert len(said) == is_longer
+    assert all("At temperature 1, block verification" in sentence for sentence in said)
+    validate(report)
+
+
 def test_two_drafts_within_chance_cannot_be_told_apart() -> None:
     measured = make_measured(make_prompts(4))
     wobble = [0.6, 1.5, 0.7, 1.5]

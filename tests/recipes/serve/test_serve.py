@@ -33,6 +33,7 @@ from redraft.recipes.serve.serve import (
     Config,
     keeps_states,
     plugin_environment,
+    require_block,
     require_target,
     server_command,
     speculative_config,
@@ -560,6 +561,23 @@ def test_a_forced_adaptive_pace_fails_in_one_line_before_the_start(
 def test_adaptive_verification_is_nothing_for_a_cpu():
     with pytest.raises(ValueError, match="full CUDA graphs, and a CPU has none"):
         speculative_config(parse("t", "--draft", "ngram", "--pace", "adaptive"))
+
+
+def test_block_verification_is_for_sampled_drafts_on_the_second_runner(tmp_path, monkeypatch):
+    draft = write_draft(tmp_path, "draft_model")
+    block = ("--draft", draft, "--rejection-sample-method", "block")
+    sampled = (*block, "--draft-sample-method", "probabilistic")
+    with pytest.raises(ValueError, match="--draft-sample-method probabilistic"):
+        speculative_config(parse("t", *block))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="V2 model runner"):
+        speculative_config(parse("t", *sampled))
+    with pytest.raises(ValueError, match="--rejection-sample-method is for a model"):
+        speculative_config(parse("t", *block[2:], "--draft", "ngram"))
+    found = {"draft_sample_method": "probabilistic"}
+    require_block(found, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert speculative_config(parse("t", *sampled))["rejection_sample_method"] == "block"
 
 
 def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_path):
