@@ -1,5 +1,6 @@
-# One switch: ENGINE=cpu or ENGINE=cuda (detected by default). The rest follows from it.
-ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+# One switch: ENGINE=cpu, ENGINE=cuda or ENGINE=rocm (detected by default). The rest follows from it.
+ENGINE ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo cuda; \
+	elif [ -e /dev/kfd ] || command -v rocm-smi >/dev/null 2>&1; then echo rocm; else echo cpu; fi)
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(ENGINE)
@@ -31,16 +32,21 @@ env: $(STAMP)  ## create .venv and install everything
 
 # Every file that is downloaded must have the SHA-256 in the lock, but torch of the CPU build (requirements/lock.sh says why).
 # Nothing is resolved here: a lock that misses a package shows in the tests, not in a silent download.
-LOCKS := requirements/uv.txt requirements/$(ENGINE).txt requirements/torch-cpu.txt
+# For ROCm, torch and vLLM are in no lock: requirements/rocm.py says in one line what to install.
+LOCK := $(if $(filter rocm,$(ENGINE)),.venv/rocm.txt,requirements/$(ENGINE).txt)
+LOCKS := requirements/uv.txt requirements/$(if $(filter rocm,$(ENGINE)),cpu,$(ENGINE)).txt requirements/torch-cpu.txt
 $(STAMP): pyproject.toml $(LOCKS)
+	@[ $(ENGINE) != rocm ] || $(PYTHON) requirements/rocm.py python
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --require-hashes -r requirements/uv.txt
+	@[ $(ENGINE) != rocm ] || $(BIN)/python requirements/rocm.py lock > $(LOCK)
 	@# Bytecode once, here: an engine is three processes that import vLLM, and where PYTHONDONTWRITEBYTECODE is set (as
 	@# in many containers) each of them would compile it from source again.
-	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --no-deps --require-hashes -r requirements/$(ENGINE).txt
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --no-deps --require-hashes -r $(LOCK)
 	@[ $(ENGINE) != cpu ] || \
 		VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --no-deps -r requirements/torch-cpu.txt
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	@[ $(ENGINE) != rocm ] || $(BIN)/python requirements/rocm.py engine
 	touch $@
 
 lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with the newest versions

@@ -39,7 +39,8 @@ class Divergence:
 
     form: Literal["auto", "kernel", "plain", "compiled"] = "auto"
     """Computed by a Triton kernel, or by PyTorch's operations (plain), or by these compiled. auto:
-    the kernel on a GPU with Triton; plain elsewhere, or compiled with --loop.compile.
+    the kernel on a GPU with Triton; plain elsewhere, or compiled with --loop.compile. On ROCm a
+    top-k signal is always compared in the plain form.
     """
 
     def __post_init__(self) -> None:

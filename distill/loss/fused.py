@@ -47,7 +47,13 @@ from redraft.distill.loss.products import (
     gradient_of_left,
     matmul_dtype,
 )
-from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
+from redraft.distill.loss.rows import (
+    draft_rows,
+    orders_memory,
+    runs_kernels,
+    target_rows,
+    top_k_rows,
+)
 from redraft.heads.logits import PLAIN, LogitRule
 from redraft.heads.nn.precision import autocast_kind
 
@@ -243,6 +249,8 @@ class _Request:
 
     def runs_kernels(self, logits_MW: Tensor) -> bool:
         form = self.divergence.form
+        if isinstance(self.target, TopKRows) and not orders_memory():
+            return False
         return form == "kernel" or (
             form == "auto" and runs_kernels(logits_MW.dtype, logits_MW.device)
         )

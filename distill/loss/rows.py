@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE_PER_WARP = 512  # Columns: 16 for each thread.
+TILE_PER_WARP = 512  # Columns of 32 threads: 16 for each.
+
+SHORT_ROW_THREADS, LONG_ROW_THREADS = 256, 1024
+"""The latter is the most of a program, and its registers fill a multiprocessor: one row at a time."""
 
 SHORT_ROW_BYTES = 1 << 16
 """A multiprocessor runs several programs at once if their rows are no longer than this. A program
@@ -42,6 +45,15 @@ def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
     return is_gpu and logits_dtype != torch.float64
 
 
+def orders_memory() -> bool:
+    """Whether Triton's barrier orders what the threads of a program store and load.
+
+    Compiled for AMD's gfx942, the barrier does not wait for a store, so `top_k_rows` could load what
+    it has just overwritten.
+    """
+    return torch.version.hip is None
+
+
 def _kernels() -> Any:
     from redraft.distill.loss import kernels
 
@@ -51,11 +63,12 @@ def _kernels() -> Any:
 def _launch(logits_MW: Tensor) -> dict[str, int]:
     """Warps of a program, and columns of a tile, a power of 2."""
     width = logits_MW.shape[1]
-    # The registers of 32 warps fill a multiprocessor: one row at a time.
-    warps = 8 if width * logits_MW.element_size() <= SHORT_ROW_BYTES else 32
+    is_short = width * logits_MW.element_size() <= SHORT_ROW_BYTES
+    threads = SHORT_ROW_THREADS if is_short else LONG_ROW_THREADS
     return {
-        "num_warps": warps,
-        "BLOCK": min(TILE_PER_WARP * warps, 1 << max(width - 1, 1).bit_length()),
+        # AMD's have 64 threads
+        "num_warps": threads // (64 if torch.version.hip else 32),
+        "BLOCK": min(TILE_PER_WARP * threads // 32, 1 << max(width - 1, 1).bit_length()),
     }
 
 

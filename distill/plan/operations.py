@@ -39,6 +39,8 @@ DEVICES = (
     Device("H200", 989.4e12, 4.8e12, 141e9),
     # NVIDIA DGX B200 data sheet, an eighth of the system
     Device("B200", 2250e12, 8e12, 180e9),
+    # AMD Instinct MI300X data sheet
+    Device("MI300X", 1307.4e12, 5.3e12, 192e9),
 )
 
 

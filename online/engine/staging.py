@@ -92,7 +92,7 @@ class HostMemory:
         try:
             buffer = _anonymous(num_bytes)
             self._pin(buffer)
-        except (RuntimeError, OSError) as error:
+        except (AttributeError, RuntimeError, OSError) as error:
             logger.warning(
                 "redraft: no pinned memory for drafts, so a swap pauses longer: %s", error
             )

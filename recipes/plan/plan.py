@@ -1,4 +1,4 @@
-"""Count what a training run will cost on H100, H200 and B200.
+"""Count what a training run will cost on H100, H200, B200 and MI300X.
 
 Nothing runs before, and no GPU is needed.
 

@@ -385,7 +385,7 @@ def place_learner(
 ) -> tuple[str, str, tuple[str, ...]]:
     """A GPU that vLLM leaves, else a share of the last one, else the CPU.
 
-    A line about it, CUDA_VISIBLE_DEVICES of the learner, and further arguments of vLLM.
+    A line about it, the learner's GPU, and further arguments of vLLM.
     """
     if not gpus:
         return "the learner computes on the CPU, and pauses while requests run", "", ()
@@ -403,17 +403,29 @@ def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, count_cores() - 1))}
 
 
-def list_gpus() -> list[str]:
-    """Visible GPUs of a CUDA build, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if ENGINE_IS_CPU or visible == "" or not shutil.which("nvidia-smi"):
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""The variables by which a process chooses its GPUs. vLLM for ROCm refuses two that differ."""
+
+LISTS = {"nvidia-smi": ("-L", r"^GPU (\d+):"), "rocm-smi": ("-i", r"^GPU\[(\d+)\]")}
+"""Programs that list the GPUs, with the flag and the pattern of a GPU in the output."""
+
+
+def list_gpus(*, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
+    """Visible GPUs of an engine for GPUs, as the variables in `VISIBLE` name them."""
+    visible = next((os.environ[name] for name in VISIBLE if name in os.environ), None)
+    program = next(filter(shutil.which, LISTS), None)
+    if on_cpu or visible == "" or program is None:
         return []
     if visible:
         return visible.split(",")
-    listed = subprocess.run(
-        ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
-    ).stdout
-    return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
+    flag, pattern = LISTS[program]
+    listed = subprocess.run([program, flag], capture_output=True, text=True, check=False).stdout
+    return list(dict.fromkeys(re.findall(pattern, listed, re.MULTILINE)))
+
+
+def see_only(gpu: str) -> dict[str, str]:
+    """The variables of a process that computes on this GPU; "" for none."""
+    return dict.fromkeys(VISIBLE, gpu)
 
 
 def serve_command(
@@ -482,7 +494,7 @@ def run(plan: Plan, *, learns: bool) -> None:
             "learner",
             command,
             logs / "learner.log",
-            {"CUDA_VISIBLE_DEVICES": gpu} | ({} if gpu else spare_cores(os.environ)),
+            see_only(gpu) | ({} if gpu else spare_cores(os.environ)),
             niceness=0 if gpu else NICENESS,
         )
     server = Part(

@@ -23,6 +23,8 @@ class Machine:
     """Matrix units for bfloat16, as from compute capability 8.0 on."""
     gpu_shared_bytes: int = 0
     """Shared memory that one program of the GPU may have."""
+    is_rocm: bool = False
+    """The GPU is AMD's, which torch's build for ROCm calls cuda."""
     gpu_bytes: int | None = None
     host_bytes: int = sys.maxsize
     """Memory of the machine, or of the container."""
@@ -57,7 +59,8 @@ def this_machine() -> Machine:
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         # Emulated, it is slower than float32.
         gpu_has_bfloat16=has_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
-        gpu_shared_bytes=properties.shared_memory_per_block_optin if properties else 0,
+        gpu_shared_bytes=getattr(properties, "shared_memory_per_block_optin", 0),
+        is_rocm=has_gpu and torch.version.hip is not None,
         gpu_bytes=properties.total_memory if properties else None,
         host_bytes=read_host_bytes(),
         cpu_has_bfloat16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),

@@ -34,9 +34,10 @@ def head_size(config: Any) -> int:
 def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
     """Refuse a model whose attention, in `dtype`, would not launch on the GPU.
 
-    Raises ValueError then; the model is given by its text config.
+    Raises ValueError then; the model is given by its text config. The tiles for AMD's GPUs are
+    others, and unknown.
     """
-    if machine.gpu is None:
+    if machine.gpu is None or machine.is_rocm:
         return
     size, itemsize = head_size(config), dtype.itemsize
     if not SMALLEST <= size <= LARGEST:

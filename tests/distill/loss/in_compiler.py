@@ -12,7 +12,7 @@ import re
 
 import pytest
 import torch
-from gpu_compiler import GPUS, H100, Gpu, Kernel, Launches
+from gpu_compiler import GPUS, H100, MI300X, Gpu, Kernel, Launches
 
 from redraft.distill.loss import kernels, rows
 from redraft.distill.loss.choice import DIVERGENCES
@@ -28,6 +28,7 @@ def launch(name: str, width: int, target_width: int, dtype: torch.dtype, gpu: Gp
     ids_W = torch.arange(width) if width < target_width else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_kernels", lambda: launches)
+        patch.setattr(torch.version, "hip", "7.2" if gpu.arch else None)
         rows.target_rows(torch.zeros(C, target_width, dtype=dtype), ids_W, 1.0)
         rows.draft_rows(
             draft_MW, target_CW, torch.zeros(2, C), place_M, scale_M, label_C, name, 1.0, 0.5, 3.0
@@ -56,3 +57,28 @@ def test_every_launch_compiles_and_reads_16_bytes_at_once(
 def test_the_draft_rows_of_all_running_programs_fit_in_the_cache(name: str, width: int) -> None:
     for kernel in launch(name, width, width, torch.bfloat16, H100):
         assert H100.processors * kernel.programs * width * 2 <= H100.cache_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_every_launch_compiles_for_rocm(name: str, dtype: torch.dtype) -> None:
+    for width in (8_000, 128_256):
+        for kernel in launch(name, width, 128_256, dtype, MI300X):
+            assert kernel.arch == "gfx942"
+            assert kernel.threads <= 1024
+            assert kernel.stack_bytes == 0
+            assert kernel.shared_bytes <= MI300X.shared_bytes
+            assert re.search(r"(global|buffer)_load_dwordx4", kernel.amdgcn)
+
+
+def test_a_barrier_of_rocm_does_not_wait_for_a_store() -> None:
+    """The reason for `rows.orders_memory`: if this fails, the top-k kernel may be used there."""
+    *_, top_k = launch("forward_kl", 128_256, 128_256, torch.bfloat16, MI300X)
+    before = [part.splitlines() for part in top_k.amdgcn.split("s_barrier")[:-1]]
+    stores = [
+        lines
+        for lines in before
+        if "store_short" in "".join(lines)
+        and "vmcnt(0)" not in "".join(lines).rpartition("store_short")[2]
+    ]
+    assert stores

