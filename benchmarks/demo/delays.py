@@ -95,7 +95,7 @@ def _account_version(
 
 def _divide(states: Sequence[StateEntry], from_s: float, to_s: float) -> list[tuple[str, float]]:
     """The phases between two moments, with their seconds. `rolling` counts as `canary`."""
-    pairs = []
+    pairs: list[tuple[str, float]] = []
     ends = [*(state.time_s for state in states[1:]), to_s]
     for state, end_s in zip(states, ends, strict=True):
         seconds = min(end_s, to_s) - max(state.time_s, from_s)

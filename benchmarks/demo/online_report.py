@@ -71,8 +71,9 @@ ENOUGH = 0.9
 def count_minutes_to_adapt(
     report: dict[str, Any], journal: Sequence[Entry], shifted_s: float
 ) -> float | None:
-    """Minutes from the shift to the first swap to a version with 90% of the offline draft's tau on
-    B. None if no version has it.
+    """Minutes from the shift to the first swap to a version with 90% of the offline tau on B.
+
+    None if no version has it.
     """
     wanted = ENOUGH * report["tau"]["b_offline"]
     learned = {

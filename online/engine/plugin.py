@@ -23,7 +23,12 @@ def register() -> None:
     # imported late: vLLM calls this in every process of every server, also of those that do not use
     # redraft
     from redraft.engine import hooks
+    from redraft.engine.machine import VLLM_VERSION
     from redraft.online.engine.target_watch import register_backend
+
+    if error := hooks.find_unsupported(VLLM_VERSION):
+        logger.error("redraft: nothing is recorded or swapped: %s", error)
+        return
 
     steps: dict[str, Callable[[], None]] = {
         feature.name: partial(hooks.install_if_asked, feature) for feature in hooks.FEATURES

@@ -602,6 +602,12 @@ def _is_stage_without_draft(worker: Any) -> bool:
 def _require_swappable(worker: Any) -> None:
     if worker.redraft.draft is None or worker.model_runner.get_draft_model() is None:
         raise ValueError("this server has no draft model to swap: restart it with one")
+    speculative = worker.vllm_config.speculative_config
+    if getattr(speculative, "draft_lm_head_quantization", None):
+        raise ValueError(
+            "the draft has a quantised copy of the target's output head "
+            "(draft_lm_head_quantization), which a swap would not make again: restart without it"
+        )
     if worker.redraft.asleep:
         raise ValueError("the engine sleeps: wake it up, then swap again")
     if not is_clear(worker):

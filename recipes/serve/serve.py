@@ -152,9 +152,7 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
 def require_block(
     speculative: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ValueError if vLLM would not verify the tokens of this draft as a block, or for
-    nothing.
-    """
+    """Raise ValueError if block verification does not fit this draft, or gains nothing."""
     if speculative.get("draft_sample_method") != "probabilistic":
         raise ValueError(
             "--rejection-sample-method block gains nothing on greedy draft tokens: add "

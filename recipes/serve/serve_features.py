@@ -79,12 +79,13 @@ def server_command(cfg: Config, num_layers: int) -> list[str]:
     """The command line of vLLM's server for a target of `num_layers`.
 
     Raises:
-        ValueError: for a layer beyond them.
+        ValueError: for a layer beyond them, or a vLLM that redraft does not know.
     """
     from redraft.distill.signal.features import server_args
     from redraft.engine.command import vllm_command
-    from redraft.engine.server import engine_dtype
+    from redraft.engine.server import engine_dtype, require_runner
 
+    require_runner(None)
     states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
     # Before the user's arguments, which win.
     return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *states, *cfg.vllm_args])

@@ -19,11 +19,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 Wrap = Callable[[Any], Any]
 """Takes the next call of a chain and returns the one before it. May be called again."""
 
 SUPPORTED = ">=0.32,<0.34"
 """vLLM versions of the package's `cuda` extra."""
+
+
+def find_unsupported(version: str | None) -> str:
+    """The error for a release of vLLM whose names were never compared; empty for another.
+
+    None, an engine without metadata, passes.
+    """
+    # a nightly build of a release counts as the release
+    if version is None or SpecifierSet(SUPPORTED).contains(
+        Version(version).base_version, prereleases=True
+    ):
+        return ""
+    return (
+        f"vLLM {version} is installed, and this redraft takes {SUPPORTED}: install one of these, or "
+        "a newer redraft"
+    )
+
 
 V1_RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
 V2_RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"

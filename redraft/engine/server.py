@@ -22,6 +22,7 @@ from redraft.engine import adaptive
 from redraft.engine import wait as engine_wait
 from redraft.engine.command import vllm_command
 from redraft.engine.engine_log import why_ended
+from redraft.engine.hooks import find_unsupported
 from redraft.engine.lookups import lookup_env, vllm_part
 from redraft.engine.machine import ENGINE_IS_CPU, VLLM_VERSION
 from redraft.engine.process import free_port, process_group
@@ -138,7 +139,9 @@ def engine_dtype(model: str | Path) -> str:
     return default_target_dtype(model, on_cpu=ENGINE_IS_CPU) or "auto"
 
 
-def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+def vllm_keys(
+    speculative_config: Mapping[str, Any], version: str | None = VLLM_VERSION
+) -> dict[str, Any]:
     """The --speculative-config for vLLM, without redraft's keys, and with two faster choices.
 
     A greedy head with a smaller vocabulary chooses its token there. By default vLLM copies the
@@ -148,7 +151,8 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     The last cached block of a prompt is read from the prefix cache. By default vLLM computes it
     again beside a head: 128 tokens on a CPU. In an EAGLE or MTP layer, the key of the block's last
     token was made with the token that followed there in the earlier request; it is one key of the
-    text, and changes no answer. DFlash and DSpark have no such key.
+    text, and changes no answer. DFlash and DSpark have no such key. vLLM 0.33 looks a block up by
+    the token after it too, so the key is right and nothing is computed again: its default stays.
     """
     config = vllm_part(speculative_config)
     family = find_speculative(config)
@@ -156,7 +160,8 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     # Adaptive verification reads the whole row, and vLLM refuses the two together.
     if family is not None and family.chooses_locally and is_greedy and not config.get(adaptive.KEY):
         config.setdefault("use_local_argmax_reduction", True)
-    if config.get("method") in DROPS_A_BLOCK:
+    has_lookahead = version is not None and Version(version).release[:2] >= (0, 33)
+    if config.get("method") in DROPS_A_BLOCK and not has_lookahead:
         config.setdefault("disable_eagle_block_drop", True)
     return config
 
@@ -215,10 +220,12 @@ def require_runner(
     on_cpu: bool = ENGINE_IS_CPU,
     version: str | None = VLLM_VERSION,
 ) -> None:
-    """Refuse a draft without a proposer in vLLM, or in the runner that would serve it.
+    """Refuse a vLLM that redraft does not know, and a draft without a proposer in it or in the runner.
 
     `views` are those of the draft's layers, by default as the folder says. Raises ValueError.
     """
+    if error := find_unsupported(version):
+        raise ValueError(error)
     family = find_speculative(speculative_config or {})
     if family is None:
         return

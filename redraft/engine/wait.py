@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from redraft.engine import hooks
+from redraft.engine.machine import VLLM_VERSION
 from redraft.engine.process import LIBC
 from redraft.engine.settings import read_settings
 
@@ -32,7 +33,7 @@ SLACK_NS = 1000
 
 def register() -> None:
     """Entry point of vLLM's general plugins. Does nothing without the settings ENABLED."""
-    if read_settings().get("engine_wait"):
+    if read_settings().get("engine_wait") and not hooks.find_unsupported(VLLM_VERSION):
         for feature in hooks.FEATURES:
             if feature.is_measured:
                 hooks.install_if_asked(feature)

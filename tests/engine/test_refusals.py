@@ -62,7 +62,7 @@ def test_on_a_cpu_vllm_takes_v1_and_refuses_the_drafts_of_v2() -> None:
         require_runner(family.speculative, {}, on_cpu=True, version=EVERY)
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130", "1.0"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130", "0.33.2rc1"])
 def test_a_newer_vllm_that_no_longer_has_the_proposer_is_refused(version: str) -> None:
     require_runner(find_family("eagle3").speculative, {}, version=version)
     medusa = find_family("medusa").speculative

@@ -29,9 +29,10 @@ def chance(law, tokens, begin=0):
 
 
 def enumerate_blocks(p, q):
-    """(law of the first K tokens, P(at least j accepted)), by Sun et al.'s algorithm 2, as in
-    vLLM's kernel: joint ratios w, residual masses R, thresholds h; the last j with u_j <= h_j ends
-    the accepted part, and a draw from max(0, w p - q) follows.
+    """(law of the first K tokens, P(at least j accepted)), by Sun et al.'s algorithm 2.
+
+    As in vLLM's kernel: joint ratios w, residual masses R, thresholds h; the last j with u_j <= h_j
+    ends the accepted part, and a draw from max(0, w p - q) follows.
     """
     law, reached = {}, np.zeros(K)
     for block in itertools.product(range(V), repeat=K):
