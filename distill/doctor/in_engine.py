@@ -110,7 +110,7 @@ def plan_run(
         ValueError: the target, which judges the run afterwards in this process, does not fit.
     """
     stored, machine = StoredForecast.from_json(pair.provenance.forecast), machine or this_machine()
-    dtype = engine.dtype or _choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
+    dtype = engine.dtype or choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
     if pair.family.is_head:
         require_model_heads(
             f"the target {pair.target.name}",
@@ -126,7 +126,7 @@ def plan_run(
         require_target_room(pair.target.in_dtype(dtype), device, way_out=way_out, machine=machine)
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
-    prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
+    prompts, are_held_out = find_prompts(pair, num_tokens, max_tokens, engine, notes)
     # Behind a window the engine evicts blocks of its cache, and only a long prompt shows how.
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
     long = _beyond_windows(pair, prompts, room, notes)
@@ -177,7 +177,7 @@ def _cache_bytes(pair: Pair, num_tokens: int) -> int:
     return int(2 * 4 * num_tokens * layers * heads * head_size(config))
 
 
-def _choose_dtype(
+def choose_dtype(
     pair: Pair, stored: StoredForecast | None, machine: Machine, *, on_cpu: bool
 ) -> TargetDtype:
     """The type of an engine's run, if the user names none.
@@ -294,7 +294,7 @@ def _judge_without_forecast(
         )
 
 
-def _prompts(
+def find_prompts(
     pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
 ) -> tuple[list[list[int]], bool]:
     """Token ids of the prompts to answer, and whether they are of the draft's training data."""

@@ -12,7 +12,7 @@ Walking the blocks over this table gives the engine's counts without the engine.
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,16 @@ from torch import Tensor
 from redraft.engine.counts import AcceptanceCounts, simulate_blocks, tau
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import GREEDY, Sampling
-from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_steps
+from redraft.eval.forecast.rows import (
+    ComparedRows,
+    block_matches,
+    compare_rows,
+    take_draft_steps,
+)
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.files.progress import Progress
 from redraft.files.served_target import visible_length
-from redraft.heads.draft import Batch, Draft, TargetSignal
+from redraft.heads.draft import Batch, Draft, DraftStep, TargetSignal
 
 SignalFunction = Callable[[Batch], TargetSignal]
 
@@ -290,11 +295,14 @@ def forecast(
     num_speculative_tokens: int,
     device: torch.device | str = "cpu",
     max_tokens: int | None = None,
+    *,
+    of_text: bool = False,
 ) -> Forecast:
     """Acceptance of `draft` at temperature 0 on the target's greedy text.
 
     It takes one teacher-forced pass per prompt. `max_tokens` is that of an engine that drafts no
-    further (`simulate_blocks`).
+    further (`simulate_blocks`). With `of_text`, the text is another build's of the target, e.g. a
+    quantised one's: its tokens count, not this target's most probable ones.
 
     Raises:
         ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
@@ -302,7 +310,13 @@ def forecast(
     return Forecast(
         per_prompt=[
             forecast_prompt(
-                draft, target_signal, continuation, num_speculative_tokens, device, max_tokens
+                draft,
+                target_signal,
+                continuation,
+                num_speculative_tokens,
+                device,
+                max_tokens,
+                of_text=of_text,
             )
             for continuation in Progress(continuations, desc="forecast", unit="prompt")
         ]
@@ -317,6 +331,8 @@ def forecast_prompt(
     num_speculative_tokens: int,
     device: torch.device | str,
     max_tokens: int | None = None,
+    *,
+    of_text: bool = False,
 ) -> PromptForecast:
     """`forecast` on one answer."""
     num_output = len(continuation.output_ids)
@@ -326,7 +342,11 @@ def forecast_prompt(
     signal = target_signal(batch)
     steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
     compared = [compare_rows(step, signal.distribution) for step in steps]
-    match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    counted = [
+        _of_text(rows, step, batch) if of_text else rows
+        for rows, step in zip(compared, steps, strict=True)
+    ]
+    match_BTK, _ = block_matches(counted, num_speculative_tokens, draft.is_autoregressive)
     # The first row to draft: output token 0 comes from the prefill. Prompt x[0..3]: output token 0
     # is x[4], so the first block drafts x[5], from row 4 with shift 0 and from row 3 with shift 1.
     start = len(prompt_ids) - steps[0].shift
@@ -343,6 +363,12 @@ def forecast_prompt(
             match_BTK[0, start : start + num_output - 1].cpu(), num_output, max_tokens
         ),
     )
+
+
+def _of_text(rows: ComparedRows, step: DraftStep, batch: Batch) -> ComparedRows:
+    """The same rows, which agree where the draft's token is the text's."""
+    label_BT = batch.input_ids_BT.roll(-1 - step.shift, dims=1)
+    return replace(rows, agree_BT=(rows.token_BT == label_BT) & rows.mask_BT)
 
 
 @dataclass(frozen=True, kw_only=True)

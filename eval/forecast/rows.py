@@ -143,6 +143,8 @@ class ComparedRows:
     alpha_greedy_BT: Tensor
     agree_BT: Tensor
     """Bool, argmax q = argmax p."""
+    token_BT: Tensor
+    """int64, argmax q as a token id."""
 
 
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:
@@ -153,6 +155,7 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
     # Rows outside the mask stay 0.
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
+    token_N = torch.zeros(step.mask_BT.numel(), dtype=torch.int64, device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
         # in the flattened batch `shift` rows further on is the same text: the step's mask sees to
         # it
@@ -160,12 +163,14 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
             step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0
         )
         results_3N[:, chunk_N] = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
+        token_N[chunk_N] = rates.token
     alpha_BT, alpha_greedy_BT, agree_BT = results_3N.view(3, *step.mask_BT.shape)
     return ComparedRows(
         mask_BT=step.mask_BT,
         alpha_BT=alpha_BT,
         alpha_greedy_BT=alpha_greedy_BT,
         agree_BT=agree_BT.bool(),
+        token_BT=token_N.view_as(step.mask_BT),
     )
 
 

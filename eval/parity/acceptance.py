@@ -31,8 +31,20 @@ MIN_DRAFTS = 100  # Drafts needed to call a draft dead, or too good.
 TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on unseen text
 
 
+PUBLISHED = "the forecast published with the draft"
+OTHER_WEIGHTS = (
+    "these are not the weights that were published, or they are fed other inputs: compare "
+    "model.safetensors and config.json with the run's draft folder"
+)
+
+
 def find_missed_forecast(
-    served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts], *, is_exact: bool
+    served: Sequence[AcceptanceCounts],
+    expected: Sequence[AcceptanceCounts],
+    *,
+    is_exact: bool,
+    source: str = PUBLISHED,
+    cure: str = OTHER_WEIGHTS,
 ) -> Iterator[Finding]:
     """A finding if serving does not count as the published forecast does.
 
@@ -59,12 +71,11 @@ def find_missed_forecast(
     if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):
         return
     yield Finding(
-        f"the forecast published with the draft is tau {1 + forecast:.3f} on these {len(served)} "
+        f"{source} is tau {1 + forecast:.3f} on these {len(served)} "
         "prompts, serving sees "
         f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to "
         f"{high:+.3f}), and {num_apart} prompts count otherwise",
-        "these are not the weights that were published, or they are fed other inputs: compare "
-        "model.safetensors and config.json with the run's draft folder",
+        cure,
     )
 
 

@@ -131,7 +131,8 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
             f"{TITLE} loads no DSpark head without a confidence head",
             "train with --head.confidence-head",
         )
-    yield from _refuse_rotation(pair.layer_config, _rotation(pair))
+    rotation = EAGLE3 if pair.family.name == "eagle3" else DFLASH
+    yield from _refuse_rotation(pair.layer_config, rotation)
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
@@ -157,19 +158,31 @@ def write(export: Export, folder: Path) -> None:
         )
     require_same_target(pair.target, gguf)
     if not pair.family.is_head:
-        config, stored, keys = pair.config, _read_all(pair.draft), layer_keys(pair.config)
-        if config.get("tie_word_embeddings"):
-            stored.pop(HEAD, None)
-        architecture = str(config["model_type"])
-    else:
-        # In one layout, whichever it has, and complete: loading has checked it.
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            write_changed(pair, Path(made), lambda config, tensors: None)
-            config, stored = read_config(Path(made)), _read_all(Path(made))
-        keys = layer_keys(config) | _keys(pair, config)
-        architecture = "eagle3" if pair.family.name == "eagle3" else "dflash"
-    tensors = _tensors(config, stored, _rotation(pair), pair.draft)
+        write_gguf(folder / FILE, *read_model(pair.draft), gguf.tokenizer)
+        return
+    # In one layout, whichever it has, and complete: loading has checked it.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        write_changed(pair, Path(made), lambda config, tensors: None)
+        config, stored = read_config(Path(made)), _read_all(Path(made))
+    architecture, rotation = "dflash", DFLASH
+    if pair.family.name == "eagle3":
+        architecture, rotation = "eagle3", EAGLE3
+    keys = layer_keys(config) | _keys(pair, config)
+    tensors = _tensors(config, stored, rotation, pair.draft)
     write_gguf(folder / FILE, architecture, keys, tensors, gguf.tokenizer)
+
+
+def read_model(folder: Path) -> tuple[str, dict[str, Value], dict[str, Tensor]]:
+    """llama.cpp's architecture, keys and tensors of a whole model in `STANDALONE`.
+
+    Raises:
+        ValueError: it holds a tensor for which llama.cpp has no place.
+    """
+    config, stored = read_config(folder), _read_all(folder)
+    if config.get("tie_word_embeddings"):
+        stored.pop(HEAD, None)
+    kind = str(config["model_type"])
+    return kind, layer_keys(config), _tensors(config, stored, STANDALONE[kind], folder)
 
 
 def serve(export: Export) -> str:
@@ -179,12 +192,6 @@ def serve(export: Export) -> str:
         *("--spec-type", TYPES[export.pair.family.name]),
         *("--spec-draft-n-max", export.num_tokens),
     )
-
-
-def _rotation(pair: Pair) -> Rotation:
-    if not pair.family.is_head:
-        return STANDALONE[str(pair.config["model_type"])]
-    return EAGLE3 if pair.family.name == "eagle3" else DFLASH
 
 
 def _refuse_eagle3(pair: Pair, layers: list[int]) -> Iterator[Finding]:

@@ -5,7 +5,11 @@ $ redraft doctor --json                                     # the same, for a bu
 $ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
 $ redraft doctor --target TARGET --draft DRAFT --engine none    # seconds: configs, tensors and provenance only
 $ redraft doctor --target TARGET --draft DRAFT --engine sglang  # would SGLang read the folder as it was trained?
+$ redraft doctor --target TARGET --draft DRAFT --url http://HOST:8000     # is it served as it was trained?
 $ redraft doctor DRAFT                                      # its kind, what it needs, who serves it
+
+With --url a running vLLM, SGLang or llama.cpp answers 16 prompts, and its acceptance is compared with
+the forecast on this text.
 
 Every problem is printed with a cure, and so is every doubt: something unusual that may be meant.
 The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
@@ -38,6 +42,8 @@ class Config:
     """Folder or hub name of the draft to check, or `mtp` for the target's MTP layer. Of
     `ngram+HEAD` the head is checked.
     """
+    url: str | None = None
+    """Address of a running server with this draft. No engine is started here."""
     method: Method | None = None
     """vLLM's method to serve the draft with. By default the method of its family."""
     num_speculative_tokens: int | None = None
@@ -67,7 +73,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    has_pair = cfg.draft is not None or cfg.target is not None
+    has_pair = any(each is not None for each in (cfg.draft, cfg.target, cfg.url))
     machine: dict[str, str] = {}
     found: list[Finding] = []
     if cfg.json or not has_pair:
@@ -75,8 +81,8 @@ def main(cfg: Config) -> None:
         facts = gather(cfg.output, import_engine=cfg.engine == "vllm" and not has_pair)
         machine, found = list_facts(facts), diagnose(facts)
     pair, notes = {}, []
-    if cfg.target is not None:
-        checked = check_pair(cfg)
+    if cfg.url is not None or cfg.target is not None:
+        checked = check_pair(cfg) if cfg.url is None else check_running(cfg, cfg.url)
         pair, notes = checked.facts, checked.notes
         found = [*found, *checked.findings]
     elif cfg.draft is not None:
@@ -156,6 +162,51 @@ def check_pair(cfg: Config) -> "Checked":
         engine=engine if cfg.engine == "vllm" else None,
         engine_name="vllm" if cfg.engine == "none" else cfg.engine,
     )
+
+
+def check_running(cfg: Config, url: str) -> "Checked":
+    """Compare a running server's acceptance with the forecast.
+
+    Raises:
+        ConnectionError: nothing answers at the address.
+        FileNotFoundError: a folder is missing.
+        ValueError: the target or the draft is not named, or the server cannot be compared.
+    """
+    # torch, which an environment may lack
+    from redraft.distill.doctor.beside_server import ServerCheck, check_server
+    from redraft.distill.doctor.check_draft import Checked
+    from redraft.distill.doctor.in_engine import EngineCheck
+    from redraft.engine.running_server import find_server
+    from redraft.files.target_folder import TargetFolder
+    from redraft.heads.doctor.pair import Pair
+    from redraft.heads.engines.table import find_engine
+    from redraft.online.fleet.server import require_address
+
+    if cfg.target is None or cfg.draft is None:
+        raise ValueError("--url compares a draft with its server: give --target and --draft too")
+    require_address(url)
+    pair = Pair.read(TargetFolder.open(cfg.target), fetch_model(cfg.draft))
+    server = find_server(url)
+    engine = EngineCheck(
+        dtype=cfg.target_dtype,
+        prompts=cfg.prompts,
+        num_prompts=cfg.num_prompts,
+        max_tokens=cfg.max_tokens,
+        folder=cfg.output / "doctor",
+    )
+    check = ServerCheck(
+        server=server,
+        known_version=find_engine(server.engine).version,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        engine=engine,
+    )
+    checked = Checked()
+    for found in check_server(pair, check, checked.facts):
+        if isinstance(found, Finding):
+            checked.findings.append(found)
+        else:
+            checked.notes.append(found)
+    return checked
 
 
 def format_findings(findings: Sequence[Finding]) -> str:

@@ -39,7 +39,7 @@ PLAIN, LLAMA3 = "default", "llama3"
 TOKENIZER = "tokenizer."
 ROPE_FACTORS = "rope_freqs.weight"
 UNQUANTISED = frozenset({"F32", "F16", "BF16", "F64"})
-Value = bool | int | float | Sequence[int]
+Value = bool | int | float | str | Sequence[int] | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ def _add_key(writer: Any, name: str, value: Value) -> None:
         writer.add_uint32(name, value)
     elif isinstance(value, float):
         writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
     else:
         writer.add_array(name, list(value))
 

@@ -1,0 +1,186 @@
+"""A running server's acceptance beside the forecast on the text that it serves.
+
+    prompts ─► server ─► answers and counts ─┐
+                            └─► forecast ────┴─► findings
+
+The forecast reads the served text, so a target that writes otherwise here, e.g. quantised, is no
+fault. What is compared is how well the draft guesses this text, in the server and in training's
+arithmetic.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from redraft.distill.doctor.in_engine import (
+    DEFAULT_MAX_TOKENS,
+    EngineCheck,
+    choose_dtype,
+    find_prompts,
+)
+from redraft.distill.doctor.readings import find_better_readings
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.hardware import this_machine
+from redraft.engine.prompts import Prompt
+from redraft.engine.running_server import CountedAnswer, RunningServer
+from redraft.eval.forecast.greedy import Continuation, forecast, generate_answers
+from redraft.eval.forecast.stored import StoredForecast
+from redraft.eval.parity.acceptance import find_dead, find_missed_forecast
+from redraft.files.checkpoint import load_causal_lm
+from redraft.files.progress import Progress
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.draft import Batch, ExactTarget
+from redraft.heads.target import Target
+
+MIN_OWN_TEXT = 0.9
+"""Least share of a server's greedy tokens that are the target's most probable ones."""
+
+CURE = (
+    "the server reads the draft otherwise than training: export it for this engine again "
+    "(redraft export), and serve the exported one"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCheck:
+    server: RunningServer
+    known_version: str
+    """The release that redraft's rules for the engine follow."""
+    num_speculative_tokens: int | None
+    engine: EngineCheck
+    """Prompts and their number, length of answers, type."""
+
+
+def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Iterator[Finding | str]:
+    """Findings, and notes as text; numbers are added to `facts`.
+
+    Raises:
+        ConnectionError: the server went away.
+        ValueError: it drafts nothing, or has other clients.
+    """
+    server = check.server
+    facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unnamed version'}"
+    yield from find_unknown_version(server, check.known_version)
+    stored, machine = StoredForecast.from_json(pair.provenance.forecast), this_machine()
+    asked, notes = check.engine, list[str]()
+    max_tokens = asked.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
+    prompts, _ = find_prompts(pair, check.num_speculative_tokens or 1, max_tokens, asked, notes)
+    yield from notes
+    answers = [
+        server.answer(prompt, max_tokens)
+        for prompt in Progress(prompts, desc="server's answers", unit="answer")
+    ]
+    num_tokens = check.num_speculative_tokens or count_draft_tokens(answers)
+    dtype = asked.dtype or choose_dtype(pair, stored, machine, on_cpu=machine.device == "cpu")
+    model = load_causal_lm(pair.target.folder, getattr(torch, dtype)).to(machine.device)
+    texts = [
+        continue_text(model, prompt, answer, num_tokens)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    draft = pair.family.load(pair.draft, lambda: Target.from_model(model), getattr(torch, dtype))
+    draft = draft.to(machine.device).eval()
+    signal = InProcessTarget(model, draft.aux_layer_ids)
+    told = forecast(
+        draft,
+        signal,
+        texts,
+        num_tokens,
+        this_machine().device,
+        max_tokens if server.drafts_to_the_end else None,
+        of_text=True,
+    )
+    served = [answer.counts for answer in answers]
+    expected = [prompt.counts for prompt in told.per_prompt]
+    if server.drafts_to_the_end:  # its steps are known, and which of them drafted is not
+        expected = [
+            replace(counts, num_drafts=max(len(answer.token_ids) - 1 - counts.num_accepted, 0))
+            for counts, answer in zip(expected, answers, strict=True)
+        ]
+    total, foretold = _sum(served), _sum(expected)
+    facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts of {num_tokens}"
+    facts["forecast"] = f"tau {foretold.tau:.3f} on the served text"
+    own = own_share(signal, texts)
+    facts["text"] = f"{own:.1%} of the tokens are the most probable ones of {pair.target.name}"
+    yield from find_other_text(own, pair)
+    yield from find_dead(total)
+    # In float32 and with the target's text to the last token, the server computes as training does.
+    is_exact = dtype == "float32" and own == 1
+    missed = list(
+        find_missed_forecast(served, expected, is_exact=is_exact, source="the forecast", cure=CURE)
+    )
+    yield from missed
+    if missed and pair.family.is_head:
+        pairs = [(text.prompt.token_ids, text.output_ids) for text in texts]
+        yield from find_better_readings(
+            pair, draft, signal, pairs, num_tokens, this_machine().device
+        )
+
+
+def find_unknown_version(server: RunningServer, known: str) -> Iterator[Finding]:
+    """A doubt if the server is of another release than redraft's rules."""
+    if server.version and not server.version.startswith(known):
+        yield Finding(
+            f"the server is {server.engine} {server.version}, and redraft's rules follow {known}",
+            "judge by the acceptance below; it needs no rules",
+            is_doubt=True,
+        )
+
+
+def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
+    """A finding if the served text is not the target's; a note if it differs a little."""
+    if own < MIN_OWN_TEXT:
+        yield Finding(
+            f"only {own:.0%} of the served tokens are the most probable ones of {pair.target.name}: "
+            "the server serves another target, or does not decode greedily",
+            "give the served model as --target",
+        )
+    elif own < 1:
+        yield (
+            "the server rounds otherwise or is quantised: a few tokens differ, and the forecast "
+            "reads the served text"
+        )
+
+
+def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
+    """Draft tokens of a step, by the server's counts; blocks at an answer's end may be shorter."""
+    rates = [a.counts.num_draft_tokens / max(a.counts.num_drafts, 1) for a in answers]
+    return max(1, math.ceil(max(rates) - 1e-9))
+
+
+def continue_text(
+    model: object, prompt: Sequence[int], answer: CountedAnswer, num_tokens: int
+) -> Continuation:
+    """A served answer, and the target's tokens after it, into which vLLM's last block reaches."""
+    whole = Prompt(token_ids=[*prompt, *answer.token_ids])
+    (rest,) = generate_answers(
+        model, [whole], max_tokens=max(num_tokens - 1, 1), num_speculative_tokens=1, end_ids=()
+    )
+    return Continuation(
+        prompt=Prompt(token_ids=list(prompt)),
+        output_ids=answer.token_ids,
+        beyond_ids=rest.output_ids[: num_tokens - 1],
+    )
+
+
+@torch.no_grad()
+def own_share(signal: InProcessTarget, texts: Sequence[Continuation]) -> float:
+    """Share of the served tokens that are the target's most probable ones, given the text."""
+    num_own = num_all = 0
+    for text in texts:
+        ids = [*text.prompt.token_ids, *text.output_ids]
+        batch = Batch.padded([ids], num_prompt_tokens=1, device=this_machine().device)
+        exact = signal(batch).distribution
+        assert isinstance(exact, ExactTarget)
+        first = len(text.prompt.token_ids) - 1
+        rows_N = torch.arange(first, len(ids) - 1, device=batch.input_ids_BT.device)
+        best_N = exact.logits(rows_N).argmax(-1)
+        num_own += int((best_N == batch.input_ids_BT[0, first + 1 :]).sum())
+        num_all += len(rows_N)
+    return num_own / max(num_all, 1)
+
+
+def _sum(counts: Sequence[AcceptanceCounts]) -> AcceptanceCounts:
+    return sum(counts, AcceptanceCounts.zero())

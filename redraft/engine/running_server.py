@@ -1,0 +1,171 @@
+"""A server of any engine that redraft did not start: what it is, and its greedy answers, counted.
+
+                     asks                       counts of an answer
+    vLLM             /v1/completions            /metrics, before and after
+    llama.cpp        /completion                `timings`
+    SGLang           /generate                  `meta_info` (read in 0.5.23, not run)
+
+Requests hold token ids, and only fields that the engine has. One runs at a time: of a server with
+other clients, vLLM's counters say nothing about ours.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+from redraft.engine.counters import parse_counts
+from redraft.engine.counts import AcceptanceCounts
+
+EngineName = Literal["vllm", "sglang", "llama.cpp"]
+
+TIMEOUT_S = 300.0
+COUNTERS_S = 5.0
+"""vLLM's counters have the last step shortly after the client its tokens."""
+
+LOST = "the server went away or gave no answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedAnswer:
+    token_ids: list[int]
+    counts: AcceptanceCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningServer:
+    url: str
+    engine: EngineName
+    version: str
+    """As the server says it; empty if it does not."""
+    model: str
+    """The name that its API asks for; empty if it asks for none."""
+
+    @property
+    def drafts_to_the_end(self) -> bool:
+        """It drafts no further than to the end of the longest answer (`counts.simulate_blocks`)."""
+        return self.engine == "llama.cpp"
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> CountedAnswer:
+        """The greedy answer to a prompt, with the drafts of this answer.
+
+        Raises:
+            ConnectionError: the server went away.
+            ValueError: it refuses the request, drafts nothing, or has other clients.
+        """
+        ask = {"vllm": _ask_vllm, "sglang": _ask_sglang, "llama.cpp": _ask_llama_cpp}[self.engine]
+        return ask(self, list(prompt), max_tokens)
+
+
+def find_server(url: str) -> RunningServer:
+    """What answers at an address.
+
+    Raises:
+        ConnectionError: nothing does.
+        ValueError: it is none of the three engines.
+    """
+    url = url.rstrip("/")
+    if (props := _get(url, "/props")) and "build_info" in props:
+        build = str(props["build_info"]).partition("-")[0]
+        # a build without its history calls itself b0
+        version = "" if build == "b0" else build
+        return RunningServer(url=url, engine="llama.cpp", version=version, model="")
+    if (info := _get(url, "/server_info")) and "speculative_algorithm" in info:
+        version = str(info.get("version", ""))
+        return RunningServer(url=url, engine="sglang", version=version, model="")
+    models = (_get(url, "/v1/models") or {}).get("data") or []
+    if (found := _get(url, "/version")) and "version" in found and models:
+        name = str(models[0]["id"])
+        return RunningServer(url=url, engine="vllm", version=str(found["version"]), model=name)
+    raise ValueError(
+        f"{url} is none of vLLM, SGLang and llama.cpp: it has neither /props nor /server_info nor "
+        "/version with /v1/models"
+    )
+
+
+def _get(url: str, path: str) -> dict[str, Any] | None:
+    response = _send("GET", url, path)
+    try:
+        found = response.json() if response.is_success else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _post(url: str, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+    response = _send("POST", url, path, asked)
+    if not response.is_success:
+        raise ValueError(f"{url}{path} answers {response.status_code}: {response.text[:200]}")
+    try:
+        found: dict[str, Any] = response.json()
+    except ValueError as error:
+        raise ValueError(f"{url}{path} answers no JSON") from error
+    return found
+
+
+def _send(method: str, url: str, path: str, asked: dict[str, Any] | None = None) -> httpx.Response:
+    try:
+        return httpx.request(method, f"{url}{path}", json=asked, timeout=TIMEOUT_S, trust_env=False)
+    except httpx.TransportError as error:
+        raise ConnectionError(f"{url}: {LOST} ({error or type(error).__name__})") from error
+
+
+def _ask_llama_cpp(server: RunningServer, prompt: list[int], max_tokens: int) -> CountedAnswer:
+    asked = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "return_tokens": True}
+    # A prefix from the cache has a draft's key that was computed beside another token.
+    answer = _post(server.url, "/completion", {**asked, "cache_prompt": False})
+    timings, token_ids = answer["timings"], list(answer["tokens"])
+    accepted = int(timings.get("draft_n_accepted", 0))
+    # The prompt gives the first token, and every step one beside the accepted ones.
+    num_drafts = max(len(token_ids) - 1 - accepted, 0)
+    drafted = int(timings.get("draft_n", 0))
+    return _counted(server, token_ids, num_drafts, accepted, drafted)
+
+
+def _ask_sglang(server: RunningServer, prompt: list[int], max_tokens: int) -> CountedAnswer:
+    sampling = {"temperature": 0.0, "max_new_tokens": max_tokens}
+    asked = {"input_ids": prompt, "sampling_params": sampling}
+    answer = _post(server.url, "/generate", asked)
+    info, token_ids = answer["meta_info"], list(answer["output_ids"])
+    counts = [
+        int(info.get(name, 0))
+        for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
+    ]
+    return _counted(server, token_ids, *counts)
+
+
+def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> CountedAnswer:
+    asked: dict[str, Any] = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens}
+    before = parse_counts(_send("GET", server.url, "/metrics").text)
+    asked |= {"temperature": 0.0, "return_token_ids": True, "cache_salt": secrets.token_hex(8)}
+    answer = _post(server.url, "/v1/completions", asked)
+    token_ids = list(answer["choices"][0]["token_ids"])
+    deadline = time.monotonic() + COUNTERS_S
+    while True:
+        now = parse_counts(_send("GET", server.url, "/metrics").text).since(before)
+        emitted = 0 if now is None else 1 + now.num_drafts + now.num_accepted
+        if now is not None and emitted >= len(token_ids):
+            break
+        if time.monotonic() > deadline:
+            raise ValueError(f"{server.url}: its counters do not count its drafts")
+        time.sleep(0.05)
+    # The last block may reach past the end of the answer, by its own length at most.
+    if emitted > len(token_ids) + now.num_draft_tokens / max(now.num_drafts, 1):
+        raise ValueError(
+            f"{server.url} counted {emitted} tokens for an answer of {len(token_ids)}: another "
+            "client uses this server; ask again while it is idle"
+        )
+    counts = now.num_drafts, now.num_accepted, now.num_draft_tokens
+    return _counted(server, token_ids, *map(int, counts))
+
+
+def _counted(
+    server: RunningServer, token_ids: list[int], drafts: int, accepted: int, drafted: int
+) -> CountedAnswer:
+    if len(token_ids) > 2 and not drafted:
+        raise ValueError(f"{server.url} drafts nothing: it was started without a draft")
+    counts = AcceptanceCounts(num_drafts=drafts, num_accepted=accepted, num_draft_tokens=drafted)
+    return CountedAnswer(token_ids=token_ids, counts=counts)
