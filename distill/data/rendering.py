@@ -130,15 +130,25 @@ class Renderer:
             conversation["messages"], lambda messages: self._turns(messages, conversation, keep)
         )
 
-    def prompt(self, messages: Sequence[Message], tools: list[Tool] | None = None) -> str:
-        """The prompt of an answer to `messages`.
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: list[Tool] | None = None,
+        arguments: Arguments | None = None,
+    ) -> str:
+        """The prompt of an answer to `messages`, of a request with these arguments.
 
         Raises:
             jinja2.TemplateError: if the template refuses them.
         """
         return self.retry_without_opening(
             messages,
-            lambda messages: self([self.as_context(m) for m in messages], prompt=True, tools=tools),
+            lambda messages: self(
+                [self.as_context(m) for m in messages],
+                prompt=True,
+                tools=tools,
+                arguments=arguments,
+            ),
         )
 
     @staticmethod

@@ -34,7 +34,7 @@ from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, conversation_hash
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
 from redraft.distill.data.sessions import TokenTurn
-from redraft.distill.data.template import Arguments
+from redraft.distill.data.template import Arguments, name_mode
 from redraft.engine.machine import count_cores
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
 from redraft.engine.prompts import Prompt
@@ -54,6 +54,8 @@ class Sample:
     conversation: str
     """`conversation_hash` of the source."""
     domain: str
+    arguments: str = "{}"
+    """The template's arguments of its first answer, as JSON."""
 
 
 @dataclass(kw_only=True)
@@ -239,15 +241,17 @@ def held_out_prompts(
     hashes decide which. Repeats are left out: an answer follows from its prompt, so they would
     count the same evidence again. Prompts longer than `max_length` tokens are left out too; plain
     documents have no prompt. One line is printed with the number left out for each reason.
-    `template_options` and `day` are those of `stream_samples`; by default the options are the
-    arguments with which most answers begin.
+    `template_options` and `day` are those of `stream_samples`. By default a prompt begins with its
+    conversation's own arguments, and else with those of most answers. If the prompts then ask for
+    several thinking modes, each domain is split by them.
 
     Raises:
         ValueError: if no prompt is left.
     """
+    usual: Arguments = {}
     if template_options is None:
-        template_options = choose_arguments(conversations, tokenizer, day)
-    render, left_out = Renderer(tokenizer, template_options, day), Counter[str]()
+        usual = choose_arguments(conversations, tokenizer, day)
+    render, left_out = Renderer(tokenizer, template_options or {}, day), Counter[str]()
     by_domain: dict[str, list[Conversation]] = {}
     for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
         if is_plain_text(conversation):
@@ -262,9 +266,14 @@ def held_out_prompts(
         for c in round_
         if c
     )
-    prompts, seen = list[Prompt](), {tuple(prompt.token_ids) for prompt in beside}
+    prompts, modes, seen = (
+        list[Prompt](),
+        list[str](),
+        {tuple(prompt.token_ids) for prompt in beside},
+    )
     while len(prompts) < num_prompts and (asked := next(in_turns, None)):
-        prompt = _prompt(asked, render, max_length)
+        arguments = {**usual, **render.known_arguments(asked)}
+        prompt = _prompt(asked, render, arguments, max_length)
         if not isinstance(prompt, Prompt):
             left_out[prompt] += 1
         elif (key := tuple(prompt.token_ids)) in seen:
@@ -272,6 +281,7 @@ def held_out_prompts(
         else:
             seen.add(key)
             prompts.append(prompt)
+            modes.append(name_mode(arguments))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if conversations and left_out["plain texts"] == len(conversations):
         raise ValueError(
@@ -286,6 +296,11 @@ def held_out_prompts(
         )
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")
+    if len(set(modes)) > 1:
+        prompts = [
+            replace(prompt, domain=f"{prompt.domain}, {mode or 'default mode'}")
+            for prompt, mode in zip(prompts, modes, strict=True)
+        ]
     return prompts
 
 
@@ -302,7 +317,9 @@ def choose_arguments(
     return counts.chosen_arguments()
 
 
-def _prompt(conversation: Conversation, render: Renderer, max_length: int) -> Prompt | str:
+def _prompt(
+    conversation: Conversation, render: Renderer, arguments: Arguments, max_length: int
+) -> Prompt | str:
     """The prompt of the last assistant turn as a server renders it, or why it is left out."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
@@ -310,7 +327,7 @@ def _prompt(conversation: Conversation, render: Renderer, max_length: int) -> Pr
     if all(message["role"] == "assistant" for message in messages):
         return "with nothing to answer"
     try:
-        text = render.prompt(messages, conversation.get("tools"))
+        text = render.prompt(messages, conversation.get("tools"), arguments)
     except jinja2.TemplateError as error:
         return f"refused by the chat template ({_reason(error)})"
     prompt = Prompt(token_ids=render.tokenise([text])[0], domain=conversation["domain"])
@@ -328,22 +345,30 @@ def _chunk_samples(
     exact = [_exact_turns(conversation, render, stats) for _, conversation in chunk]
     # All turns in one call: conversations share pieces, and a fast tokenizer works in parallel.
     turns = [
-        [] if ours else _turns(conversation, render, batch, stats)
+        ([], []) if ours else _turns(conversation, render, batch, stats)
         for (_, conversation), ours in zip(chunk, exact, strict=True)
     ]
     batch.encode()
-    for (key, conversation), ours, some in zip(chunk, exact, turns, strict=True):
+    for (key, conversation), ours, (some, asked) in zip(chunk, exact, turns, strict=True):
         if ours:
             documents = _documents(ours, max_length, stats)
+            asked = [render.known_arguments(conversation)]
         elif is_plain_text(conversation):
             documents = _text_documents(
                 conversation["messages"][0]["content"], render, max_length, stats
             )
         else:
             documents = _documents(map(batch.ids, some), max_length, stats)
-        domain = conversation["domain"]
+        arguments = json.dumps(asked[0] if asked else {}, sort_keys=True)
         samples += [
-            Sample(input_ids=i, loss_mask=m, conversation=key, domain=domain) for i, m in documents
+            Sample(
+                input_ids=i,
+                loss_mask=m,
+                conversation=key,
+                domain=conversation["domain"],
+                arguments=arguments,
+            )
+            for i, m in documents
         ]
     return samples, stats
 
@@ -382,9 +407,10 @@ def _has_written(text: str, answer: Message) -> bool:
 
 def _turns(
     conversation: Conversation, render: Renderer, batch: TurnBatch, stats: SampleStats
-) -> list[PackedTurn]:
+) -> tuple[list[PackedTurn], list[Arguments]]:
+    """The turns, and the template's arguments of each."""
     if is_plain_text(conversation):
-        return []
+        return [], []
 
     def keep(turn: Turn) -> tuple[PackedTurn, Turn]:
         return batch.add(turn), replace(turn, prompt="")
@@ -393,7 +419,7 @@ def _turns(
         kept, refused = render.turns(conversation, keep)
     except jinja2.TemplateError as error:
         stats.add_refusal(error, conversation)
-        return []
+        return [], []
     unprompted = count_unprompted(conversation["messages"])
     stats.unprompted += unprompted
     stats.refused_answers += refused
@@ -403,7 +429,7 @@ def _turns(
         stats.arguments[json.dumps(turn.arguments)] += 1
         stats.ends[render.read_end(turn.answer)] += 1
     stats.without_answer += not (kept or refused or unprompted)
-    return [packed for packed, _ in kept]
+    return [packed for packed, _ in kept], [turn.arguments for _, turn in kept]
 
 
 Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # The ids and the loss mask of a sample.

@@ -48,6 +48,16 @@ def asks_for_thought(arguments: Arguments) -> bool | None:
     return None
 
 
+def name_mode(arguments: Arguments) -> str:
+    """The thinking mode that a request's arguments ask for, in words; empty if they ask for none."""
+    for name, value in arguments.items():
+        if name in SWITCHES and isinstance(value, bool):
+            return "thinking" if value else "no thinking"
+        if name == EFFORT and value in (*EFFORTS, *NO_EFFORTS):
+            return f"effort {value}"
+    return ""
+
+
 def _constant_texts(tree: nodes.Template) -> set[str]:
     values = [const.value for const in tree.find_all(nodes.Const)]
     lists = [value for value in values if isinstance(value, list | tuple)]

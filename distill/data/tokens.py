@@ -7,7 +7,7 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   train.labels   bool           whether each is a label
   train.ends     int64          where each sample ends
   train.keys     32 bytes       each sample's conversation, by hash
-  train.domains  int32          the domain, as a place in `about.json`
+  train.kinds    int32          domain and template arguments, as a place in `about.json`
   held-out.*                    the same
   about.json                    origin, counts, held-out prompts
 """
@@ -46,13 +46,13 @@ class MappedSamples(Sequence[Sample]):
     Every process of a machine shares the memory.
     """
 
-    def __init__(self, folder: Path, part: str, domains: Sequence[str]) -> None:
+    def __init__(self, folder: Path, part: str, kinds: Sequence[Sequence[str]]) -> None:
         self._ids: NDArray[np.int32] = _map(folder / f"{part}.ids", np.int32)
         self._labels: NDArray[np.bool_] = _map(folder / f"{part}.labels", np.bool_)
         self._ends: NDArray[np.int64] = _map(folder / f"{part}.ends", np.int64)
         self._keys: NDArray[np.uint8] = _map(folder / f"{part}.keys", np.uint8).reshape(-1, 32)
-        self._domains: NDArray[np.int32] = _map(folder / f"{part}.domains", np.int32)
-        self._names = domains
+        self._kind_of: NDArray[np.int32] = _map(folder / f"{part}.kinds", np.int32)
+        self._kinds = kinds
 
     @property
     def lengths(self) -> list[int]:
@@ -77,12 +77,14 @@ class MappedSamples(Sequence[Sample]):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = range(len(self))[index]
         span = slice(int(self._ends[number - 1]) if number else 0, int(self._ends[number]))
+        domain, arguments = self._kinds[self._kind_of[number]]
         # Copies, because torch warns of arrays that it cannot write to.
         return Sample(
             input_ids=self._ids[span].copy(),
             loss_mask=self._labels[span].copy(),
             conversation=self._keys[number].tobytes().hex(),
-            domain=self._names[self._domains[number]],
+            domain=domain,
+            arguments=arguments,
         )
 
 
@@ -163,15 +165,15 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write(folder: Path, origin: Origin, content: Content) -> None:
-    domains: dict[str, int] = {}
+    kinds: dict[tuple[str, str], int] = {}
     for part, samples in zip(PARTS, (content.train, content.held_out), strict=True):
-        _write_part(folder, part, samples, domains)
+        _write_part(folder, part, samples, kinds)
     about = {
         "origin": origin,
-        "domains": list(domains),
+        "kinds": list(kinds),
         "prompts": [asdict(prompt) for prompt in content.prompts()],
         # Of the files just written, because the samples were a stream.
-        "hash": data_hash(MappedSamples(folder, PARTS[0], list(domains))),
+        "hash": data_hash(MappedSamples(folder, PARTS[0], list(kinds))),
         "stats": vars(content.stats),
         "said": content.say(),
     }
@@ -179,7 +181,7 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
 
 
 def _write_part(
-    folder: Path, part: str, samples: Iterable[Sample], domains: dict[str, int]
+    folder: Path, part: str, samples: Iterable[Sample], kinds: dict[tuple[str, str], int]
 ) -> None:
     ends, keys, numbers, end = array("q"), bytearray(), array("i"), 0
     with (
@@ -192,14 +194,14 @@ def _write_part(
             end += len(sample.input_ids)
             ends.append(end)
             keys += bytes.fromhex(sample.conversation)
-            numbers.append(domains.setdefault(sample.domain, len(domains)))
-    for name, values in (("ends", ends), ("keys", keys), ("domains", numbers)):
+            numbers.append(kinds.setdefault((sample.domain, sample.arguments), len(kinds)))
+    for name, values in (("ends", ends), ("keys", keys), ("kinds", numbers)):
         (folder / f"{part}.{name}").write_bytes(bytes(values))
 
 
 def read_tokens(folder: Path) -> Tokens:
     about = json.loads((folder / ABOUT).read_text())
-    train, held_out = (MappedSamples(folder, part, about["domains"]) for part in PARTS)
+    train, held_out = (MappedSamples(folder, part, about["kinds"]) for part in PARTS)
     counters = ("refused_answers", "refusals", "arguments", "ends")
     stats: dict[str, Any] = {
         name: Counter(value) if name in counters else value

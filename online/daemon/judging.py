@@ -51,11 +51,9 @@ class Judge:
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder against a version."""
         seqs, theirs = self._score_served(self.registry.path(incumbent))
-        return judge(
-            *pair_scores(self._score(draft, seqs), theirs, self.buffer.refresh_names()),
-            self.cfg.gate,
-            look,
-        )
+        ours = self._score(draft, seqs)
+        candidate, served, domains, modes = pair_scores(ours, theirs, self.buffer.refresh_names())
+        return judge(candidate, served, domains, self.cfg.gate, look, modes)
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """A version's scores on the held-out records after sequence number `after`.

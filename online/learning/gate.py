@@ -119,8 +119,11 @@ def judge(
     domains: Sequence[str],
     policy: Policy,
     look: int = 1,
+    modes: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a candidate; row i of the three sequences is the same held-out request.
+    """The verdict on a candidate; row i of the sequences is the same held-out request.
+
+    Several thinking `modes` are judged as domains are. A request is then in two groups.
 
     `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict
     without enough requests (`overall` is None) does not count as a look.
@@ -149,16 +152,18 @@ def judge(
             Decision.INCONCLUSIVE,
             f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed",
         )
-    counts_N4, names_N = counts_N4[usable_N], np.array(domains)[usable_N]
+    counts_N4 = counts_N4[usable_N]
     overall = _gain(counts_N4, spent_confidence(policy.confidence, look), policy.confidence)
     judged, unjudged = {}, []
-    for name in sorted(set(names_N.tolist())):
-        rows_N = names_N == name
-        # Anybody can send a request of another domain: together they may not block a candidate.
-        if name != OTHER and rows_N.sum() >= policy.min_domain_requests:
-            judged[name] = _gain(counts_N4[rows_N], policy.confidence, policy.confidence)
-        else:
-            unjudged.append(f"{name} ({rows_N.sum()})")
+    for groups in (domains, modes) if len(set(modes)) > 1 else (domains,):
+        names_N = np.array(groups)[usable_N]
+        for name in sorted(set(names_N.tolist())):
+            rows_N = names_N == name
+            # Anybody can send a request of another domain: together they may not block a candidate.
+            if name != OTHER and rows_N.sum() >= policy.min_domain_requests:
+                judged[name] = _gain(counts_N4[rows_N], policy.confidence, policy.confidence)
+            else:
+                unjudged.append(f"{name} ({rows_N.sum()})")
     decision, why = _decide(overall, judged, policy)
     note = f"; not judged by themselves: {', '.join(unjudged)}" if unjudged else ""
     return _verdict(decision, f"{why}{note}", overall, judged)

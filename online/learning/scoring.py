@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from redraft.distill.data.template import name_mode
 from redraft.engine.counts import AcceptanceCounts, expected_blocks
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.heads.family import Reads
-from redraft.online.learning.evidence import OTHER
+from redraft.online.learning.evidence import OTHER, count_tenants
 from redraft.online.learning.penalties import penalise
 from redraft.online.learning.replay import (
     RecordedBatch,
@@ -32,6 +33,7 @@ from redraft.online.learning.replay import (
     make_batches,
     training_sequence,
 )
+from redraft.online.records.origin import unpack_arguments
 from redraft.online.records.record import Record, Sampling
 
 Array = NDArray[np.float64]
@@ -111,6 +113,9 @@ class RequestScore:
     """Sum over the request's segments."""
     target: str = ""
     """Weights that verified its last segment, as `Record.target`."""
+    mode: str = ""
+    """`name_mode` of its template's arguments."""
+    tenant: str = ""
 
 
 def score_requests(
@@ -127,7 +132,10 @@ def score_requests(
         # Counts add up over segments. A mean of rates would give a short segment the weight of a
         # long one.
         before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
-        found[key] = RequestScore(before.domain, before.counts + counts, record.target)
+        mode = name_mode(unpack_arguments(record.template_arguments))
+        found[key] = RequestScore(
+            before.domain, before.counts + counts, record.target, mode, record.tenant
+        )
     return found
 
 
@@ -135,10 +143,10 @@ def pair_scores(
     candidate: Mapping[Request, RequestScore],
     incumbent: Mapping[Request, RequestScore],
     names: Mapping[str, str] | None = None,
-) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str]]:
+) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str], list[str]]:
     """The counts of the requests that can be compared, by candidate and incumbent.
 
-    Returns (candidate's counts, incumbent's counts, domains by `names`). A request is left out if
+    Returns (candidate's counts, incumbent's counts, domains by `names`, thinking modes). A request is left out if
     its records expired between the two scorings, or if the incumbent's score is not finite: the
     served draft is known to be finite, so the record is to blame. A request whose score is not
     finite for the candidate only stays, as evidence against the candidate.
@@ -150,7 +158,23 @@ def pair_scores(
         [candidate[key].counts for key in compared],
         [incumbent[key].counts for key in compared],
         [(names or {}).get(incumbent[key].domain, OTHER) for key in compared],
+        name_modes([incumbent[key] for key in compared]),
     )
+
+
+def name_modes(scores: Sequence[RequestScore]) -> list[str]:
+    """The thinking mode of each request, under which it is judged.
+
+    As for domains, one of several tenants alone has no mode of its own: anybody can ask for one.
+    """
+    tenants: dict[str, set[str]] = {}
+    for score in scores:
+        tenants.setdefault(score.mode, set()).add(score.tenant)
+    wanted = min(2, count_tenants([score.tenant for score in scores]))
+    return [
+        (score.mode or "default mode") if len(tenants[score.mode]) >= wanted else OTHER
+        for score in scores
+    ]
 
 
 def list_rows(

@@ -58,6 +58,15 @@ def pack_arguments(arguments: Mapping[str, Any]) -> str:
     return packed if len(packed) <= MAX_ARGUMENTS_CHARS else ""
 
 
+def unpack_arguments(packed: str) -> dict[str, Any]:
+    """The arguments of `pack_arguments`; empty for anything else, which a sender made up."""
+    try:
+        arguments = json.loads(packed or "{}")
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
 def to_label(name: str) -> str:
     """The name under which a tenant's records are stored.
 

@@ -23,8 +23,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE
+from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts
 from redraft.eval.intervals import estimate_ratio
+from redraft.files.checkpoint import load_tokenizer
 from redraft.files.target_folder import writes_date
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
@@ -614,3 +616,43 @@ def test_160_conversations_of_60_turns_take_at_most_100_mb() -> None:
     command = [sys.executable, "-c", LONG_CHATS, CHAT_TEMPLATE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100_000  # KiB
+
+
+SWITCHED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_samples_and_prompts_carry_the_thinking_mode_of_their_conversation() -> None:
+    tokenizer = load_tokenizer("tests/assets/tiny-target")
+    tokenizer.chat_template = SWITCHED
+    conversations: list[Conversation] = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": "so"},
+            ],
+            "domain": "agents",
+            "arguments": {"enable_thinking": number % 2 == 0},
+        }
+        for number in range(6)
+    ]
+    samples, _ = build_samples(conversations, tokenizer, max_length=99, progress=False)
+    assert sorted(sample.arguments for sample in samples) == [
+        *['{"enable_thinking": false}'] * 3,
+        *['{"enable_thinking": true}'] * 3,
+    ]
+    prompts = held_out_prompts(conversations, tokenizer, num_prompts=6, max_length=99)
+    for prompt in prompts:
+        is_off = tokenizer.decode(prompt.token_ids).endswith("<think></think>")
+        assert prompt.domain == ("agents, no thinking" if is_off else "agents, thinking")
+    assert len({prompt.domain for prompt in prompts}) == 2
+    # Of one mode, domains stay as they are; an option of the caller decides for all.
+    ours = held_out_prompts(conversations[::2], tokenizer, num_prompts=6, max_length=99)
+    options = {"enable_thinking": False}
+    fixed = held_out_prompts(
+        conversations, tokenizer, num_prompts=6, max_length=99, template_options=options
+    )
+    assert {prompt.domain for prompt in (*ours, *fixed)} == {"agents"}

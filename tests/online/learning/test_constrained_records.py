@@ -1,4 +1,4 @@
-"""Records of constrained requests and of adapters, at the learner."""
+"""Records of constrained requests, adapters and thinking modes, at the learner."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ import torch
 from learner_world import make_records
 from test_buffer import frames_of, make_record
 
+from redraft.distill.data.template import name_mode
 from redraft.engine.counts import AcceptanceCounts
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
+from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.online.learning.intake import Sums, store
 from redraft.online.learning.replay import training_sequence
-from redraft.online.learning.scoring import _make_batch, hold_to_text, score_rows
+from redraft.online.learning.scoring import (
+    RequestScore,
+    _make_batch,
+    hold_to_text,
+    pair_scores,
+    score_rows,
+)
+from redraft.online.records.origin import unpack_arguments
 from redraft.online.records.record import name_base
 
 
@@ -82,3 +91,46 @@ def test_the_mean_over_written_tokens_is_the_acceptance_under_the_constraint() -
     for draft in range(6):
         written = rng.choice(6, 200_000, p=constrained_V)
         assert (written == draft).mean() == pytest.approx(constrained_V[draft], abs=0.005)
+
+
+def make_scores(modes: str, tau: dict[str, float]) -> dict[tuple[str, str], RequestScore]:
+    """A request per letter: of thinking `t`, without `n`, and of an effort that one tenant asks `e`."""
+    found = {}
+    for number, letter in enumerate(modes):
+        counts = AcceptanceCounts(num_drafts=100, num_accepted=100 * (tau[letter] - 1) + number % 3)
+        mode = {"t": "thinking", "n": "no thinking", "e": "effort low"}[letter]
+        tenant = "loud" if letter == "e" else f"tenant {number % 3}"
+        found["boot", str(number)] = RequestScore("", counts, "target", mode, tenant)
+    return found
+
+
+def test_the_gate_judges_thinking_modes_as_it_judges_domains() -> None:
+    modes = "t" * 60 + "n" * 40 + "e" * 30
+    incumbent = make_scores(modes, {"t": 2, "n": 2, "e": 2})
+    worse = make_scores(modes, {"t": 5, "n": 1.5, "e": 1.2})
+    *paired, names = pair_scores(worse, incumbent, {"": "all"})
+    verdict = judge(*paired, Policy(), 1, names)
+    assert verdict.decision is Decision.REJECT
+    assert "no thinking loses more" in verdict.reason
+    assert verdict.domains.keys() == {"all", "no thinking", "thinking"}
+    assert "not judged by themselves: other (30)" in verdict.reason
+    assert judge(*paired, Policy(), 1).decision is Decision.PROMOTE  # over all requests it gains
+    of_one_mode = judge(*paired, Policy(), 1, ["thinking"] * len(names))
+    assert of_one_mode.domains.keys() == {"all"}
+
+
+@pytest.mark.parametrize(
+    ("packed", "mode"),
+    [
+        ("", ""),
+        ('{"enable_thinking": false}', "no thinking"),
+        ('{"thinking": true, "x": 1}', "thinking"),
+        ('{"reasoning_effort": "low"}', "effort low"),
+        ('{"reasoning_effort": "as I like"}', ""),
+        ('{"reasoning_effort": {}}', ""),
+        ("[1]", ""),
+        ('{"enable_', ""),
+    ],
+)
+def test_a_mode_is_one_of_a_few_whatever_a_sender_packs(packed: str, mode: str) -> None:
+    assert name_mode(unpack_arguments(packed)) == mode
