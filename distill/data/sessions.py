@@ -24,6 +24,10 @@ class TokenTurn(NamedTuple):
     answer_A: NDArray[np.int32]
     """With the end of turn, unless the answer was cut."""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_P) + len(self.answer_A)
+
 
 def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
     """The turns for JSON: of each prompt, only the tokens after those shared with the turn before.

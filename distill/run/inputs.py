@@ -231,7 +231,9 @@ def live_signal(
     if aux_layers is None and not signal.exact:
         source = EndpointTarget(servers, signal.k, opened)
     else:
-        source = EndpointHiddenStates(servers, target, aux_layers or (), signal.storage, opened)
+        source = EndpointHiddenStates(
+            servers, target, aux_layers or (), signal.storage, opened, signal.kept
+        )
     source.require_target()
     return source
 

@@ -12,6 +12,9 @@ cannot make the reader open another address, another folder, or a link. T = toke
 them, L = layers, D = hidden.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
 import math
 import os
@@ -26,6 +29,7 @@ from typing import Annotated, Any, Literal
 
 import fsspec
 import msgspec
+import numpy as np
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
@@ -159,6 +163,12 @@ def _blocks(states_TLD: Tensor, states_format: StatesFormat) -> Iterator[memoryv
         yield block.flatten().numpy().data
 
 
+def name_states(token_ids: Sequence[int]) -> str:
+    """The name under which the states of these tokens are kept: a hash."""
+    ids = np.asarray(token_ids, "<i4")
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
+
+
 def remove_states(url: str) -> None:
     """Remove the states under `url`, if any."""
     _remove(*fsspec.core.url_to_fs(url))
@@ -207,6 +217,63 @@ class Storage:
                 f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}"
             )
         return description
+
+    def move(self, url: str, kept: Storage, token_ids: Sequence[int]) -> Description:
+        """Keep the states of these tokens under `url` in another storage; then remove them here.
+
+        The bytes are copied as they are, and checked on the way. Returns their description.
+
+        Raises:
+            ValueError: if `url` is not directly below this storage.
+            StatesLostError: if they do not arrive whole, or are of another number of tokens.
+            OSError: if the other storage is full.
+        """
+        path, crc = f"{self._folder}/{self._name(url)}", 0
+        there = f"{kept._folder}/{name_states(token_ids)}"
+        try:
+            description = self._wait_for(path, url, WAIT_S)
+            kept._files.makedirs(kept._folder, exist_ok=True)
+            with self._open(f"{path}.bin") as file, kept._files.open(f"{there}.bin", "wb") as copy:
+                while block := file.read(BLOCK_BYTES):
+                    crc = zlib.crc32(block, crc)
+                    copy.write(block)
+        except FileNotFoundError as error:
+            raise StatesLostError(f"{url} cannot be read: {error}") from error
+        finally:
+            _remove(self._files, path)
+        if crc != description.crc32 or description.shape[0] != len(token_ids):
+            _remove(kept._files, there)
+            raise StatesLostError(
+                f"{url} is corrupt, or of {description.shape[0]} tokens and not {len(token_ids)}"
+            )
+        # Last, as in `write_states`.
+        kept._files.pipe_file(f"{there}.json", json.dumps(asdict(description)).encode())
+        return description
+
+    def read(self, token_ids: Sequence[int], use: Use) -> Description | None:
+        """Pass the kept states of exactly these tokens to `use`, as `take` does; they stay.
+
+        Returns their description. None if there are none.
+
+        Raises:
+            StatesLostError: if they are damaged.
+        """
+        path = f"{self._folder}/{name_states(token_ids)}"
+        try:
+            description = msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise StatesLostError(f"{path}.json is damaged: {error}") from None
+        with self._open(f"{path}.bin") as file:
+            crc = _read_rows(file, description, use)
+        if crc != description.crc32:
+            raise StatesLostError(f"{path}.bin is damaged: its CRC-32 differs")
+        return description
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        """Remove the kept states of these tokens, if any."""
+        _remove(self._files, f"{self._folder}/{name_states(token_ids)}")
 
     def _name(self, url: str) -> str:
         folder, _, name = url.rpartition("/")

@@ -22,6 +22,7 @@ from redraft.distill.data.messages import Message, Tool, conversation_hash, read
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, take_results
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.distill.signal.features_store import StatesLostError, Storage
 from redraft.files.artifact import naming
 from redraft.files.progress import Progress
 from redraft.files.replaced import PREVIOUS, drop_previous, keep_previous, undo_move
@@ -60,6 +61,10 @@ class RegenerationStats:
     without_question: int = 0
     departed: Counter[str] = field(default_factory=Counter)
     """Answered in this run up to a call that the data's tool results do not fit, by reason."""
+    tokens_kept: int = 0
+    """Tokens of this run whose hidden states were kept, each of a session once."""
+    states_lost: int = 0
+    """Answers of this run whose hidden states did not arrive."""
     without_ids: int = 0
     """Answered in this run by a server that returned no token ids."""
     refused: int = 0
@@ -74,6 +79,10 @@ class RegenerationStats:
             **{f"end {reason}": count for reason, count in self.departed.items()},
         }
         parts += [f"{count:,} {what}" for what, count in counts.items() if count]
+        if self.tokens_kept:
+            parts.append(f"the states of {self.tokens_kept:,} tokens kept, for no second pass")
+        if self.states_lost:
+            parts.append(f"the states of {self.states_lost:,} answers lost")
         if self.refused:
             parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
         return "; ".join(parts)
@@ -84,6 +93,7 @@ class _Answer(NamedTuple):
     is_cut: bool
     turn: TokenTurn | None
     """None if the server returned no token ids."""
+    states_url: str
 
 
 class _Session(NamedTuple):
@@ -116,6 +126,7 @@ def regenerate(
     target: str = "",
     *,
     overwrite: bool = False,
+    states: tuple[Storage, Storage] | None = None,
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, and append to `output` (JSONL).
 
@@ -123,7 +134,8 @@ def regenerate(
     target makes the same calls. Conversations already in `output` are skipped, so
     an interrupted run continues where it stopped. `target` identifies what answers, beyond the name
     of its model. With `overwrite`, new answers replace those in `output`, which are set aside at
-    the first one.
+    the first one. `states` are the storage of a server started with `features.server_args`, and one
+    to keep the hidden states of prompts and answers in.
 
     Raises:
         ConnectionError: if the server does not answer; it names the URL and how many conversations
@@ -132,7 +144,7 @@ def regenerate(
             or if the server refuses everything.
     """
     settings = {**({"target": target} if target else {}), **asdict(sampling)}
-    work = _Regeneration(endpoint, output, sampling, replaces=overwrite)
+    work = _Regeneration(endpoint, output, sampling, replaces=overwrite, states=states)
     return asyncio.run(work.run(conversations, settings))
 
 
@@ -140,10 +152,16 @@ class _Regeneration:
     """One run: `concurrency` workers take conversations from one queue and append to one file."""
 
     def __init__(
-        self, endpoint: Endpoint, output: Path, sampling: Sampling, *, replaces: bool
+        self,
+        endpoint: Endpoint,
+        output: Path,
+        sampling: Sampling,
+        *,
+        replaces: bool,
+        states: tuple[Storage, Storage] | None,
     ) -> None:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
-        self.replaces = replaces
+        self.replaces, self.states = replaces, states
         self.file: TextIO | None = None  # opened for the first answer
         self.stats = RegenerationStats()
         self.returns_ids = True
@@ -251,6 +269,7 @@ class _Regeneration:
                     break
                 history.append(answer.message)
                 turns.append(answer.turn)
+                await asyncio.to_thread(self._keep_states, turns, answer.states_url)
                 if answer.is_cut:
                     return _Session(history, turns, is_cut=True)
                 if place + 1 >= len(messages) - 1:  # the data ends here, or with this answer
@@ -272,6 +291,8 @@ class _Regeneration:
             options["chat_template_kwargs"] = self.sampling.template_options
         if tools:
             options["tools"] = tools
+        if self.states:
+            options["kv_transfer_params"] = {"include_output_tokens": True}
         path = "/v1/chat/completions"
         reply = await self._post(path, messages=messages, **options)
         choice = _read_choice(reply, self.endpoint.url + path)
@@ -280,7 +301,46 @@ class _Regeneration:
         answer = read_message({"role": "assistant", **choice["message"]})
         json.dumps(answer, ensure_ascii=False).encode()
         is_cut = choice.get("finish_reason") == "length"
-        return _Answer(answer, is_cut, _read_turn(reply, choice))
+        return _Answer(answer, is_cut, _read_turn(reply, choice), self._read_url(reply))
+
+    def _read_url(self, reply: dict[str, Any]) -> str:
+        """The URL of an answer's hidden states; empty if none are kept.
+
+        Raises:
+            ConnectionError: the server sends none.
+        """
+        if self.states is None:
+            return ""
+        parameters = reply.get("kv_transfer_params")
+        url = parameters.get("hidden_states") if isinstance(parameters, dict) else None
+        if not isinstance(url, str):
+            raise ConnectionError(
+                f"{self.endpoint.url} sends no hidden states to keep: start it with `redraft "
+                "serve-features`"
+            )
+        return url
+
+    def _keep_states(self, turns: Sequence[TokenTurn | None], url: str) -> None:
+        """Keep the states of the newest turn, in place of those of the turns that it begins with."""
+        *earlier, turn = turns
+        if self.states is None or turn is None:
+            return
+        source, kept = self.states
+        # The last token of an answer was read by nobody, so it has no state.
+        read = np.concatenate(turn)[:-1]
+        try:
+            source.move(url, kept, read.tolist())
+        except StatesLostError as error:
+            self.stats.states_lost += 1
+            Progress.write(f"hidden states lost: {error}")
+            return
+        self.stats.tokens_kept += len(read)
+        before = earlier[-1] if earlier else None
+        if before is not None and np.array_equal(
+            turn.prompt_P[: before.num_tokens], np.concatenate(before)
+        ):
+            kept.forget(np.concatenate(before)[:-1].tolist())
+            self.stats.tokens_kept -= before.num_tokens - 1
 
     async def _post(self, path: str, **body: Any) -> dict[str, Any]:
         """The reply, with token ids if the server knows how to return them."""

@@ -118,6 +118,10 @@ class Signal:
     `--storage` of `redraft serve-features`. Nothing outside of it is read, whatever a server
     answers.
     """
+    kept: str = ""
+    """Folder or fsspec URL with the hidden states that `redraft regenerate --keep-states` has kept,
+    for a head with servers. The servers compute only those of other texts.
+    """
     cache: Path | None = None
     """Folder of the cache, for several runs to share; by default inside --output."""
     cache_dtype: HiddenDtype = "bfloat16"

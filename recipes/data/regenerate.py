@@ -8,6 +8,7 @@ import psutil
 
 from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.features_store import Storage
 from redraft.distill.signal.target_answers import (
     Sampling,
     finished_keys,
@@ -37,6 +38,12 @@ def main(cfg: Config) -> None:
         raise ValueError(
             "give --target to start a server of it, or --url to ask a running one: not both"
         )
+    if cfg.keep_states is not None and cfg.target is not None:
+        raise ValueError(
+            "--keep-states needs a server of `redraft serve-features`: start one, and give --url in "
+            "place of --target"
+        )
+    states = (Storage(cfg.storage), Storage(cfg.keep_states)) if cfg.keep_states else None
     if cfg.output.suffix != ".jsonl":
         raise ValueError(
             f"answers are written as JSON Lines, uncompressed: name --output {cfg.output} *.jsonl"
@@ -63,6 +70,7 @@ def main(cfg: Config) -> None:
             sampling,
             identify(cfg),
             overwrite=cfg.overwrite,
+            states=states,
         )
         if stats.already_there and cfg.target is None:
             print(

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import tyro
 
+from redraft.distill.signal.storage import DEFAULT_STORAGE
 from redraft.distill.signal.target_answers import Sampling
 
 
@@ -48,5 +49,11 @@ class Config(Sampling):
     """
     model: str | None = None
     """The name of the target at --url; by default, the first model that the server lists."""
+    keep_states: str | None = None
+    """Folder or fsspec URL in which to keep the hidden states of prompts and answers, for
+    `redraft train --signal.kept`. --url is then a server of `redraft serve-features`.
+    """
+    storage: str = DEFAULT_STORAGE
+    """The `--storage` of that server."""
     concurrency: int = 64
     """Number of requests in flight at once."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ from test_regenerate import contents, make_conversation, make_endpoint, serving
 from transformers import AutoModelForCausalLM
 
 from redraft.distill.data.conversations import load_conversations, read_conversation
+from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.data.samples import build_samples
 from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, unpack_turns
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
+from redraft.distill.signal.features_store import StatesLostError, Storage, write_states
+from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.target_answers import Sampling, regenerate
 from redraft.engine.server import vllm_server
 from redraft.files.checkpoint import load_tokenizer
+from redraft.files.target_folder import TargetFolder
+from redraft.heads.draft import final_hidden, label_rows
 from redraft.recipes.data import regenerate as recipe
 
 TINY_TARGET = "tests/assets/tiny-target"
@@ -227,12 +235,107 @@ def test_tools_without_a_parser_are_refused_before_the_server_starts(tmp_path: P
         recipe.main(config)
 
 
+class StatesTarget:
+    """Answers in sessions that only grow, and writes the states of all tokens that it has read."""
+
+    def __init__(self, storage: str, *, breaks: bool = False) -> None:
+        self.storage, self.breaks = storage, breaks
+        self.text: list[int] = []
+
+    def __call__(self, request: dict[str, Any]) -> Reply:
+        assert request["kv_transfer_params"] == {"include_output_tokens": True}
+        number = sum(m["role"] == "tool" for m in request["messages"])
+        prompt = [*self.text, 100 + number, 7, 8]
+        answer = [20 + number, 30 + number, 2]
+        self.text = [*prompt, *answer]
+        url = f"{self.storage}/cmpl-{number}"
+        write_states(url, make_states(self.text[: 3 if self.breaks else -1]), (1, 2))
+        call = make_call(number, "target")
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+        calls = {"tool_calls": [{**call, "function": function}]} if number < STEPS else {}
+        message = {"role": "assistant", "content": "so", **calls}
+        choice = {"message": message, "finish_reason": "stop", "token_ids": answer}
+        states = {"kv_transfer_params": {"hidden_states": url}}
+        return 200, {"choices": [choice], "prompt_token_ids": prompt, **states}
+
+
+def make_states(token_ids: list[int]) -> torch.Tensor:
+    """[T, L, D], each state a function of the tokens so far."""
+    sums_T = torch.tensor(token_ids, dtype=torch.float32).cumsum(0)
+    return sums_T[:, None, None] + torch.arange(8.0).view(2, 4)
+
+
+def keep_states(folder: Path, **manners: bool) -> tuple[Any, StatesTarget, Storage]:
+    target = StatesTarget(str(folder / "server"), **manners)
+    kept = Storage(str(folder / "kept"))
+    with serving(target) as (url, _):
+        endpoint, output = make_endpoint(url), folder / "answers.jsonl"
+        states = (Storage(target.storage), kept)
+        stats = regenerate([make_session()], endpoint, output, Sampling(), states=states)
+    return stats, target, kept
+
+
+def test_an_agentic_sessions_states_are_kept_once_and_read_without_a_server(tmp_path: Path) -> None:
+    stats, target, kept = keep_states(tmp_path)
+    text = target.text
+    # Of 4 turns, the states of the last hold all others: 23 tokens, and not 5 + 11 + 17 + 23.
+    assert (stats.tokens_kept, stats.states_lost, len(text)) == (23, 0, 24)
+    assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".bin", ".json"]
+    assert not list((tmp_path / "server").iterdir())
+    found = torch.zeros(23, 2, 4)
+
+    def use(first: int, states_tLD: torch.Tensor, layers: Sequence[int]) -> None:
+        found[first : first + len(states_tLD)] = states_tLD
+        assert list(layers) == [1, 2]
+
+    for _ in range(2):  # they stay
+        description = kept.read(text[:-1], use)
+        assert description is not None
+        assert torch.equal(found, make_states(text[:-1]))
+    assert kept.read(text[:-2], use) is None
+    # A damaged file is found, and not used.
+    (bits,) = (tmp_path / "kept").glob("*.bin")
+    bits.write_bytes(bytes(len(bits.read_bytes())))
+    with pytest.raises(StatesLostError, match="CRC-32"):
+        kept.read(text[:-1], use)
+
+
+def test_states_of_another_number_of_tokens_are_counted_and_not_kept(tmp_path: Path) -> None:
+    stats, _, _ = keep_states(tmp_path, breaks=True)
+    assert (stats.done, stats.tokens_kept, stats.states_lost) == (1, 0, STEPS + 1)
+    assert "the states of 4 answers lost" in str(stats)
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_a_server_that_sends_no_states_to_keep_is_named(tmp_path: Path) -> None:
+    states = (Storage(str(tmp_path / "server")), Storage(str(tmp_path / "kept")))
+    with serving() as (url, _), pytest.raises(ConnectionError, match=f"{url} .*serve-features"):
+        regenerate(
+            [make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling(), states=states
+        )
+
+
+def test_states_are_kept_from_a_server_of_hidden_states_only(tmp_path: Path) -> None:
+    config = recipe.Config(
+        prompts="stdlib-functions",
+        output=tmp_path / "a.jsonl",
+        target=TINY_TARGET,
+        keep_states=str(tmp_path),
+    )
+    with pytest.raises(ValueError, match=r"--keep-states.*serve-features"):
+        recipe.main(config)
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_an_agentic_session_of_an_engine_is_learned_by_the_targets_own_ids(tmp_path: Path) -> None:
     extra = ["--enable-auto-tool-choice", "--tool-call-parser=words", "--dtype=float32"]
     extra += ["--tool-parser-plugin", str(Path("tests/helpers/word_call_parser.py").resolve())]
+    opened = TargetFolder.open(TINY_TARGET)
+    last = opened.text_config.num_hidden_layers
+    extra += server_args((0, 1), last, str(tmp_path / "server"))
     output = tmp_path / "answers.jsonl"
+    kept = Storage(str(tmp_path / "kept"))
     with vllm_server(TINY_TARGET, log=tmp_path / "log", extra_args=extra) as server:
         # 1. A client talks to the target: its session is the data, its ids are the truth.
         messages: list[dict[str, Any]] = [{"role": "user", "content": "def add(a, b):"}]
@@ -256,22 +359,47 @@ def test_an_agentic_session_of_an_engine_is_learned_by_the_targets_own_ids(tmp_p
             for call in choice["message"].get("tool_calls") or ():
                 result = {"role": "tool", "content": f"={number}", "tool_call_id": call["id"]}
                 messages.append(result)
+        shutil.rmtree(tmp_path / "server")  # the client's own states, which nobody reads
         # 2. Regenerated, it is the same.
         data = read_conversation({"messages": messages, "tools": TOOLS})
         sampling = Sampling(temperature=0, max_tokens=200)
         endpoint = make_endpoint(server.url, model=server.model)
-        stats = regenerate([data], endpoint, output, sampling)
+        states = (Storage(str(tmp_path / "server")), kept)
+        stats = regenerate([data], endpoint, output, sampling, states=states)
+        # 3. A batch is read from what was kept: no server is asked, which would compute it again.
+        samples, counted = build_samples(
+            load_conversations(str(output)), opened.tokenizer, max_length=1024, progress=False
+        )
+        batch = next(PackedDataset(samples, sequence_length=1024, seed=0).in_order(4))
+        skeleton = load_skeleton(opened, torch.float32, torch.device("cpu"))
+        source = EndpointHiddenStates(
+            Endpoint(server.url), skeleton, (0, 1), str(tmp_path), opened, str(tmp_path / "kept")
+        )
+        read = source(batch)
+        assert (source.num_kept, source.num_asked) == (len(samples), 0)
     assert (stats.done, sum(stats.departed.values()), stats.cut) == (1, 0, 0)
     (conversation,) = load_conversations(str(output))
     assert [(p.tolist(), a.tolist()) for p, a in conversation["turns"]] == wanted
-    # 3. transformers' greedy choice is each of the labels.
+    # 4. transformers' greedy choice is each of the labels.
     target = AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32).eval()
     for prompt, answer in wanted:
         with torch.no_grad():
             logits_TV = target(torch.tensor([prompt + answer])).logits[0]
         chosen = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert chosen == answer
-    _, counted = build_samples(
-        [conversation], load_tokenizer(TINY_TARGET), max_length=1024, progress=False
-    )
     assert counted.exact == STEPS + 1
+    # 5. The states are those of transformers in this process.
+    exact = InProcessTarget(target, (0, 1))(batch)
+    is_label_row_BT = label_rows(batch, 0)
+    assert read.aux_BTLD is not None
+    assert exact.aux_BTLD is not None
+    torch.testing.assert_close(
+        read.aux_BTLD[is_label_row_BT], exact.aux_BTLD[is_label_row_BT], atol=1e-3, rtol=1e-3
+    )
+    torch.testing.assert_close(
+        final_hidden(read)[is_label_row_BT],
+        final_hidden(exact)[is_label_row_BT],
+        atol=1e-3,
+        rtol=1e-3,
+    )
+    print("KEPT", stats.tokens_kept, "of", sum(len(p) + len(a) - 1 for p, a in wanted))
