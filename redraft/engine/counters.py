@@ -28,7 +28,10 @@ NO_COUNTERS = (
     "the server runs without a draft, without its /metrics, or with --disable-log-stats: "
     "leave out that flag"
 )
-DECODE_TIME = "vllm:request_decode_time_seconds_"
+DECODE_TIME, PREFILL_TIME = (
+    "vllm:request_decode_time_seconds_",
+    "vllm:request_prefill_time_seconds_",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class DecodeTime:
 
     requests: int
     seconds: float
+    prefill_s: float = 0.0
+    """Their time before it, without the wait in the queue."""
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
@@ -81,12 +86,22 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
 
 def parse_decode_time(metrics: str) -> DecodeTime:
     """Sums over a server's engines; 0 if there are no such counters."""
+    decode = _add_up(metrics, DECODE_TIME)
+    return DecodeTime(
+        requests=int(decode["count"]),
+        seconds=decode["sum"],
+        prefill_s=_add_up(metrics, PREFILL_TIME)["sum"],
+    )
+
+
+def _add_up(metrics: str, histogram: str) -> dict[str, float]:
+    """Sum and count of a histogram over a server's engines."""
     sums = {"sum": 0.0, "count": 0.0}
-    for sample in read_samples(metrics, DECODE_TIME):
-        kind = sample.name.removeprefix(DECODE_TIME)
+    for sample in read_samples(metrics, histogram):
+        kind = sample.name.removeprefix(histogram)
         if kind in sums:  # the histogram's buckets have the same prefix
             sums[kind] += sample.value
-    return DecodeTime(requests=int(sums["count"]), seconds=sums["sum"])
+    return sums
 
 
 def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:

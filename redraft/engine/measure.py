@@ -53,6 +53,8 @@ class Measurement:
     """Time of all requests after the first token, in seconds, by the engine's clock; None if other
     requests ran too.
     """
+    prefill_s: float | None = None
+    """The same before the first token, without the wait in the queue."""
     step_s: float | None = None
     """Median of a step without a prefill; None if there are few."""
     ttft_s: float | None = None
@@ -142,6 +144,7 @@ def measure(
         dtype=server.dtype,
         counts=counts,
         decode_s=now.seconds - decode.seconds if now.requests == expected else None,
+        prefill_s=now.prefill_s - decode.prefill_s if now.requests == expected else None,
         step_s=step_s,
         ttft_s=statistics.fmean(
             request[min(1, len(request) - 1)][0] - request[0][0] for request in arrivals
