@@ -170,7 +170,7 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
         while bar.n < WARM_UP_STEPS:
             await answer(LOADS["moving"], ask(LOADS["moving"]))
             status = await server.take("auto")
-            bar.update(sum(size["steps"] for size in status["sizes"]) - bar.n)
+            bar.update(sum(cell["steps"] for cell in status["cells"]) - bar.n)
     with Progress(total=cfg.rounds * len(rates) * len(modes), desc="modes", unit="block") as bar:
         for number in range(cfg.rounds):
             for load, found in rates.items():

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from redraft.engine import adaptive, hooks
-from redraft.online.engine import domains, pace
+from redraft.online.engine import domains
+from redraft.online.engine.pace_status import describe_pace
 
 DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.
 DEAD = "the engine has died: start this server again"
@@ -152,7 +153,7 @@ class EngineCalls:
             if ask and hooks.is_installed("pace")
             else None
         )
-        return found and found | {"line": pace.describe_pace(found)}
+        return found and found | {"line": describe_pace(found)}
 
     async def take_pace(self, new: str) -> dict[str, Any]:
         """Raises: RefusedError if no pacer decides."""

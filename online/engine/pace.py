@@ -20,14 +20,11 @@ the draft has read READ of it.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge
-
-from redraft.engine.counters import read_samples
 from redraft.engine.hooks import RunnerState, SchedulerState, find_state, hook
 from redraft.engine.settings import read_settings
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
@@ -36,7 +33,6 @@ from redraft.online.engine.pace_policy import Policy
 
 logger = logging.getLogger("vllm.redraft")
 
-GAUGES = "redraft_pace_"  # Beginning of the names of the gauges.
 CHANGING = (
     "redraft_commit",
     "redraft_load_target",
@@ -88,26 +84,27 @@ def keeps_keys(speculative: Any) -> bool:
 class Pacer:
     """In place of the scheduler's table: `pacer[requests]` is the number for the next step.
 
-    vLLM counts all requests of a step, prompts too (vllm-project/vllm#49548). Here the batch size
-    is that of the step that verifies the drafts: `count_reading` counts the requests that still
-    read their prompt then.
+    vLLM counts all requests of a step, prompts too (vllm-project/vllm#49548). Here the requests
+    are those of the step that verifies the drafts: `survey` tells how many still read their prompt
+    then, and the mean length of the others' texts.
     """
 
     def __init__(
         self,
         most: int,
         max_requests: int,
+        max_context: int,
         pace: str,
         *,
         has_keys: bool,
         is_adaptive: bool = False,
-        count_reading: Callable[[], int] = int,
+        survey: Callable[[], tuple[int, float]] = lambda: (0, 1.0),
     ) -> None:
         self.most = most
-        self.is_adaptive = is_adaptive  # vLLM chooses how many of them are verified.
-        self.count_reading = count_reading
+        self.survey = survey
         self.has_keys = has_keys
-        self.policy = Policy(most, max_requests, is_adaptive=is_adaptive)
+        self.is_adaptive = is_adaptive  # vLLM chooses how many of them are verified.
+        self.policy = Policy(most, max_requests, max_context, is_adaptive=is_adaptive)
         self.unread: dict[str, int] = {}  # By request, answered tokens the draft has not read.
         self._is_read = True  # Whether the draft had read most requests of the newest step.
         self.memory: PaceMemory | None = None  # Keeps the policy for the next start.
@@ -130,8 +127,9 @@ class Pacer:
         if self.fixed is not None:
             self._drafted = self.fixed
             return self._drafted
-        size = max(1, num_requests - self.count_reading())
-        self._drafted = self.policy.choose(size, is_read=self._is_read)
+        num_reading, context = self.survey()
+        requests = max(1, num_requests - num_reading)
+        self._drafted = self.policy.choose(requests, context, is_read=self._is_read)
         return self._drafted
 
     def swapped(self, version: str) -> None:
@@ -167,7 +165,7 @@ class Pacer:
         # With steps scheduled ahead, this one began when the one before it ended.
         seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
         is_clean, sampled = not reads_prompt(output), result.sampled_token_ids
-        num_read, num_decoding, accepted = 0, 0, []
+        num_read, num_decoding, num_tokens, length, accepted = 0, 0, 0, 0, list[int]()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests.get(request_id)
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -177,131 +175,57 @@ class Pacer:
             )
             num_decoding += is_decoding
             num_new = len(sampled[result.req_id_to_index[request_id]]) if sampled else 0
-            if request is None or not num_new:
+            if request is None:
+                num_tokens += is_decoding  # as without drafts: it would have ended a step later too
+                continue
+            # A lookup may have found nothing, and counts as a draft without success. So do tokens
+            # past the end of the answer, which no client gets.
+            num_given = min(num_new, max(1, request.max_tokens - request.num_output_tokens))
+            if is_decoding:
+                num_tokens += num_given
+                length += request.num_tokens
+            if not num_new:
                 continue
             is_read = self.has_read(request_id, request)
             num_read += is_read
-            # A lookup may have found nothing, and counts as a draft without success. So do tokens
-            # past the end of the answer, which no client gets.
             if verified and is_read and is_decoding:
-                num_left = request.max_tokens - request.num_output_tokens
-                accepted.append(min(num_new, max(1, num_left)) - 1)
+                accepted.append(num_given - 1)
             if self.has_keys and is_clean and not drafted:
                 self.unread[request_id] = self.unread.get(request_id, 0) + num_new
         num_requests = len(output.num_scheduled_tokens)
         self._is_read = 2 * num_read >= num_requests
         if self.fixed is None:
-            size = num_decoding or num_requests
-            self.policy.observe(size, drafted, verified, seconds, accepted, is_clean=is_clean)
+            self.policy.observe(
+                num_decoding,
+                length / max(1, num_decoding),
+                drafted,
+                verified,
+                seconds,
+                accepted,
+                tokens=num_tokens,
+                num_reading=num_requests - num_decoding,
+            )
             if self.memory is not None:
                 self.memory.note(self.policy, now_s)
 
     def status(self) -> dict[str, Any]:
-        """The pace; by number of decoding requests, the number chosen and the speed against 0.
+        """The pace, and what it gains.
 
-        The speed has a 95% interval, and is that of steps that read no prompt: clients also wait
-        for prompts, which no draft makes faster. With the shares of the time in steps that read
-        prompts, and of that lost in probes.
+        `gain` is the speed of this server in recent steps, against the same requests without
+        drafts: clients wait for prompts in both. The cells have the number chosen, and its speed
+        in steps that read no prompt. Speeds have a 95% interval. `explored` is the share of the
+        time lost in probes.
         """
         policy = self.policy
-        found: dict[str, Any] = {"pace": self.pace, "sizes": []}
+        found: dict[str, Any] = {"pace": self.pace, "cells": []}
         found |= {"adaptive": True} if self.is_adaptive else {}
         if self.fixed is not None:
             return found
-        for place, requests in enumerate(policy.sizes):
-            if policy.steps[place]:
-                speed = policy.speed(place, policy.base[place])
-                size = {
-                    "requests": requests,
-                    "tokens": policy.base[place],
-                    "steps": policy.steps[place],
-                }
-                found["sizes"].append(
-                    size | {"speed": speed.mean, "low": speed.at(-1.96), "high": speed.at(1.96)}
-                )
-        busy_s = policy.busy_s or math.inf
-        return found | {
-            "explored": max(0.0, policy.lost_s) / busy_s,
-            "prompts": policy.prompt_s / busy_s,
-        }
-
-
-SHOWN_SIZES = 6  # Most batch sizes in a line, those with the most steps.
-
-
-def describe_pace(found: Mapping[str, Any]) -> str:
-    """A pacer's status in a line.
-
-    E.g. `pace auto: 3 tokens at 1, 0 at 8; decoding 1.41x [1.24, 1.64] at 1, against no drafts in
-    this server; 30% of the time in steps with prompts; 0.5% explored`.
-    """
-    name = f"pace {found['pace']}{', adaptive' * bool(found.get('adaptive'))}"
-    if not found["sizes"]:
-        return name
-    shown = sorted(found["sizes"], key=lambda size: -size.get("steps", 0))[:SHOWN_SIZES]
-    numbers: list[str] = []
-    speeds: list[str] = []
-    for size in sorted(shown, key=lambda size: size["requests"]):
-        at = f"at {size['requests']:g}"
-        numbers.append(f"{size['tokens']:g}{'' if numbers else ' tokens'} {at}")
-        if size["tokens"]:
-            speeds.append(f"{size['speed']:.2f}x [{size['low']:.2f}, {size['high']:.2f}] {at}")
-    parts = [", ".join(numbers)]
-    if speeds:
-        parts.append(f"decoding {', '.join(speeds)}, against no drafts in this server")
-        parts.append(f"{found['prompts']:.0%} of the time in steps with prompts")
-    return f"{name}: {'; '.join(parts)}; {found['explored']:.1%} explored"
-
-
-class PaceMetrics:
-    """A pacer's status on vLLM's /metrics."""
-
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        def make(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(
-                f"{GAUGES}{name}", text, labels, registry=registry, multiprocess_mode="mostrecent"
-            )
-
-        self._tokens = make("tokens", "Draft tokens chosen, by requests in the step", "requests")
-        self._speed = make(
-            "speed_ratio",
-            "Speed of decoding against no draft, and the 95% interval, by decoding requests",
-            "requests",
-            "bound",
-        )
-        self._prompts = make("prompts_ratio", "Share of the time in steps that read prompts")
-        self._explored = make("explored_ratio", "Share of the time lost in probes")
-        self._adaptive = make("adaptive", "1 if vLLM chooses how many draft tokens it verifies")
-        self._fixed = make("fixed_tokens", "Draft tokens of every step; -1: chosen by step")
-        self._fixed.set(-1)
-
-    def show(self, found: Mapping[str, Any]) -> None:
-        for size in found["sizes"]:
-            self._tokens.labels(size["requests"]).set(size["tokens"])
-            for bound in ("low", "speed", "high"):
-                self._speed.labels(size["requests"], bound).set(size[bound])
-        self._explored.set(found.get("explored", 0))
-        self._prompts.set(found.get("prompts", 0))
-        self._adaptive.set(found.get("adaptive", False))
-        self._fixed.set(-1 if found["pace"] == "auto" else int(found["pace"]))
-
-
-def read_gauges(metrics: str) -> dict[str, Any] | None:
-    """The status shown on a page of /metrics; None without a pacer."""
-    sizes: dict[int, dict[str, float]] = {}
-    found: dict[str, Any] = {"pace": "auto"}
-    for sample in read_samples(metrics, GAUGES):
-        if "requests" in sample.labels:
-            requests = int(sample.labels["requests"])
-            size = sizes.setdefault(requests, {"requests": requests})
-            size[sample.labels.get("bound", "tokens")] = sample.value
-        elif sample.name in (f"{GAUGES}explored_ratio", f"{GAUGES}prompts_ratio"):
-            found[sample.name.removeprefix(GAUGES).removesuffix("_ratio")] = sample.value
-        elif sample.name == f"{GAUGES}adaptive":
-            found |= {"adaptive": True} if sample.value else {}
-        elif sample.value >= 0:  # values of the sizes are from before
-            return found | {"pace": f"{sample.value:g}", "sizes": []}
-    return found | {"sizes": list(sizes.values())} if sizes else None
+        for cell in sorted(policy.steps):
+            about = {**cell._asdict(), "tokens": policy.base[cell], "steps": policy.steps[cell]}
+            found["cells"].append(about | policy.speed(cell, policy.base[cell]).interval())
+        explored = max(0.0, policy.lost_s) / (policy.busy_s or math.inf)
+        return found | {"gain": policy.recent.gain.interval(), "explored": explored}
 
 
 def reads_prompt(output: Any) -> bool:
@@ -409,14 +333,15 @@ def install_pacer(scheduler: Any, pace: str) -> None:
         return
     most, has_keys = scheduler.num_spec_tokens, keeps_keys(speculative)
     max_requests = scheduler.scheduler_config.max_num_seqs
-    reading = partial(count_reading, scheduler)
+    max_context = scheduler.vllm_config.model_config.max_model_len
     pacer = Pacer(
         most,
         max_requests,
+        max_context,
         pace,
         has_keys=has_keys,
         is_adaptive=is_adaptive,
-        count_reading=reading,
+        survey=partial(survey, scheduler),
     )
     pacer.memory = open_memory(read_config().registry, scheduler.vllm_config)
     if pacer.memory is not None and pacer.memory.recall(pacer.policy):
@@ -429,14 +354,18 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     )
 
 
-def count_reading(scheduler: Any) -> int:
-    """Running requests with more of their prompt left than a step reads of it."""
+def survey(scheduler: Any) -> tuple[int, float]:
+    """Running requests with more of their prompt left than a step reads of it, and the mean length
+    of the others' texts.
+    """
     most = scheduler.max_num_scheduled_tokens
     most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
-    return sum(
-        request.num_prompt_tokens - request.num_computed_tokens > most
+    lengths = [
+        request.num_tokens
         for request in scheduler.running
-    )
+        if request.num_prompt_tokens - request.num_computed_tokens <= most
+    ]
+    return len(scheduler.running) - len(lengths), sum(lengths) / max(1, len(lengths))
 
 
 def find_pacer(engine: Any) -> Pacer | None:

@@ -119,6 +119,7 @@ def make_key(vllm_config: Any) -> str:
         "dtype": str(model.dtype),
         "ranks": vllm_config.parallel_config.world_size,
         "requests": vllm_config.scheduler_config.max_num_seqs,
+        "context": model.max_model_len,
         "draft": [speculative.method, speculative.num_speculative_tokens],
         "lookup": read_settings().get(SECTION),
     }

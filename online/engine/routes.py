@@ -23,7 +23,7 @@ from redraft.engine.proxies import is_local
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
-from redraft.online.engine.pace import PaceMetrics
+from redraft.online.engine.pace_status import PaceMetrics
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
 from redraft.online.records.origin import (
     EXTRA_ARGS_KEY,

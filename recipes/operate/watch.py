@@ -23,7 +23,7 @@ import tyro
 from redraft.engine.counters import parse_counts
 from redraft.engine.counts import AcceptanceCounts
 from redraft.files.printable import printable
-from redraft.online.engine.pace import describe_pace, read_gauges
+from redraft.online.engine.pace_status import describe_pace, read_gauges
 from redraft.online.fleet.reach import explain, explain_answer
 from redraft.online.fleet.server import MAX_QUOTED, require_address, trusted_certificates
 

@@ -18,7 +18,7 @@ from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.engine_log import read_line, split_lines, why_ended
 from redraft.engine.process import start_group, stop_group
 from redraft.files.printable import printable
-from redraft.online.engine.pace import describe_pace, read_gauges
+from redraft.online.engine.pace_status import describe_pace, read_gauges
 from redraft.online.fleet.reach import REFUSED
 from redraft.online.journal import (
     AcceptanceEntry,

@@ -30,18 +30,16 @@ from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.domains import is_counted
 from redraft.online.engine.engine_calls import EngineCalls
 from redraft.online.engine.pace import (
-    PaceMetrics,
     Pacer,
     answer_pace,
-    describe_pace,
     find_decider,
     install,
     install_pacer,
     note_swaps,
-    read_gauges,
     take_drafts,
 )
 from redraft.online.engine.pace_memory import PaceMemory
+from redraft.online.engine.pace_status import PaceMetrics, describe_pace, read_gauges
 from redraft.online.engine.routes import BeforeMetrics
 from redraft.online.engine.runner_v2 import complete_graphs, without_table
 from redraft.recipes.operate.watch import read_server
@@ -60,7 +58,7 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
     whole = {
         "use_v2_model_runner": False,
         "parallel_config": SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
-        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "model_config": SimpleNamespace(enable_sleep_mode=False, max_model_len=4096),
     }
     speculative |= {name: value for name, value in changes.items() if name in speculative}
     whole |= {name: value for name, value in changes.items() if name in whole}
@@ -74,7 +72,7 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(speculative_config=part, **whole)
 
 
-SLEEPS = SimpleNamespace(enable_sleep_mode=True)
+SLEEPS = SimpleNamespace(enable_sleep_mode=True, max_model_len=4096)
 STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
 
 
@@ -148,12 +146,12 @@ class Spy:
     def __init__(self, arm: int) -> None:
         self.arm, self.is_read, self.observed = arm, True, []
 
-    def choose(self, size: int, *, is_read: bool) -> int:
+    def choose(self, requests: int, context: float, *, is_read: bool) -> int:
         self.is_read = is_read
         return self.arm
 
-    def observe(self, *args: Any, is_clean: bool) -> None:
-        self.observed.append((*args, is_clean))
+    def observe(self, *args: Any, tokens: int, num_reading: int) -> None:
+        self.observed.append((*args, tokens, num_reading))
 
 
 class Server:
@@ -207,25 +205,25 @@ class Server:
 
 
 def make_pacer(arm: int, *, has_keys: bool = True) -> tuple[Pacer, Spy]:
-    pacer, spy = Pacer(3, 8, "auto", has_keys=has_keys), Spy(arm)
+    pacer, spy = Pacer(3, 8, 4096, "auto", has_keys=has_keys), Spy(arm)
     pacer.policy = spy  # type: ignore[assignment]
     return pacer, spy
 
 
 def test_the_policy_is_told_the_time_and_the_accepted_tokens_of_a_step():
     pacer, spy = make_pacer(2)
-    server = Server(pacer, a=20, b=20)
+    server = Server(pacer, a=20, b=30)
     server.step(0.5, a=1, b=1)  # the prompts
     server.step(0.25, a=3, b=2)
     spy.arm = 0
     server.step(0.25, a=1, b=1)
     server.step(0.125, a=1, b=1)
     assert spy.observed == [
-        # size, drafted, verified, seconds, accepted, is_clean
-        (2, 2, 0, 0.5, [], False),
-        (2, 2, 2, 0.25, [2, 1], True),
-        (2, 0, 2, 0.25, [0, 0], True),
-        (2, 0, 0, 0.125, [], True),
+        # requests, context, drafted, verified, seconds, accepted, tokens, num_reading
+        (0, 0, 2, 0, 0.5, [], 0, 2),
+        (2, 26, 2, 2, 0.25, [2, 1], 5, 0),
+        (2, 28.5, 0, 2, 0.25, [0, 0], 2, 0),
+        (2, 29.5, 0, 0, 0.125, [], 2, 0),
     ]
 
 
@@ -246,7 +244,7 @@ def test_steps_scheduled_ahead_take_the_time_since_the_one_before():
         pacer.begin(outputs[-1], begin_s)
     for output, end_s in zip(outputs, (1.0, 1.5), strict=True):
         pacer.end(output, SimpleNamespace(sampled_token_ids=[]), {}, end_s)
-    assert [seconds for _, _, _, seconds, *_ in spy.observed] == [1.0, 0.5]
+    assert [seconds for _, _, _, _, seconds, *_ in spy.observed] == [1.0, 0.5]
 
 
 def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
@@ -260,7 +258,7 @@ def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
     spy.arm = 3
     server.step(a=1, b=1)
     server.step(a=4, b=1)
-    assert spy.observed[-1][4] == [3], "a's alone"
+    assert spy.observed[-1][5] == [3], "a's alone"
     server.step(b=1)
     server.step(b=1)
     assert not spy.is_read
@@ -295,17 +293,20 @@ def test_a_draft_without_keys_has_read_everything():
     assert (pacer.unread, spy.is_read) == ({}, True)
 
 
+NO_GAIN = {"low": 1.0, "speed": 1.0, "high": 1.0}
+
+
 def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step():
-    pacer = Pacer(3, 8, "2", has_keys=True)
+    pacer = Pacer(3, 8, 4096, "2", has_keys=True)
     assert pacer[1] == 2
-    assert pacer.status() == {"pace": "2", "sizes": []}
+    assert pacer.status() == {"pace": "2", "cells": []}
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState(pacer=pacer)))
     assert answer_pace(engine, "5")["pace"] == "3", "the most"
     assert answer_pace(engine, "0")["pace"] == "0"
     assert pacer[1] == 0
     assert answer_pace(engine, "off")["pace"] == "3", "as without a pacer"
     assert pacer[1] == 3
-    nothing = {"pace": "auto", "sizes": [], "explored": 0.0, "prompts": 0.0}
+    nothing = {"pace": "auto", "cells": [], "gain": NO_GAIN, "explored": 0.0}
     assert answer_pace(engine, "auto") == nothing
     with pytest.raises(ValueError, match="fast"):
         answer_pace(engine, "fast")
@@ -341,19 +342,20 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
     )
 
 
-def test_the_status_has_the_batch_sizes_that_were_seen():
-    pacer = Pacer(3, 8, "auto", has_keys=True)
-    server = Server(pacer, a=20, b=20)
+def test_the_status_has_the_cells_that_were_seen():
+    pacer = Pacer(3, 8, 4096, "auto", has_keys=True)
+    server = Server(pacer, a=20, b=2500)
     server.step(a=1, b=1)
     server.step(a=1)
+    server.step(a=1, b=1)
     assert pacer.status() == {
         "pace": "auto",
-        "sizes": [
-            {"requests": size, "tokens": 0, "steps": 1, "speed": 1.0, "low": 1.0, "high": 1.0}
-            for size in (1, 2)
+        "cells": [
+            {"requests": requests, "context": context, "tokens": 0, "steps": 1} | NO_GAIN
+            for requests, context in ((1, 1024), (2, 2048))
         ],
+        "gain": NO_GAIN,
         "explored": 0.0,
-        "prompts": 0.5,
     }
 
 
@@ -387,24 +389,23 @@ class Simulated:
 
     def __init__(self, pace: str, seed: int = 0) -> None:
         self.rng, self.now_s, self.tokens = random.Random(seed), 0.0, 0
-        self.clean_s = self.clean_tokens = 0.0  # Steps in which both decode, and read no prompt.
         self.running: dict[str, Asked] = {}
         scheduler = SimpleNamespace(
             max_num_scheduled_tokens=512,
             scheduler_config=SimpleNamespace(long_prefill_token_threshold=CHUNK),
         )
 
-        def count() -> int:
+        def survey() -> tuple[int, float]:
             scheduler.running = list(self.running.values())
-            return pace_hooks.count_reading(scheduler)
+            return pace_hooks.survey(scheduler)
 
-        self.pacer = Pacer(3, 8, pace, has_keys=False, count_reading=count)
-        self.sizes: list[int] = []
+        self.pacer = Pacer(3, 8, 4096, pace, has_keys=False, survey=survey)
+        self.sizes: list[tuple[int, float]] = []
         choose = self.pacer.policy.choose
 
-        def note(size: int, *, is_read: bool) -> int:
-            self.sizes.append(size)
-            return choose(size, is_read=is_read)
+        def note(requests: int, context: float, *, is_read: bool) -> int:
+            self.sizes.append((requests, context))
+            return choose(requests, context, is_read=is_read)
 
         self.pacer.policy.choose = note  # type: ignore[method-assign]
 
@@ -432,7 +433,6 @@ class Simulated:
             total_num_scheduled_tokens=sum(scheduled.values()),
         )
         self.pacer.begin(output, self.now_s)
-        is_clean = not pace_hooks.reads_prompt(output)
         time = 1 + 0.02 * sum(scheduled.values()) + 0.04 * number
         self.now_s += time * math.exp(self.rng.gauss(0, 0.05)) / 100
         sampled = []
@@ -458,21 +458,19 @@ class Simulated:
             if request.num_output_tokens >= request.max_tokens:
                 del self.running[name]
         self.tokens += new
-        if is_clean:
-            self.clean_s += time / 100
-            self.clean_tokens += new
 
 
-def test_the_speed_shown_is_that_of_decoding_and_clients_get_less() -> None:
-    auto, off = Simulated("auto").run(8000), Simulated("0").run(8000)
-    (size,) = [size for size in auto.pacer.status()["sizes"] if size["requests"] == 2]
-    assert size["tokens"] > 0
-    fixed = Simulated(str(size["tokens"])).run(8000)
-    decoding = (fixed.clean_tokens / fixed.clean_s) / (off.clean_tokens / off.clean_s)
-    assert size["speed"] == pytest.approx(decoding, rel=0.03)
-    clients = (fixed.tokens / fixed.now_s) / (off.tokens / off.now_s)
-    assert clients < 0.9 * decoding
-    assert auto.pacer.status()["prompts"] > 0.3
+@pytest.mark.parametrize("seed", range(2))
+def test_the_gain_shown_is_that_of_clients_who_wait_for_prompts_too(seed: int) -> None:
+    """A pair of servers with the same clients: one chooses the number, one drafts nothing."""
+    auto, off = Simulated("auto", seed).run(6000), Simulated("0", seed).run(6000)
+    clients = (auto.tokens / auto.now_s) / (off.tokens / off.now_s)
+    shown = auto.pacer.status()
+    (cell,) = [cell for cell in shown["cells"] if cell["requests"] == 2]
+    assert clients > 1.1
+    assert cell["speed"] > clients + 0.1, "in steps without prompts"
+    assert shown["gain"]["speed"] == pytest.approx(clients, rel=0.05)
+    assert shown["gain"]["low"] < clients < shown["gain"]["high"]
 
 
 def test_requests_that_read_their_prompt_do_not_count_as_decoding() -> None:
@@ -480,23 +478,24 @@ def test_requests_that_read_their_prompt_do_not_count_as_decoding() -> None:
     simulated = Simulated("auto")
     simulated.running = {"a": Asked(20, 40), "b": Asked(400, 40)}
     simulated.run(6)
-    assert simulated.sizes == [1, 1, 1, 2, 2, 2]
-    by_size = dict(zip(simulated.pacer.policy.sizes, simulated.pacer.policy.steps, strict=False))
-    assert (by_size[1], by_size[2]) == (3, 3)
+    assert [requests for requests, _ in simulated.sizes] == [1, 1, 1, 2, 2, 2]
+    assert [context for _, context in simulated.sizes][:4] == [20, 21, 22, pytest.approx(211.5)]
+    steps = {cell.requests: count for cell, count in simulated.pacer.policy.steps.items()}
+    assert steps == {1: 3, 2: 2}, "the first step reads prompts alone"
 
 
 STATUS = {
     "pace": "auto",
-    "sizes": [
-        {"requests": 1, "tokens": 3, "steps": 900, "speed": 1.41, "low": 1.24, "high": 1.64},
-        {"requests": 8, "tokens": 0, "steps": 90, "speed": 1.0, "low": 1.0, "high": 1.0},
+    "cells": [
+        {"requests": 1, "context": 1024, "tokens": 3, "steps": 900, "speed": 1.41, "low": 1.24, "high": 1.64},
+        {"requests": 8, "context": 1024, "tokens": 0, "steps": 90, **NO_GAIN},
     ],
+    "gain": {"low": 1.12, "speed": 1.21, "high": 1.3},
     "explored": 0.004,
-    "prompts": 0.3,
-}
+}  # fmt: skip
 LINE = (
-    "pace auto: 3 tokens at 1, 0 at 8; decoding 1.41x [1.24, 1.64] at 1, against no drafts in this "
-    "server; 30% of the time in steps with prompts; 0.4% explored"
+    "pace auto: 3 tokens at 1, 0 at 8; 1.21x [1.12, 1.30] as fast as without drafts in this server, "
+    "prompts included; 0.4% explored"
 )
 
 
@@ -508,13 +507,18 @@ def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explor
     found = read_gauges(generate_latest(registry).decode())
     assert describe_pace(STATUS) == describe_pace(found) == LINE
     for pace, is_adaptive in (("2", False), ("0", False), ("3", True)):
-        metrics.show({"pace": pace, "adaptive": is_adaptive, "sizes": []})
+        metrics.show({"pace": pace, "adaptive": is_adaptive, "cells": []})
         found = describe_pace(read_gauges(generate_latest(registry).decode()))
         assert found == f"pace {pace}" + ", adaptive" * is_adaptive
-    many = [{"requests": size, "tokens": 0, "steps": size} for size in range(1, 20)]
-    assert describe_pace({**STATUS, "sizes": many}) == (
+    many = [
+        {"requests": size, "context": 1024, "tokens": 0, "steps": size} for size in range(1, 20)
+    ]
+    assert describe_pace({**STATUS, "cells": many}) == (
         "pace auto: 0 tokens at 14, 0 at 15, 0 at 16, 0 at 17, 0 at 18, 0 at 19; 0.4% explored"
     )
+    long = {"requests": 1, "context": 8192, "tokens": 0, "steps": 50, **NO_GAIN}
+    both = describe_pace({**STATUS, "cells": [STATUS["cells"][0], long]})
+    assert both.startswith("pace auto: 3 tokens at 1 (1k), 0 at 1 (8k); 1.21x")
 
 
 def test_the_status_of_a_server_has_the_pace(monkeypatch):
@@ -625,7 +629,7 @@ def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, 
 def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
     asked: list[bool] = []
     post_step = take_drafts(lambda engine, model_executed: asked.append(model_executed))
-    pacer = Pacer(3, 8, "2", has_keys=True)
+    pacer = Pacer(3, 8, 4096, "2", has_keys=True)
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState(pacer=pacer)))
     for pace, expected in (("2", [True]), ("0", []), ("1", [True])):
         pacer.set(pace)
@@ -797,7 +801,7 @@ def test_vllm_prepares_for_each_number_of_the_policy(most):
     assert (
         set(found[1:])
         == set(list_arms(most))
-        == set(Pacer(most, 64, "auto", has_keys=True).policy.arms)
+        == set(Pacer(most, 64, 4096, "auto", has_keys=True).policy.arms)
     )
     assert found[64] == most, "the widest graphs are those of the most tokens"
     assert build_dynamic_sd_schedule_lookup(make_table(most), 1, most)[1] == most
@@ -873,8 +877,8 @@ def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(
     with running_server(random_target, registry, tmp_path, ["--pace", "auto"]) as server:
         answers = [server.complete(prompt, ignore_eos=True) for _ in range(4)]
         pace = server.status()["pace"]
-        assert [size["requests"] for size in pace["sizes"]] == [1]
-        assert pace["sizes"][0]["steps"] >= 60
+        assert [cell["requests"] for cell in pace["cells"]] == [1]
+        assert pace["cells"][0]["steps"] >= 60
         assert pace["line"].startswith("pace auto: ")
         wait_until(lambda: read_server(server.url).pace.startswith("pace auto: "))
         server.swap("v000002")  # the policy is told

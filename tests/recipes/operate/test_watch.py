@@ -92,12 +92,14 @@ def test_a_reading_sums_the_engines() -> None:
         )
 
 
-PACE = """redraft_pace_tokens{requests="1"} 3.0
-redraft_pace_speed_ratio{requests="1",bound="low"} 1.24
-redraft_pace_speed_ratio{requests="1",bound="speed"} 1.41
-redraft_pace_speed_ratio{requests="1",bound="high"} 1.64
+PACE = """redraft_pace_tokens{requests="1",context="1024"} 3.0
+redraft_pace_speed_ratio{requests="1",context="1024",bound="low"} 1.24
+redraft_pace_speed_ratio{requests="1",context="1024",bound="speed"} 1.41
+redraft_pace_speed_ratio{requests="1",context="1024",bound="high"} 1.64
+redraft_pace_gain_ratio{bound="low"} 1.12
+redraft_pace_gain_ratio{bound="speed"} 1.21
+redraft_pace_gain_ratio{bound="high"} 1.3
 redraft_pace_explored_ratio 0.004
-redraft_pace_prompts_ratio 0.3
 """
 
 
@@ -109,8 +111,8 @@ def test_a_server_that_chooses_the_number_of_tokens_has_a_second_line(
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert "1.90 tokens per drafted step" in first
     assert second.strip() == (
-        "pace auto: 3 tokens at 1; decoding 1.41x [1.24, 1.64] at 1, against no drafts in this "
-        "server; 30% of the time in steps with prompts; 0.4% explored"
+        "pace auto: 3 tokens at 1; 1.21x [1.12, 1.30] as fast as without drafts in this server, "
+        "prompts included; 0.4% explored"
     )
 
 

@@ -47,7 +47,7 @@ from redraft.heads.catalog import detect_family
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
-from redraft.online.engine.pace import PaceMetrics
+from redraft.online.engine.pace_status import PaceMetrics
 from redraft.online.fleet.reach import REFUSED
 from redraft.online.fleet.registry import Registry
 from redraft.online.journal import (
@@ -599,8 +599,9 @@ def test_on_a_cpu_the_learner_leaves_cores_and_time_to_the_server(target, tmp_pa
 
 def test_the_status_line_counts_since_the_last_reading():
     registry = CollectorRegistry()
-    size = {"requests": 1, "tokens": 3, "speed": 1.4, "low": 1.2, "high": 1.6}
-    PaceMetrics(registry).show({"pace": "auto", "sizes": [size], "explored": 0.005})
+    gain = {"speed": 1.2, "low": 1.1, "high": 1.3}
+    cell = {"requests": 1, "context": 1024, "tokens": 3, "speed": 1.4, "low": 1.2, "high": 1.6}
+    PaceMetrics(registry).show({"pace": "auto", "cells": [cell], "gain": gain, "explored": 0.005})
     page = generate_latest(registry).decode()
 
     def metrics(tokens, drafts, accepted):
@@ -620,7 +621,7 @@ def test_the_status_line_counts_since_the_last_reading():
     shown = meter.describe(metrics(1100, 140, 160), 12)
     assert shown.startswith(
         "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 "
-        "tokens at 1; decoding 1.40x [1.20, 1.60] at 1, against no drafts in this server; 0% of the "
+        "tokens at 1; 1.20x [1.10, 1.30] as fast as without drafts in this server, prompts included; "
     )
 
 
