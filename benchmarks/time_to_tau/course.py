@@ -66,6 +66,8 @@ class Course:
     """Flags of `redraft train`. For a peer, they only choose how the data is opened."""
     peers: str | None = None
     """Folder with packages of peers."""
+    settings: tuple[str, ...] = ()
+    """NAME=VALUE of a peer, in place of its default."""
     tokens: str
     """Folder of the tokenised data, which all courses share."""
     output: str

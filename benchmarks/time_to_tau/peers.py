@@ -112,6 +112,7 @@ def train_speculators(training: Training) -> None:
         "draft_attn_impl": "sdpa",
         "save_path": str(Path(course.output) / "run" / "speculators"),
     }
+    chosen |= dict(setting.split("=", 1) for setting in course.settings)
     defaults = TrainConfig.from_sources(cli=chosen, argv=[])
     rows = course.rows or max(1, defaults.data.total_seq_len // course.sequence_length)
     chosen["total_seq_len"] = rows * course.sequence_length
