@@ -90,11 +90,17 @@ BEST: Mapping[str, tuple[str, ...]] = {
 }
 """Flags of the recipe for half an hour on two cores, as in `redraft bench`."""
 
+SMALL: Mapping[str, tuple[str, ...]] = {
+    "eagle3": (),
+    "dflash": ("max_anchors=64", "block_size=8"),
+}
+"""Settings of speculators for small steps. Its default for DFlash has 8,192 slots in every step."""
+
 SIDES: Mapping[str, Side] = {
     OURS: Side(title="redraft, default"),
     "best": Side(title="redraft, best recipe", rows=1),
     "speculators": Side(title="speculators, default", trainer="speculators"),
-    "speculators_small": Side(title="speculators, one row", trainer="speculators", rows=1),
+    "speculators_small": Side(title="speculators, small steps", trainer="speculators", rows=1),
 }
 """`best` and `speculators_small` take small steps, of which half an hour on a CPU holds more."""
 
@@ -208,6 +214,7 @@ def make_course(cfg: Config, target: str, name: str, seed: int) -> Course:
         rows=cfg.rows or side.rows,
         threads=cfg.threads,
         flags=(*own, *cfg.flags),
+        settings=SMALL[cfg.family] if name == "speculators_small" else (),
         peers=str(cfg.peers.absolute()) if cfg.peers else None,
         tokens=str(cfg.folder / "tokens"),
         output=str(cfg.folder / f"{name}-{seed}"),

@@ -89,8 +89,9 @@ def test_a_short_form_trains_and_judges_redraft_and_the_real_peer_and_then_conti
 ) -> None:
     pytest.importorskip("speculators", reason="pip install speculators==0.9.0")
     blocks = ("--head.num-anchors", "16", "--head.num-layers", "1")
+    peer = "speculators" if family == "eagle3" else "speculators_small"
     cfg = Config(
-        family=family, trainers=("redraft", "speculators"), target=str(TINY), output=tmp_path,
+        family=family, trainers=("redraft", peer), target=str(TINY), output=tmp_path,
         minutes=0.1, every_minutes=0.05, seeds=1, num_questions=3, max_tokens=16, rows=1,
         sequence_length=256, threads=1, engine=False,
         flags=(
