@@ -253,9 +253,10 @@ def describe_row(row: Mapping[str, Any]) -> str:
 
 
 def find_unadopted(table: Mapping[str, Any]) -> list[str]:
-    """The settings that the table proves better than the default, and that are not the default of
-    today. Of each group the best one counts. Settings without flags of `redraft train` are not
-    defaults of a family.
+    """The settings that the table proves better than the default, and that are no default today.
+
+    Of each group the best one counts. Settings without flags of `redraft train` are not defaults of
+    a family.
     """
     best: dict[str, Mapping[str, Any]] = {}
     for row in table["rows"]:

@@ -145,7 +145,7 @@ class Feed:
         The tensors are as in `EngineStep`.
         """
         if not any(batch.infos):
-            return self._make_finished_step() if self.finished else None
+            return self.make_empty_step()
         parts = self._list_parts(batch)
         # A step without a draft has a row too: a learner can train a draft that nobody has called
         # yet.
@@ -185,6 +185,10 @@ class Feed:
         step, self.unread = self.unread, None
         if step is not None:
             self.capture.queue.put(step)
+
+    def make_empty_step(self) -> EngineStep | None:
+        """The step of a batch without a recorded request: the ends of earlier ones, if any."""
+        return self._make_finished_step() if self.finished else None
 
     def _make_finished_step(self) -> EngineStep:
         finished, self.finished = self.finished, []

@@ -355,8 +355,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
 
 
 def survey(scheduler: Any) -> tuple[int, float]:
-    """Running requests with more of their prompt left than a step reads of it, and the mean length
-    of the others' texts.
+    """The number of requests in long prompts, and the mean length of the others' texts.
+
+    A prompt is long while more of it is left than a step reads.
     """
     most = scheduler.max_num_scheduled_tokens
     most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
@@ -415,9 +416,10 @@ def install(runner: Any) -> None:
                 asked = (
                     most if drafts_all else max(1, number) if isinstance(sampled, list) else number
                 )
-                found = propose(
-                    replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest
-                )
+                # The scheduler's output is a dataclass of twenty fields: copied only if it differs.
+                if asked != number:
+                    scheduled = replace(scheduled, num_spec_tokens_to_schedule=asked)
+                found = propose(scheduled, sampled, *rest)
             if not number and lookup:
                 lookup.skip()  # live counts learn; no draft awaits a verdict
             return (

@@ -127,8 +127,10 @@ class StepTimes:
         return list(zip(x_M.tolist(), error_M.tolist(), strict=True))
 
     def _solve(self) -> tuple[Array, Array, Array, Array]:
-        """Places [N, 2] and features [N, F] of the probes, the inverse of their covariance [N, N],
-        and the weights of their surprises [N].
+        """The probes as a Gaussian process sees them.
+
+        Returns places [N, 2] and features [N, F] of the probes, the inverse of their covariance
+        [N, N], and the weights of their surprises [N].
         """
         at_N2 = _places([probe.cell for probe in self.probes])
         differs_NF = np.zeros((len(self.probes), len(self._mean_F)))

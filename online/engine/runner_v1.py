@@ -17,6 +17,7 @@ from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import LOOKUP, PADDING
@@ -147,15 +148,25 @@ class _Hooks:
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
         # set by `draft_probs`, which the runner calls within `_sample`
         self.step_draft_probs_SV = None
+        infos: list[RequestInfo | None] = []
+        with self.capture.reporting("hook"):
+            runner = self.runner
+            names = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+            infos = [self.feed.add(runner.requests[name]) for name in names]
         kept_RV = logits_RV
-        if metadata is None and logits_RV is not None and logits_RV.dtype == torch.float32:
+        if (
+            any(infos)
+            and metadata is None
+            and logits_RV is not None
+            and logits_RV.dtype == torch.float32
+        ):
             # Temperature and penalties change these in place; the rejection sampler changes copies.
             kept_RV = logits_RV.clone()
         output = self._sample(logits_RV, metadata)
         with self.capture.reporting("hook"):
             # References only: reading a value here would make the engine's thread wait for the GPU.
             kept_RV = self.feed.take_unmasked(kept_RV)
-            self.feed.put(self._make_step(kept_RV, metadata, output.sampled_token_ids))
+            self.feed.put(self._make_step(infos, kept_RV, metadata, output.sampled_token_ids))
         self.step_draft_probs_SV = None  # as large as the logits
         return output
 
@@ -183,8 +194,14 @@ class _Hooks:
                 self.feed.flush()
 
     def _make_step(
-        self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor
+        self,
+        infos: list[RequestInfo | None],
+        logits_RV: Tensor | None,
+        metadata: Any,
+        sampled_BK: Tensor,
     ) -> EngineStep | None:
+        if not any(infos):  # most steps, if a share of the requests is recorded
+            return self.feed.make_empty_step()
         runner = self.runner
         count = runner.input_batch.num_reqs
         first_reads = runner.query_start_loc.np[: count + 1].tolist()
@@ -195,10 +212,7 @@ class _Hooks:
         draft_ids_S = metadata.draft_token_ids.clamp(min=0) if metadata else None
         foreign = self.state.proposers.foreign if self.state.proposers else {}
         batch = Batch(
-            infos=[
-                self.feed.add(runner.requests[request_id])
-                for request_id in runner.input_batch.req_ids[:count]
-            ],
+            infos=infos,
             first_reads=first_reads,
             num_drafts=num_drafts,
             proposers=[

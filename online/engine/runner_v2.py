@@ -272,6 +272,9 @@ class _Hooks:
         self, output: Any, logits_RV: Tensor | None, batch: Any, draft_logits: Tensor | None
     ) -> EngineStep | None:
         """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""
+        infos = [self.feed.requests.get(request_id) for request_id in batch.req_ids]
+        if not any(infos):  # most steps, if a share of the requests is recorded
+            return self.feed.make_empty_step()
         # 1. As far as the host knows. These are numpy arrays, so `tolist` waits for nothing.
         count = batch.num_reqs
         num_drafts_B = batch.num_draft_tokens_per_req
@@ -288,7 +291,7 @@ class _Hooks:
         num_read_B = batch.query_start_loc_np[1 : count + 1] - batch.query_start_loc_np[:count]
         num_prefilled_B = batch.num_computed_prefill_tokens_np[:count] + num_read_B
         known = Batch(
-            infos=[self.feed.requests.get(request_id) for request_id in batch.req_ids],
+            infos=infos,
             first_reads=first_reads,
             num_drafts=num_drafts,
             proposers=[

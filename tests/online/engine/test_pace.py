@@ -626,6 +626,20 @@ def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, 
         assert found.dtype == torch.int64
 
 
+def test_the_schedulers_output_is_copied_only_for_another_number_of_tokens():
+    runner = make_runner("eagle3")
+    seen: list[Scheduled] = []
+    propose = runner.propose_draft_token_ids
+    runner.propose_draft_token_ids = lambda scheduled, sampled: (
+        seen.append(scheduled) or propose(scheduled, sampled)
+    )
+    install(runner)
+    scheduled = Scheduled(2)
+    runner.propose_draft_token_ids(scheduled, torch.tensor([[7], [7]]))
+    assert seen == [scheduled]
+    assert seen[0] is scheduled
+
+
 def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
     asked: list[bool] = []
     post_step = take_drafts(lambda engine, model_executed: asked.append(model_executed))
