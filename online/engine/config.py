@@ -76,8 +76,9 @@ class SwapConfig:
     cache: SwapCache = "auto"
     """Fate of cached keys and values at a swap. `clear`: target and draft read everything again.
     `draft`: the target's stay, and the new draft reads the text again; for standalone drafts
-    only. `keep`: all stay, and those of the old draft fade out. `auto`: `keep` for Medusa, MTP,
-    EAGLE-1 and EAGLE-3, `draft` for a standalone draft that can read again, else `clear`.
+    only. `keep`: those of running requests stay, and later ones find no block that another version
+    of the draft has written. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft` for a
+    standalone draft that can read again, else `clear`.
     """
 
 

@@ -85,7 +85,7 @@ class Endpoint:
         self.swaps = Swaps(
             self.config.registry, engine_client, targets=self.config.targets, can_pause=can
         )
-        forward_origin(engine_client)
+        forward_origin(engine_client, self.swaps.salt_for)
         note_arguments(getattr(state, "openai_serving_chat", None))
         self.notes = list_notes(engine_client.vllm_config, args)
         for note in self.notes:
@@ -245,11 +245,12 @@ class OriginMiddleware:
         await self.app(scope, receive, send)
 
 
-def forward_origin(engine_client: Any) -> None:
+def forward_origin(engine_client: Any, salt_for: Callable[[str | None], str | None]) -> None:
     """Let `engine_client.generate` write the origin into the sampling parameters.
 
     It replaces any value from the client. None is written where the middleware has read no headers:
-    that request is neither recorded nor counted.
+    that request is neither recorded nor counted. The prompt gets the cache salt that `salt_for`
+    makes of its own.
     """
 
     def write(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,6 +264,11 @@ def forward_origin(engine_client: Any) -> None:
             sampling_params.extra_args = (sampling_params.extra_args or {}) | {
                 EXTRA_ARGS_KEY: written
             }
+            if (made := salt_for(salt)) != salt:
+                if is_plain:
+                    prompt = prompt | {"cache_salt": made}
+                else:
+                    prompt.cache_salt = made
             return generate(prompt, sampling_params, *args, **kwargs)
 
         return generate_with_origin

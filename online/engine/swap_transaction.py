@@ -65,6 +65,10 @@ class Move:
     draft: str = ""
 
 
+WITHOUT_KEYS = ("medusa",)
+"""Methods whose drafts have no keys in the cache."""
+
+
 class HalfNewError(RefusedError):
     """The target weights are new in part, and the engine must not go on with them."""
 
@@ -94,6 +98,7 @@ class Swaps:
             self._pause_for_others,
         )
         self._swapping = asyncio.Lock()
+        self._first_draft = self._salt = ""  # of cached blocks, by the draft that wrote its keys
         self._num_asked = self._latest_number = 0
         self._latest = ""  # asked for last, of those found; `_latest_number` counts
         self._staged = ""  # The version of `_staging`.
@@ -155,9 +160,22 @@ class Swaps:
                 report = await self._exchange(found, move, serving, clears=clears)
             finally:
                 await self._discard()
+            if status["swap_cache"] == "keep" and status.get("method") not in WITHOUT_KEYS:
+                # A server's first draft has no salt, so a way back to it finds its blocks.
+                before = status.get("manifest_sha256") or serving
+                self._first_draft = self._first_draft or before
+                self._salt = found.manifest_sha256 or found.name
             # After the swap: a refused one must not bind this server to a registry.
             self.registry_id = found.registry or self.registry_id or asked.registry
             return report
+
+    def salt_for(self, given: str | None) -> str | None:
+        """The cache salt of a request that gives this one.
+
+        With it, the request finds no cached block with keys of another draft.
+        """
+        is_first = self._salt == self._first_draft
+        return given if is_first else f"{self._salt}\0{given or ''}"
 
     def _give_way_to(self, version: str, number: int) -> None:
         """Let a version found, and asked for later, take over from the one being read."""

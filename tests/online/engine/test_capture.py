@@ -1038,6 +1038,33 @@ def test_logits_that_v1_changes_in_a_step_without_drafts_are_recorded_as_they_we
     assert (step.parts[0].start, step.parts[0].num_drafts) == (3, 0)
 
 
+def test_a_step_of_requests_that_are_not_recorded_copies_and_reads_nothing(tmp_path):
+    class Logits:
+        """Has neither values nor a copy."""
+
+        dtype = torch.float32
+
+    # without the tensors of a step
+    runner = SimpleNamespace(
+        _sample=lambda *_: SimpleNamespace(sampled_token_ids=None),
+        sample_tokens=None,
+        _get_spec_decode_draft_probs=None,
+        _on_request_state_removed=None,
+        propose_draft_token_ids=lambda *_: None,
+        max_model_len=100,
+        requests={name: make_request(name) for name in "ab"},
+        input_batch=SimpleNamespace(req_ids=["a", "b"], num_reqs=2),
+    )
+    config = CaptureConfig(spool=tmp_path, fraction=0, hidden_states=True)
+    capture = Capture(config, "boot", "target", "v000001")
+    install_capture(runner, capture)
+    for _ in range(3):
+        runner._sample(Logits(), None)
+        runner.propose_draft_token_ids(*[None] * 5, [None])
+    assert capture.counts == {"skipped_requests_fraction": 2}
+    assert capture.queue.take() == []
+
+
 @pytest.mark.parametrize("recorded_is_last", [False, True])
 def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(
     tmp_path, recorded_is_last

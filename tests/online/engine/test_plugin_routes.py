@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1173,7 +1174,7 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
     engine = SimpleNamespace(
         generate=lambda prompt, sampling_params: given.append(sampling_params.extra_args)
     )
-    forward_origin(engine)
+    forward_origin(engine, lambda salt: salt)
 
     def generate() -> None:
         params = SimpleNamespace(
@@ -1224,6 +1225,52 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
     chatted = told._replace(cache_salt="", arguments='{"enable_thinking": false}')
     assert list(map(read_origin_arguments, given)) == [told, told, Origin(), chatted, None]
     assert all(arguments["other"] == 1 for arguments in given)
+
+
+@pytest.mark.parametrize(
+    ("cache", "method", "is_salted"),
+    [("keep", "eagle3", True), ("keep", "medusa", False), ("draft", "draft_model", False),
+     ("clear", "dflash", False)],
+)  # fmt: skip
+@in_event_loop
+async def test_after_a_swap_no_request_finds_a_block_with_keys_of_another_draft(
+    registry, cache, method, is_salted
+):
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text("others")
+
+    publish(registry / "v000001", write, {"target_fingerprint": "target"})
+    engine = Engine({"redraft_load": [LOADED] * 2}, cache=cache)
+    ask, serving = engine.collective_rpc, "v000001"
+
+    async def collective_rpc(name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        shown = {"method": method, "draft_version": serving}
+        shown |= {"manifest_sha256": hash_manifest(registry / serving)}
+        answer = await ask(name, args)
+        return [rank | shown for rank in answer] if name == "redraft_status" else answer
+
+    engine.collective_rpc = collective_rpc
+    swaps = Swaps(registry, engine)
+    assert [swaps.salt_for(given) for given in (None, "tenant")] == [None, "tenant"]
+    engine.answers |= {"redraft_staged": [staged(registry)] * 2}
+    assert (await swaps.swap(Asked(version="v000002")))["swapped"]
+    salts = [swaps.salt_for(given) for given in (None, "", "tenant")]
+    assert (salts != [None, "", "tenant"]) is is_salted
+    assert (salts[0] == salts[1] != salts[2]) is is_salted
+    serving = "v000002"
+    engine.answers |= {"redraft_staged": [staged(registry, "v000001")] * 2}
+    assert (await swaps.swap(Asked(version="v000001")))["swapped"]
+    assert [swaps.salt_for(given) for given in (None, "tenant")] == [None, "tenant"]
+
+
+@pytest.mark.parametrize("prompt", [{"cache_salt": "s"}, {}, SimpleNamespace(cache_salt="s")])
+def test_the_salt_reaches_the_engine_in_any_kind_of_prompt(prompt):
+    given: list[Any] = []
+    engine = SimpleNamespace(generate=lambda prompt, sampling_params: given.append(prompt))
+    forward_origin(engine, lambda salt: f"v000002/{salt or ''}")
+    engine.generate(prompt, sampling_params=SimpleNamespace(extra_args=None))
+    read = given[0].get if isinstance(prompt, dict) else partial(getattr, given[0])
+    assert read("cache_salt") == ("v000002/" if prompt == {} else "v000002/s")
 
 
 def test_only_short_plain_arguments_of_the_template_are_packed() -> None:
