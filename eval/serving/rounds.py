@@ -286,6 +286,12 @@ class Compared:
     """Mean time to the first token."""
     tau: float
     acceptance_per_position: list[float]
+    accepted_per_s: float
+    """Accepted draft tokens of all requests together."""
+    rows_per_token: float
+    """Rows that the target verified per output token; 1 without a draft. Of a server whose vLLM
+    verifies adaptively, this is what a token costs.
+    """
     step_ms: float
     """With a share of the prefills."""
     tokens_per_request: float
@@ -309,6 +315,8 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
         ttft_ms=1000 * float(np.mean(waits_s)) if waits_s else None,
         tau=counts.tau,
         acceptance_per_position=counts.acceptance_per_position,
+        accepted_per_s=rate * (1 - 1 / counts.tau),
+        rows_per_token=(1 + counts.num_draft_tokens / max(1, counts.num_drafts)) / counts.tau,
         step_ms=1000 * concurrency * counts.tau / rate,
         tokens_per_request=float(np.mean(outputs)),
     )

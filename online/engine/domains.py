@@ -51,11 +51,31 @@ def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
         notes: StepNotes = getattr(model_runner_output, "redraft", StepNotes())
         state = find_state(scheduler, SchedulerState)
         state.foreign = notes.foreign | find_padded(scheduler_output)
-        state.admitted = notes.admitted
+        state.admitted = leave_out(scheduler_output, notes.admitted)
         state.load = find_load(len(scheduler_output.num_scheduled_tokens))
         return update(scheduler, scheduler_output, model_runner_output)
 
     return update_and_note
+
+
+def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict[str, int] | None:
+    """The verified draft tokens of each request; None if all were.
+
+    To vLLM, a token that was left out becomes one that a grammar made invalid, so it is no rejected
+    one in its counters. A draft of 0 tokens counts too: its step gives one token.
+    """
+    if admitted is None:
+        return None
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    invalid = scheduler_output.num_invalid_spec_tokens or {}
+    verified = {
+        name: min(admitted.get(name, 0), len(tokens) - invalid.get(name, 0))
+        for name, tokens in drafts.items()
+    }
+    scheduler_output.num_invalid_spec_tokens = {
+        name: len(tokens) - verified[name] for name, tokens in drafts.items()
+    }
+    return verified
 
 
 def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,11 +88,7 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
         num_accepted, state = kwargs["num_accepted_tokens"], find_state(scheduler, SchedulerState)
         num_admitted = num_tokens
         if state.admitted is not None:
-            invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(request_id, 0)
-            num_admitted = min(state.admitted.get(request_id, 0), num_tokens - invalid)
-            # To vLLM, a token that was left out is one that the grammar made invalid: no rejected
-            # one. It counts a draft of 0 tokens too, whose step gives one token.
-            kwargs["num_invalid_spec_tokens"] = {request_id: num_tokens - num_admitted}
+            num_admitted = state.admitted.get(request_id, 0)
         if num_tokens and is_counted(scheduler, request_id):
             arguments = scheduler.requests[request_id].sampling_params.extra_args
             domain = find_domain(state.domains, arguments)

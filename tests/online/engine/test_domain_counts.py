@@ -66,7 +66,8 @@ class Scheduler:
         self.requests = {"a": request, "b": request}
 
     def update(self, drafts, accepted, *, admitted=None, invalid=None, num_requests=2):
-        joined = SimpleNamespace(scheduled_new_reqs=(), scheduled_spec_decode_tokens={})
+        joined = SimpleNamespace(scheduled_new_reqs=(), num_invalid_spec_tokens=invalid)
+        joined.scheduled_spec_decode_tokens = {name: [0] * drafts for name in accepted}
         joined.scheduled_cached_reqs = SimpleNamespace(resumed_req_ids=set())
         joined.num_scheduled_tokens = dict.fromkeys(range(num_requests))
         result = SimpleNamespace()
@@ -78,7 +79,7 @@ class Scheduler:
                 self,
                 num_draft_tokens=drafts,
                 num_accepted_tokens=num_accepted,
-                num_invalid_spec_tokens=invalid,
+                num_invalid_spec_tokens=joined.num_invalid_spec_tokens,
                 request_id=name,
             )
 
