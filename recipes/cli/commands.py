@@ -154,6 +154,12 @@ COMMANDS = {
         "Record from a vLLM that you cannot change, as a proxy",
         "redraft tap --help",
     ),
+    "score": Command(
+        Group.SERVE,
+        "redraft.recipes.serve.score",
+        "Read recorded ids again with the target, for any engine",
+        "redraft score ids --target TARGET --spool spool",
+    ),
     "serve-features": Command(
         Group.SERVE,
         "redraft.recipes.serve.serve_features",

@@ -1,0 +1,97 @@
+"""Recorded token ids, read again with the target: its distributions, and the states a head reads.
+
+A server that reports no probabilities gives records of ids alone (`online.traffic.dialects`), and a
+proxy in front of one that does gives no hidden states. One pass of the target over a record's text
+computes both, as capture would have in the server.
+
+R = rows, K = kept top-k ids, T = tokens, L = hidden states of one token, D = size of each.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from redraft.distill.signal.sources import InProcessTarget, top_k
+from redraft.heads.draft import Batch, ExactTarget, final_hidden
+from redraft.heads.family import Reads
+from redraft.online.learning.segments import Segments
+from redraft.online.records.record import CorruptRecordError, Record, encode_frame, read_frames
+from redraft.online.records.spool import SpoolWriter, open_file
+
+
+def needs_reading(record: Record, reads: Reads) -> bool:
+    """Whether a record lacks what a draft learns from: distributions, or states for a head.
+
+    A record with draft tokens comes from the plugin, and has everything.
+    """
+    has_drafts = bool((record.draft_ids >= 0).any())
+    has_states = reads == "nothing" or bool(record.hidden)
+    return not has_drafts and not (len(record.positions) and has_states)
+
+
+@torch.no_grad()
+def read_again(
+    record: Record, target: InProcessTarget, reads: Reads, k: int, device: torch.device
+) -> Record:
+    """The record with the target's top k at every output token, and with states if they are read."""
+    ids_T = np.concatenate([record.context_ids, record.output_ids])
+    first, count = len(record.context_ids), len(record.output_ids)
+    signal = target(Batch.padded([ids_T.tolist()], num_prompt_tokens=first, device=device))
+    exact = signal.distribution
+    assert isinstance(exact, ExactTarget)
+    # Row t predicts token t + 1, and a record counts by that token.
+    rows_R = torch.arange(first - 1, first - 1 + count, device=device)
+    ids_RK, log_probs_RK = top_k(exact, rows_R, k)
+    read = structs.replace(
+        record,
+        top_k=k,
+        row_positions=(first + np.arange(count, dtype="<i4")).tobytes(),
+        row_branches=bytes(4 * count),
+        row_drafts=np.full(count, -1, "<i4").tobytes(),
+        row_draft_probs=np.full(count, np.nan, "<f4").tobytes(),
+        row_accepted=bytes(count),
+        row_topk_ids=ids_RK.cpu().numpy().astype("<i4").tobytes(),
+        row_topk_log_probs=log_probs_RK.cpu().numpy().astype("<f4").tobytes(),
+        row_log_sum_exp=np.full(count, np.nan, "<f4").tobytes(),
+    )
+    if reads == "nothing":
+        return read
+    states_TLD = final_hidden(signal)[0, :, None] if reads == "last" else signal.aux_BTLD[0]  # type: ignore[index]
+    # A server has not read the last token of an answer.
+    words = states_TLD[:-1].bfloat16().view(torch.int16).cpu().numpy()
+    shape = (int(states_TLD.shape[1]), int(states_TLD.shape[2]))
+    return structs.replace(read, hidden_begin=0, hidden_shape=shape, hidden=words.tobytes())
+
+
+def read_file(
+    path: Path, target: InProcessTarget, fingerprint: str, reads: Reads, k: int, out: SpoolWriter
+) -> dict[str, int]:
+    """Write a spool file's records anew, and remove it; the numbers of records by outcome.
+
+    A killed run reads the file again, and the learner takes a record with a known id once.
+
+    Raises:
+        OSError: the output cannot be written; the file stays.
+    """
+    counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
+    frames = []
+    with open_file(path) as file:
+        # `Segments` joins later segments with the text before, as far as it is in this file.
+        for _, record in Segments(lambda record_id: None).join(read_frames(file), ()):
+            if isinstance(record, CorruptRecordError) or not len(record.output_ids):
+                counts["unreadable"] += 1
+            elif record.target != fingerprint:
+                counts["of another target"] += 1
+            elif needs_reading(record, reads):
+                device = target.model.device
+                frames.append(encode_frame(read_again(record, target, reads, k, device)))
+                counts["scored"] += 1
+            else:
+                frames.append(encode_frame(record))
+                counts["complete"] += 1
+    if frames:
+        out.write(frames)
+    path.unlink()
+    return counts

@@ -1,0 +1,98 @@
+"""Read recorded token ids again with the target, so that any engine's traffic trains a draft.
+
+    $ redraft tap http://127.0.0.1:8080 --engine llama.cpp --target TARGET --spool ids --port 8001
+    $ redraft score ids --target TARGET --draft DRAFT --spool spool
+    $ redraft learner --config learner.toml              # spool = "spool"
+
+One pass of the target over each record gives the distributions at every token of the answer, and the
+hidden states that `--draft` reads. It needs the target's full weights and no engine: run it offline,
+or on an idle server. Files leave `ids` as they are scored.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.engine.target_dtype import TargetDtype
+
+POLL_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    records: Annotated[Path, tyro.conf.Positional]
+    """Spool with the records to score."""
+    target: str
+    """Folder or hub name of the served model."""
+    spool: Path
+    """Folder to write scored records to: the spool of a learner."""
+    draft: Path | None = None
+    """Folder of the draft that learns. A head gets the hidden states that it reads."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
+    stored so and the CPU has instructions for bfloat16, else float32.
+    """
+    logprobs: int = 32
+    """Token probabilities to record at every position."""
+    spool_bytes: int = 1 << 30
+    """Size limit of `spool`, in bytes (default 1 GiB). Above it the oldest records are dropped."""
+    follow: bool = False
+    """Wait for further files instead of ending."""
+
+
+def main(cfg: Config) -> None:
+    """Score.
+
+    Raises:
+        FileNotFoundError: a folder is missing.
+        ValueError: the target or the draft cannot be used.
+    """
+    # Here, because they import torch.
+    import torch
+
+    from redraft.distill.run.inputs import load_target
+    from redraft.distill.signal.sources import InProcessTarget
+    from redraft.distill.train.run_config import Signal
+    from redraft.engine.target_dtype import open_target
+    from redraft.files.folder import read_config
+    from redraft.files.progress import Progress
+    from redraft.heads.catalog import detect_family, require_trained_for
+    from redraft.heads.family import Reads
+    from redraft.online.learning.rereading import read_file
+    from redraft.online.records.spool import SpoolWriter, spool_files
+
+    if not cfg.records.is_dir():
+        raise FileNotFoundError(f"there is no folder {cfg.records}: give the spool of a tap")
+    if cfg.records.resolve() == cfg.spool.resolve():
+        raise ValueError(f"--spool {cfg.spool} is the folder to read: give another one to write")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = open_target(cfg.target, cfg.target_dtype, on_cpu=device.type == "cpu")
+    reads: Reads = "nothing"
+    layers = list[int]()
+    if cfg.draft is not None:
+        family = detect_family(cfg.draft)
+        if not family.learns_online or family.is_in_target:
+            raise ValueError(
+                f"{cfg.draft} is a {family.title} draft, whose states are not computed here: record "
+                "them with the plugin (redraft serve)"
+            )
+        require_trained_for(cfg.draft, target)
+        reads = family.reads
+        layers = family.read_layers(read_config(cfg.draft)) if reads == "layers" else []
+    model = load_target(target, Signal(), device)
+    signal = InProcessTarget(model, layers)
+    out = SpoolWriter(cfg.spool, "score", cfg.spool_bytes)
+    counts: Counter[str] = Counter()
+    while True:
+        files = spool_files(cfg.records)
+        for path in Progress(files, desc="scored", unit="file"):
+            counts.update(read_file(path, signal, target.fingerprint, reads, cfg.logprobs, out))
+        if files or not cfg.follow:
+            print(", ".join(f"{count:,} {name}" for name, count in counts.items()) or "no records")
+        if not cfg.follow:
+            return
+        time.sleep(POLL_S)
