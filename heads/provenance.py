@@ -56,6 +56,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     forecast: dict[str, Any] | None = None
     """An `eval.forecast.stored.StoredForecast`."""
     # of a learner's versions and checkpoints
+    adapter: str = ""
+    """Name of the target's adapter whose requests trained it."""
     copied_from: str = ""
     trained_from: str = ""
     trained_through: float = math.inf

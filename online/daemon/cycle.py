@@ -390,6 +390,7 @@ class Cycle:
             target_fingerprint=self.target_fingerprint,
             provenance={
                 "target_lineage": TargetFolder.open(self.cfg.target).lineage,
+                "adapter": self.cfg.draft.adapter,
                 "target_version": "".join(self.judge.buffer.served_target().rpartition("@")[1:]),
                 "trained_from": self.current,
                 "records": self.trainer.progress.records,

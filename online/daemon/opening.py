@@ -22,6 +22,7 @@ from redraft.heads.catalog import find_family, require_head, require_trained_for
 from redraft.heads.doctor.checks import completeness
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.doctor.shared import require_own_head
+from redraft.heads.provenance import read_provenance
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry, copy_model, read_id
 from redraft.online.learning.buffer import Buffer
@@ -121,7 +122,11 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
         registry.publish(
             lambda partial: copy(initial, partial),
             target_fingerprint=target.fingerprint,
-            provenance={"copied_from": initial, "target_lineage": target.lineage},
+            provenance={
+                "copied_from": initial,
+                "target_lineage": target.lineage,
+                "adapter": cfg.draft.adapter,
+            },
             evaluation={},
         )
     registry.repair()
@@ -129,6 +134,13 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
         require_trained_for(registry.current_path(), target)
     except ValueError as error:
         raise ValueError(f"{error}; give each target its own registry and learner folder") from None
+    adapter = read_provenance(registry.current_path()).adapter
+    if adapter != cfg.draft.adapter:
+        raise ValueError(
+            f"{registry.current_path()} learned from requests of adapter {adapter!r}, and "
+            f"draft.adapter is {cfg.draft.adapter!r} (empty: none): give each adapter its own "
+            "registry and learner folder"
+        )
 
 
 def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> None:

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from redraft.engine.sampling import MIN_TEMPERATURE
 from redraft.online.records.checks import find_bad_sampling
-from redraft.online.records.origin import Origin
+from redraft.online.records.origin import Origin, pack_arguments
 from redraft.online.records.record import Record, Sampling
 
 COMPLETION_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -109,6 +109,7 @@ class Answer:
             tenant=origin.tenant,
             target_fingerprint=target_fingerprint,
             sampling=read_sampling(payload),
+            template_arguments=_pack_arguments(payload),
             num_prompt_tokens=len(self.prompt_ids),
             top_k=top_k,
             context=np.array(self.prompt_ids, "<i4").tobytes(),
@@ -122,6 +123,13 @@ class Answer:
             row_topk_log_probs=pairs_NK2[:, :, 1].astype("<f4").tobytes(),
             row_log_sum_exp=unknown,
         )
+
+
+def _pack_arguments(payload: dict[str, Any]) -> str:
+    """The template's arguments of the request. A tap does not know the server's defaults."""
+    given = payload.get("chat_template_kwargs")
+    effort = {"reasoning_effort": payload.get("reasoning_effort")}
+    return pack_arguments({**effort, **(given if isinstance(given, dict) else {})})
 
 
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:

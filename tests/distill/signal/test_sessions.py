@@ -402,4 +402,3 @@ def test_an_agentic_session_of_an_engine_is_learned_by_the_targets_own_ids(tmp_p
         atol=1e-3,
         rtol=1e-3,
     )
-    print("KEPT", stats.tokens_kept, "of", sum(len(p) + len(a) - 1 for p, a in wanted))

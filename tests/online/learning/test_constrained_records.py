@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from learner_world import make_records
+from learner_world import World, make_records
 from test_buffer import frames_of, make_record
 
 from redraft.distill.data.template import name_mode
 from redraft.engine.counts import AcceptanceCounts
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.online.daemon.opening import provide_first_version
+from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer
-from redraft.online.learning.config import BufferConfig
+from redraft.online.learning.config import BufferConfig, DraftConfig
 from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.online.learning.intake import Sums, store
 from redraft.online.learning.replay import training_sequence
@@ -134,3 +138,19 @@ def test_the_gate_judges_thinking_modes_as_it_judges_domains() -> None:
 )
 def test_a_mode_is_one_of_a_few_whatever_a_sender_packs(packed: str, mode: str) -> None:
     assert name_mode(unpack_arguments(packed)) == mode
+
+
+def test_a_registry_of_one_adapter_is_refused_for_another(
+    random_target: Path, tmp_path: Path
+) -> None:
+    config = World.make(tmp_path, random_target, random_target, servers=0).config()
+    config = replace(config, draft=DraftConfig(initial=random_target, adapter="sql"))
+    registry, target = Registry(tmp_path / "registry"), TargetFolder.open(random_target)
+    with registry.owned():
+        provide_first_version(config, registry, target)
+        provide_first_version(config, registry, target)  # a restart
+        for other in ("", "another"):
+            changed = replace(config, draft=replace(config.draft, adapter=other))
+            with pytest.raises(ValueError, match=f"'sql', and draft.adapter is '{other}'") as error:
+                provide_first_version(changed, registry, target)
+            assert "\n" not in str(error.value)

@@ -113,7 +113,9 @@ def test_the_likeliest_tokens_are_kept_whatever_was_sampled():
     answer = Answer(
         request_id="a", prompt_ids=[1, 2], output_ids=[9], top=[{9: -5.0, 3: -0.5, 4: -1.5}]
     )
-    record = answer.record({"temperature": 0.5}, Origin(tenant="t"), "boot", "target", 2)
+    asked = {"temperature": 0.5, "reasoning_effort": "low", "chat_template_kwargs": {"x": True}}
+    record = answer.record(asked, Origin(tenant="t"), "boot", "target", 2)
+    assert record.template_arguments == '{"reasoning_effort": "low", "x": true}'
     np.testing.assert_array_equal(record.topk_ids, [[3, 4]])
     np.testing.assert_allclose(record.topk_log_probs, [[-0.5, -1.5]])
     assert record.sampling.temperature == 0.5
