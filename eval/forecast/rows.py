@@ -22,6 +22,7 @@ from redraft.eval.acceptance import alpha, probabilities
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
 
+MOST_ODDS = 40.0  # vLLM cuts log odds off there.
 ROWS_A_CHUNK = 256  # whose distributions are in memory at once; larger is no faster
 
 
@@ -132,6 +133,16 @@ def step_rates(
     """
     q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
+
+
+def read_log_odds(logits_NW: Tensor, temperature: float) -> Tensor:
+    """log(q / (1 - q)) of the most probable token, [N]: what vLLM's estimator reads.
+
+    At temperature 0 too it reads q at 1.
+    """
+    warm_NW = logits_NW.float() / (temperature or 1.0)
+    others_N = (warm_NW - warm_NW.amax(-1, keepdim=True)).exp().sum(-1) - 1
+    return -others_N.clamp_min(0).log().clamp(-MOST_ODDS, MOST_ODDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from redraft.engine.counts import ExpectedCounts, expected_blocks, verify_as_block
+from redraft.engine.counts import (
+    AdaptivePoint,
+    ExpectedCounts,
+    expected_blocks,
+    verify_as_block,
+    walk_adaptive,
+)
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import (
@@ -82,6 +88,8 @@ class PromptRows:
     """The counts with vLLM's other `draft_sample_method`; empty if that changes nothing."""
     block_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
     """The counts with sampled drafts and block verification; empty as `other_counts`."""
+    adaptive: list[AdaptivePoint] = field(default_factory=list)
+    """With the most draft tokens, by threshold of adaptive verification; empty for lookups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +184,7 @@ class _Batch:
         return compute_once(
             self.folder,
             f"rows-t{self.temperature:g}",
-            [*self.key, self.protocol.num_speculative_tokens, fingerprints, "block_counts"],
+            [*self.key, self.protocol.num_speculative_tokens, fingerprints, "adaptive"],
             list[dict[str, PromptRows]],
             lambda: evaluate_batch(
                 self.texts(target), signal, drafts, self.temperature, self.protocol, target.device
@@ -261,6 +269,7 @@ def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
         counts=earlier.counts | row.counts,
         other_counts=earlier.other_counts | row.other_counts,
         block_counts=earlier.block_counts | row.block_counts,
+        adaptive=row.adaptive or earlier.adaptive,
     )
 
 
@@ -382,6 +391,8 @@ def _by_prompt(
     columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
     accept_greedy_SN = torch.stack([each.accept_greedy_N for each in verified])
     ratio_sampled_SN = torch.stack([each.ratio_sampled_N for each in verified])
+    has_confidence = not any(isinstance(each, Tensor) for each in proposed)
+    confidence_SN = torch.stack([each.confidence_N for each in verified])
     served_SN, other_SN = accept_greedy_SN, ratio_sampled_SN.clamp(max=1)
     if draft.is_sampled:
         served_SN, other_SN = other_SN, served_SN
@@ -391,7 +402,8 @@ def _by_prompt(
         start = at.stop
         here = {name: column[at] for name, column in columns.items()}
         others = (other_SN[:, at], ratio_sampled_SN[:, at]) if draft.can_sample else None
-        rows.append(_prompt_rows(draft, text, served_SN[:, at], others, here, protocol))
+        confidence = confidence_SN[:, at] if has_confidence else None
+        rows.append(_prompt_rows(draft, text, served_SN[:, at], others, confidence, here, protocol))
     return rows
 
 
@@ -400,6 +412,7 @@ def _prompt_rows(
     text: Continuation,
     served_SN: Tensor,
     others_2SN: tuple[Tensor, Tensor] | None,
+    confidence_SN: Tensor | None,
     columns: Mapping[str, Tensor],
     protocol: Protocol,
 ) -> PromptRows:
@@ -418,12 +431,14 @@ def _prompt_rows(
     drafted_T = columns["drafted"][1:num_output].double().numpy()
     most = draft.max_tokens or protocol.most_tokens
 
+    numbers = [k for k in protocol.num_speculative_tokens if k <= most]
+
+    def lay_out(rates_SN: Tensor) -> NDArray[np.float64]:
+        return _block_table(rates_SN, num_output, draft.is_autoregressive, protocol.most_tokens)
+
     def count(accept_SN: Tensor, *, is_block: bool = False) -> dict[int, ExpectedCounts]:
-        accept_TK = _block_table(
-            accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens
-        )
+        accept_TK = lay_out(accept_SN)
         accept_TK = verify_as_block(accept_TK) if is_block else accept_TK
-        numbers = [k for k in protocol.num_speculative_tokens if k <= most]
         return {k: expected_blocks(accept_TK[:, :k], num_output, drafted_T) for k in numbers}
 
     return PromptRows(
@@ -434,6 +449,11 @@ def _prompt_rows(
         counts=count(served_SN),
         other_counts={} if others_2SN is None else count(others_2SN[0]),
         block_counts={} if others_2SN is None else count(others_2SN[1], is_block=True),
+        adaptive=walk_adaptive(
+            lay_out(served_SN)[:, : numbers[-1]], lay_out(confidence_SN)[:, : numbers[-1]]
+        )
+        if numbers and confidence_SN is not None
+        else [],
     )
 
 

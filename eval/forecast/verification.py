@@ -30,8 +30,19 @@ import torch
 from torch import Tensor
 
 from redraft.engine.sampling import Sampling
-from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, target_rows
+from redraft.eval.forecast.rows import (
+    ROWS_A_CHUNK,
+    TargetRows,
+    read_log_odds,
+    step_rates,
+    target_rows,
+)
 from redraft.heads.draft import DraftStep, ExactTarget
+
+ESTIMATOR_SLOPE, ESTIMATOR_BIAS = 0.5, -0.2
+"""Of vLLM's estimator at its start, by the log odds of a draft's most probable token. It fits both to
+the traffic, which moves a threshold and hardly the order of the tokens.
+"""
 
 NOTHING = -1  # Stands for a proposed token if there is none.
 
@@ -60,6 +71,8 @@ class VerifiedLabels:
     """sum_v min(p, q), with p and q as the text was sampled."""
     alpha_greedy_N: Tensor
     """p(argmax q), with p and q as the text was sampled."""
+    confidence_N: Tensor
+    """The draft's confidence in its token, as adaptive verification reads it; 1 of a lookup."""
 
 
 Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]
@@ -72,7 +85,7 @@ def verify_labels(
 
     The target's logits are computed once, for at most ROWS_A_CHUNK rows at a time.
     """
-    results_S4N = torch.zeros(len(proposals), 4, len(labels.ids_N))
+    results_S5N = torch.zeros(len(proposals), 5, len(labels.ids_N))
     for chunk_N in torch.split(
         torch.arange(len(labels.ids_N), device=labels.ids_N.device), ROWS_A_CHUNK
     ):
@@ -82,24 +95,26 @@ def verify_labels(
             # A looked-up token is a draft with all its mass on one token: alpha = alpha_greedy =
             # p(token).
             if isinstance(proposed, Tensor):
-                rates_4N = _verify_lookup(proposed[chunk_N], target, ids_N)
+                rates_5N = _verify_lookup(proposed[chunk_N], target, ids_N)
             else:
-                rates_4N = _verify_step(
+                rates_5N = _verify_step(
                     proposed, target, rows_N, ids_N, labels.length, sampling.temperature
                 )
-            results_S4N[number][:, chunk_N.cpu()] = rates_4N.cpu()
+            results_S5N[number][:, chunk_N.cpu()] = rates_5N.cpu()
     return [
-        VerifiedLabels(accept_greedy_N=a, ratio_sampled_N=b, alpha_N=c, alpha_greedy_N=d)
-        for a, b, c, d in results_S4N
+        VerifiedLabels(
+            accept_greedy_N=a, ratio_sampled_N=b, alpha_N=c, alpha_greedy_N=d, confidence_N=e
+        )
+        for a, b, c, d, e in results_S5N
     ]
 
 
 def _verify_lookup(token_N: Tensor, target: TargetRows, ids_N: Tensor) -> Tensor:
-    """The four rates of one proposed token per row, [4, N]."""
+    """The five rates of one proposed token per row, [5, N]."""
     # NOTHING is -1, which no column has: token 0 is read instead, and the rate set to 0.
     rate_N = target.probability(token_N.clamp(min=0)).masked_fill(token_N == NOTHING, 0)
     accept_N = (token_N == ids_N).float()
-    return torch.stack([accept_N, accept_N, rate_N, rate_N])
+    return torch.stack([accept_N, accept_N, rate_N, rate_N, torch.ones_like(rate_N)])
 
 
 def _verify_step(
@@ -110,11 +125,18 @@ def _verify_step(
     length: int,
     temperature: float,
 ) -> Tensor:
-    """The four rates of a draft step, [4, N]; 0 for a label whose draft row is before the text."""
+    """The five rates of a draft step, [5, N]; 0 for a label whose draft row is before the text."""
     # Flat rows: the remainder is the row in a text. The label of row 4 was drafted in 4 - shift.
     has_row_N = rows_N % length >= step.shift
     # without a row of the draft any row is read, and its rates are set to 0 below
-    rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)
+    draft_rows_N = rows_N - step.shift * has_row_N
+    rates = step_rates(step, draft_rows_N, target, temperature)
     greedy_N = rates.accept(ids_N, is_sampled=False)
     ratio_N = rates.ratio(ids_N) if temperature > 0 else greedy_N
-    return torch.stack([greedy_N, ratio_N, rates.alpha, rates.alpha_greedy]) * has_row_N
+    if step.confidence_BT is None:
+        odds_N = read_log_odds(step.logits(draft_rows_N), temperature)
+        logit_N = ESTIMATOR_SLOPE * odds_N + ESTIMATOR_BIAS
+    else:
+        logit_N = step.confidence_BT.flatten()[draft_rows_N]
+    found = (greedy_N, ratio_N, rates.alpha, rates.alpha_greedy, logit_N.float().sigmoid())
+    return torch.stack(found) * has_row_N

@@ -110,6 +110,7 @@ def _build_entries(
                     else None,
                     "other_sample_method": _summarise_other(forecast, k, "other_counts"),
                     "block_verification": _summarise_other(forecast, k, "block_counts"),
+                    "adaptive": _summarise_adaptive(forecast or [], k),
                 }
             )
     return entries
@@ -128,6 +129,23 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
         "drafted_share": _rounded(_ratio(drafts_N.sum(), steps_N.sum())),
         "tau_per_draft": _rounded(1 + _ratio(accepted_NK.sum(), drafts_N.sum())),
     }
+
+
+def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
+    """tau and verified rows per step by threshold; empty unless k is the most draft tokens."""
+    if not rows or k != max(rows[0].counts):
+        return []
+    points = []
+    for same in zip(*(row.adaptive for row in rows), strict=True):
+        steps = sum(one.num_steps for one in same)
+        points.append(
+            {
+                "threshold": same[0].threshold,
+                "tau": _rounded(1 + _ratio(sum(one.num_accepted for one in same), steps)),
+                "rows": _rounded(_ratio(sum(one.num_rows for one in same), steps)),
+            }
+        )
+    return points
 
 
 def _summarise_other(

@@ -159,6 +159,49 @@ def expected_blocks(
     )
 
 
+THRESHOLDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)
+"""Of the survival: from all tokens verified to none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptivePoint:
+    """Expected counts if the tokens whose survival reaches a threshold are verified."""
+
+    threshold: float
+    num_steps: float
+    num_accepted: float
+    num_rows: float
+    """Verified: one of each step, and one of each admitted token."""
+
+
+def walk_adaptive(
+    accept_TK: NDArray[np.float64], confidence_TK: NDArray[np.float64]
+) -> list[AdaptivePoint]:
+    """The blocks of one output under adaptive verification, by threshold of the survival.
+
+    vLLM admits the tokens with the highest survival, the product of the draft's confidences up to a
+    token, of all requests of a step: above some threshold, which falls with the load. `accept_TK` is
+    that of `walk_blocks`. `confidence_TK[t, j]` belongs to the token at j + 1 after output token t.
+    Confidences of a block that has left the text are taken as those of the text: they change rows,
+    and no accepted token.
+    """
+    survival_TK = np.cumprod(confidence_TK, axis=1)
+    points = []
+    for threshold in THRESHOLDS:
+        is_admitted_TK = survival_TK >= threshold
+        begins_T, reach_TK = walk_blocks(accept_TK * is_admitted_TK)
+        num_steps = float(begins_T.sum())
+        points.append(
+            AdaptivePoint(
+                threshold=threshold,
+                num_steps=num_steps,
+                num_accepted=float((begins_T @ reach_TK).sum()),
+                num_rows=num_steps + float(begins_T @ is_admitted_TK.sum(1)),
+            )
+        )
+    return points
+
+
 def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
     """`accept_TK` of `expected_blocks` under block verification (Sun et al., arXiv 2403.10444).
 
