@@ -3,12 +3,13 @@
 It must have been measured with the served sampling.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redraft.engine.sampling import GREEDY, Sampling
+from redraft.eval.serving.cost import AdaptivePoint
 from redraft.files.folder import read_as
 
 REPORTS = "give a report of `redraft eval` or of a training run"
@@ -23,6 +24,8 @@ class Acceptance:
     sampling: Sampling
     is_sampled: bool
     """Drafts were sampled (`draft_sample_method: probabilistic`), not greedy."""
+    curve: Sequence[AdaptivePoint] = ()
+    """With adaptive verification; empty if the report has none."""
 
 
 def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
@@ -94,4 +97,5 @@ def _list_evaluated(report: Mapping[str, Any]) -> Iterator[Acceptance]:
             per_position=rates,
             sampling=Sampling(temperature=row["temperature"], **filters),
             is_sampled=sampled.get(row["draft"], False),
+            curve=[AdaptivePoint(**point) for point in entry.get("adaptive", ())],
         )

@@ -16,12 +16,13 @@ from redraft.engine.lossless import Difference, Lossless
 from redraft.engine.sampling import Sampling
 from redraft.eval.report.page import TEMPLATES, charts_of, write_page
 from redraft.eval.serving.baseline import Baseline
-from redraft.eval.serving.cost import Prediction
+from redraft.eval.serving.cost import AdaptivePrediction, Prediction
 from redraft.eval.serving.prediction import Choice
 from redraft.eval.serving.rounds import Compared, Results, compare
 from redraft.files.artifact import write_whole
 
 VERSION = 2  # Version of the format. The first was of another command.
+WORTH = 0.02  # Least expected gain for which adaptive verification is advised.
 FREE = 0.95  # Rounds differ by several percent: down to this ratio a draft costs nothing.
 
 ByLoad = Mapping[int, Compared]  # By requests in flight.
@@ -57,6 +58,8 @@ class DraftReport:
     """The best number of tokens at each batch size, in words."""
     serve: str
     """Arguments to append to `vllm serve TARGET`, after the variables to set."""
+    adaptive: Mapping[int, AdaptivePrediction]
+    """The speed with vLLM's adaptive verification, by requests in flight; empty without a forecast."""
     confirmed: ByLoad | None
     """In the last rounds, as advised; None if it did not take part."""
 
@@ -137,8 +140,21 @@ def describe_draft(choice: Choice, confirmed: ByLoad | None, serve: str) -> Draf
         predicted=choice.speedups,
         advice=choice.advice,
         serve=serve,
+        adaptive=choice.adaptive,
         confirmed=confirmed,
     )
+
+
+def describe_adaptive(draft: DraftReport) -> Iterator[str]:
+    """Where adaptive verification is expected to be faster than the best fixed number of tokens."""
+    for load, row in draft.adaptive.items():
+        best = draft.predicted[load]
+        if row.speedup > best * (1 + WORTH):
+            yield (
+                f"  adaptive verification: {row.speedup:.2f}x expected at {count_requests(load)}, with "
+                f"{row.rows_per_token:.2f} verified rows per token, against {best:.2f}x: give "
+                "--pace adaptive to redraft serve"
+            )
 
 
 def describe_lossless(served: Lossless, alone: Lossless) -> LosslessReport:
@@ -239,6 +255,7 @@ def compose_answer(report: BenchReport) -> Iterator[str]:
             )
             yield f"{draft.title}: {speeds}"
             yield f"  {draft.advice}"
+            yield from describe_adaptive(draft)
     if proven := find_served(report):
         yield f"serve {proven.title}: vllm serve {report.target}, with"
         yield f"  {proven.serve}"

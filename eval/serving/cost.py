@@ -107,9 +107,19 @@ class StepCosts:
 
         Drafting and verifying k tokens for each of b requests.
         """
+        return self.verify_s(batch_size, num_speculative_tokens + 1) + self.propose_s(
+            batch_size, num_speculative_tokens
+        )
+
+    def verify_s(self, batch_size: float, rows: float) -> float:
+        """Duration in seconds of a target step with so many rows for each of b requests, on average."""
         # First along k at every measured batch size, then along the batch size.
-        steps = {b: _line(by_k, num_speculative_tokens) for b, by_k in self.target_s.items()}
-        return _line(steps, batch_size) + num_speculative_tokens * _line(self.draft_s, batch_size)
+        steps = {b: _line(by_k, rows - 1) for b, by_k in self.target_s.items()}
+        return _line(steps, batch_size)
+
+    def propose_s(self, batch_size: float, num_speculative_tokens: int) -> float:
+        """Duration in seconds of drafting k tokens for each of b requests."""
+        return num_speculative_tokens * _line(self.draft_s, batch_size)
 
 
 def _requests(count: int) -> str:
@@ -160,6 +170,50 @@ class Prediction:
     """Output tokens per second of all requests together."""
     speedup: float
     """Ratio of tokens_per_s to no speculation at the same batch size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptivePoint:
+    """tau and verified rows per step at a threshold of the survival, by forecast."""
+
+    threshold: float
+    tau: float
+    rows: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptivePrediction(Prediction):
+    """The speed with adaptive verification: the draft makes all tokens, and some are verified."""
+
+    threshold: float
+    rows_per_token: float
+    """Verified rows per output token."""
+
+
+def predict_adaptive(
+    curve: Sequence[AdaptivePoint],
+    costs: StepCosts,
+    *,
+    batch_size: int,
+    num_speculative_tokens: int,
+) -> AdaptivePrediction:
+    """The threshold with the most tokens per second at a batch size; of equals, the fewest rows."""
+
+    def predict(point: AdaptivePoint) -> AdaptivePrediction:
+        step_s = costs.verify_s(batch_size, point.rows)
+        step_s += costs.propose_s(batch_size, num_speculative_tokens)
+        return AdaptivePrediction(
+            batch_size=batch_size,
+            num_speculative_tokens=num_speculative_tokens,
+            tau=point.tau,
+            step_s=step_s,
+            tokens_per_s=batch_size * point.tau / step_s,
+            speedup=point.tau * costs.step_s(batch_size, 0) / step_s,
+            threshold=point.threshold,
+            rows_per_token=point.rows / point.tau,
+        )
+
+    return max(map(predict, curve), key=lambda row: (row.tokens_per_s, -row.rows_per_token))
 
 
 def predict_speed(

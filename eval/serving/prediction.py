@@ -5,14 +5,24 @@ Which draft, how many tokens, at which load?
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.lookup_first import is_mixed
-from redraft.eval.serving.cost import Prediction, StepCosts, advise, has_one_acceptance
+from redraft.eval.serving.cost import (
+    AdaptivePoint,
+    AdaptivePrediction,
+    Prediction,
+    StepCosts,
+    advise,
+    has_one_acceptance,
+    predict_adaptive,
+)
 from redraft.eval.serving.rounds import PLAIN, Compared, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_speculative
+
+Speed = TypeVar("Speed", bound=Prediction)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class Candidate:
     """By its training, on the prompts of the first rounds."""
     given: Sequence[float] | None = None
     """Acceptance by position, in place of the counted one."""
+    curve: Sequence[AdaptivePoint] = ()
+    """With adaptive verification, by forecast; empty if it is not known."""
 
     def __post_init__(self) -> None:
         if self.given is not None and not self.has_one_acceptance:
@@ -72,6 +84,8 @@ class Choice:
     """The best number of tokens at each batch size, in words."""
     speculative_config: Mapping[str, Any]
     """To serve, with the best numbers of tokens."""
+    adaptive: Mapping[int, AdaptivePrediction] = field(default_factory=dict)
+    """With adaptive verification, by requests in flight; empty without a forecast of it."""
 
     @property
     def best(self) -> dict[int, Prediction]:
@@ -132,12 +146,19 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         advice = by_load[loads[0]]
         config, words = advice.speculative_config(candidate.config) or config, advice.sentence
     # 4. The speed of whole answers, with the prefills added again.
-    by_tokens = {}
+    by_tokens: dict[int, list[Prediction]] = {}
+    adaptive: dict[int, AdaptivePrediction] = {}
     for load, advice in by_load.items():
         rows = [row for row in advice.table if row.batch_size == load]
         tokens = measured[load].tokens_per_request
-        by_tokens[load] = _add_prefills(rows, tokens, prefill_s[PLAIN], prefill_s[name])
-    return Choice(candidate, measured, costs, by_tokens, words, config)
+        prefills = tokens, prefill_s[PLAIN], prefill_s[name]
+        by_tokens[load] = [_add_prefill(row, rows[0], *prefills) for row in rows]
+        if candidate.curve:
+            best = predict_adaptive(
+                candidate.curve, costs, batch_size=load, num_speculative_tokens=k
+            )
+            adaptive[load] = _add_prefill(best, rows[0], *prefills)
+    return Choice(candidate, measured, costs, by_tokens, words, config, adaptive)
 
 
 def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -> float:
@@ -154,25 +175,20 @@ def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -
     return statistics.median(steps_s)
 
 
-def _add_prefills(
-    rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float
-) -> list[Prediction]:
-    """The speeds with the prefill of every answer of so many tokens.
+def _add_prefill(
+    row: Speed, plain: Prediction, tokens: float, plain_s: float, drafting_s: float
+) -> Speed:
+    """The speed with the prefill of every answer of so many tokens.
 
-    `plain_s` without a draft, else `drafting_s`. All requests wait for a prefill. `rows` begin with
-    no draft.
+    `plain_s` without a draft, else `drafting_s`. All requests wait for a prefill. `plain` is the row
+    of no draft.
     """
     # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its
     # tokens.
-    rates = [
-        1
-        / (1 / row.tokens_per_s + (drafting_s if row.num_speculative_tokens else plain_s) / tokens)
-        for row in rows
-    ]
-    return [
-        replace(row, tokens_per_s=rate, speedup=rate / rates[0])
-        for row, rate in zip(rows, rates, strict=True)
-    ]
+    prefill_s = drafting_s if row.num_speculative_tokens else plain_s
+    rate = 1 / (1 / row.tokens_per_s + prefill_s / tokens)
+    plain_rate = 1 / (1 / plain.tokens_per_s + plain_s / tokens)
+    return replace(row, tokens_per_s=rate, speedup=rate / plain_rate)
 
 
 def choose(choices: Sequence[Choice], number: int) -> list[Choice]:

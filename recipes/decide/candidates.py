@@ -15,7 +15,7 @@ from redraft.engine.process import exiting_on_sigterm
 from redraft.engine.sampling import Sampling
 from redraft.engine.server import forget_requests, require_servable
 from redraft.eval.forecast.draft_source import NGRAM, DraftSource, Lookups
-from redraft.eval.serving.acceptance_source import list_drafts, read_acceptance
+from redraft.eval.serving.acceptance_source import Acceptance, list_drafts, read_acceptance
 from redraft.eval.serving.prediction import Candidate
 from redraft.eval.serving.rounds import PLAIN
 from redraft.files.artifact import write_whole
@@ -157,21 +157,24 @@ def give_acceptance(
             f"acceptance for all loads: give it a name, --draft {names[0]}=FOLDER"
         )
     return [
-        replace(candidate, given=_read_given(candidate, report, of_report[candidate.name], served))
+        _give(candidate, read_acceptance(report, of_report[candidate.name], served), report)
         if candidate.name in of_report
         else candidate
         for candidate in candidates
     ]
 
 
-def _read_given(candidate: Candidate, report: Path, name: str, served: Sampling) -> Sequence[float]:
-    found = read_acceptance(report, name, served)
+def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
     method = "probabilistic" if found.is_sampled else "greedy"
     if candidate.config.get("draft_sample_method", "greedy") != method:
         raise ValueError(
-            f"{report} has {method} drafts of {name}: give --draft-sample-method {method}"
+            f"{report} has {method} drafts of {found.draft}: give --draft-sample-method {method}"
         )
-    return found.per_position
+    # A curve of more tokens than a step has here is of other blocks.
+    is_alike = len(found.per_position) == candidate.num_speculative_tokens
+    return replace(
+        candidate, given=found.per_position, curve=found.curve if is_alike else candidate.curve
+    )
 
 
 def training_command(making: Making, name: str) -> list[str]:

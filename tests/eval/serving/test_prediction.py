@@ -11,6 +11,8 @@ import pytest
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.measure import Measurement, Output, find_full_load
 from redraft.engine.prompts import Prompt
+from redraft.eval.serving.bench_report import describe_adaptive, describe_draft
+from redraft.eval.serving.cost import AdaptivePoint, StepCosts, predict_adaptive
 from redraft.eval.serving.prediction import Candidate, choose, predict
 from redraft.eval.serving.rounds import PLAIN
 
@@ -234,6 +236,50 @@ def test_acceptance_that_is_given_replaces_the_counted_one() -> None:
     for draft in (NGRAM, MIX, replace(HEAD, config={"method": "dflash", "model": "x"})):
         with pytest.raises(ValueError, match=f"{draft.title} changes .*--acceptance"):
             replace(draft, given=(0.3,))
+
+
+CURVE = [
+    AdaptivePoint(threshold=0.0, tau=2.0, rows=4.0),
+    AdaptivePoint(threshold=0.5, tau=1.8, rows=2.0),
+    AdaptivePoint(threshold=1.1, tau=1.0, rows=1.0),
+]
+
+
+def test_adaptive_verification_takes_the_threshold_that_pays_at_each_load() -> None:
+    """A step of 4 rows takes 10 ms at one request. At eight, 8 rows take 12 ms and 32 take 30."""
+    costs = StepCosts(target_s={1: {0: 0.010, 3: 0.010}, 8: {0: 0.012, 3: 0.030}},
+                      draft_s={1: 0.001, 8: 0.002})  # fmt: skip
+    one, eight = (
+        predict_adaptive(CURVE, costs, batch_size=load, num_speculative_tokens=3) for load in (1, 8)
+    )
+    assert (one.threshold, one.tokens_per_s) == (0.0, pytest.approx(2.0 / 0.013))
+    assert one.rows_per_token == pytest.approx(2.0)
+    # All three tokens are drafted in 6 ms. Verified are 2 rows a request, in 12 + 18 / 3 ms.
+    assert (eight.threshold, eight.step_s) == (0.5, pytest.approx(0.024))
+    assert eight.tokens_per_s == pytest.approx(8 * 1.8 / 0.024)
+    assert eight.speedup == pytest.approx(1.8 * 0.012 / 0.024)
+    free = replace(costs, draft_s={1: 0.0, 8: 0.0})
+    none = predict_adaptive(CURVE[2:], free, batch_size=8, num_speculative_tokens=3)
+    assert (none.speedup, none.rows_per_token) == (1.0, 1.0)
+
+
+def test_adaptive_verification_is_predicted_beside_the_fixed_numbers_and_advised_if_it_pays() -> (
+    None
+):
+    rounds = make_rounds("head", {1: 13.0, 8: 36.0}, (60, 30, 10))
+    plain = predict(HEAD, rounds, LOADS)
+    assert plain.adaptive == {}
+    curve = [
+        replace(point, tau=point.tau * 1.3 if point.rows == 2 else point.tau) for point in CURVE
+    ]
+    found = predict(replace(HEAD, given=[0.6, 0.3, 0.1], curve=curve), rounds, LOADS)
+    assert set(found.adaptive) == {1, 8}
+    report = describe_draft(found, None, "")
+    said = list(describe_adaptive(report))
+    wins = [load for load in LOADS if found.adaptive[load].speedup > 1.02 * found.speedups[load]]
+    assert 8 in wins
+    assert len(said) == len(wins)
+    assert all("--pace adaptive" in line and "verified rows per token" in line for line in said)
 
 
 def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_request() -> None:
