@@ -229,6 +229,11 @@ def live_signal(
     # One attempt at a server: `Endpoints` tries the next one instead.
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
+        if signal.kept:
+            raise ValueError(
+                "--signal.kept has hidden states, and a standalone draft reads the top k: add "
+                "--signal.exact"
+            )
         source = EndpointTarget(servers, signal.k, opened)
     else:
         source = EndpointHiddenStates(

@@ -140,6 +140,11 @@ class Signal:
                 "--signal.shard is for a target in these processes: with --signal.url servers hold "
                 "it"
             )
+        if self.kept and not self.url:
+            raise ValueError(
+                "--signal.kept is read beside servers, which compute the states that it lacks: give "
+                "--signal.url too"
+            )
         if self.kind == "model" and self.exact:
             raise ValueError(
                 "--signal.exact is for servers and caches: a target in this process is always exact"

@@ -139,9 +139,10 @@ class _Hooks:
         with self.capture.reporting("hook"):
             state = self.runner.execute_model_state  # None after a failure
             if state is not None and grammar_output is not None:
-                names = grammar_output.structured_output_request_ids
+                asked, requests = grammar_output.structured_output_request_ids, self.runner.requests
+                names = [name for name in asked if name in requests]
                 for name in names:  # new ones are not decided yet
-                    self.feed.add(self.runner.requests[name])
+                    self.feed.add(requests[name])
                 self.feed.keep_unmasked(state.logits, names)
         return self._sample_tokens(grammar_output)
 

@@ -81,14 +81,23 @@ def main(cfg: Config) -> None:
 
 
 def require_parser(conversations: Sequence[Conversation], cfg: Config) -> None:
-    """Raise ValueError if a server started here could not read the target's tool calls."""
+    """Say if a server started here could not read the target's tool calls.
+
+    Raises:
+        ValueError: if all conversations have tools.
+    """
     num_with_tools = sum("tools" in conversation for conversation in conversations)
     has_parser = any(argument.startswith("--tool-call-parser") for argument in cfg.vllm_args)
-    if cfg.target is not None and num_with_tools and not has_parser:
-        raise ValueError(
-            f"{num_with_tools:,} conversations have tools: name vLLM's parser of the target's calls,"
-            " e.g. -- --enable-auto-tool-choice --tool-call-parser=hermes"
-        )
+    if cfg.target is None or not num_with_tools or has_parser:
+        return
+    problem = (
+        f"{num_with_tools:,} of {len(conversations):,} conversations have tools, which vLLM refuses "
+        "without a parser of the target's calls: give e.g. -- --enable-auto-tool-choice "
+        "--tool-call-parser=hermes"
+    )
+    if num_with_tools == len(conversations):
+        raise ValueError(problem)
+    print(problem)
 
 
 def identify(cfg: Config) -> str:

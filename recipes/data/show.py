@@ -179,6 +179,8 @@ def describe_training(
         f"tokens: {stats.tokens:,} in {stats.samples:,} samples, "
         f"{stats.labels / stats.tokens:.0%} of them labels"
     )
+    if stats.exact:
+        yield f"  {stats.exact:,} answers by the server's token ids"
     for loss in stats.losses():
         yield f"  {loss}"
     for reason, question in stats.examples.items():

@@ -8,7 +8,8 @@ The states that a head reads are captured too.
                             "aborted": []}, ...]}'
 
 The prompts of a round are answered together; a later round may find earlier prompts in the cache.
-`engine` and `sampling` are options of vLLM, the latter one for each prompt. Requests whose index is
+`engine` and `sampling` are options of vLLM, the latter one for each prompt, perhaps with the folder of
+an `adapter`. Requests whose index is
 in `aborted` are given up after eight tokens. Prints one line of JSON: `answers`, the token ids of
 every answer by round, prompt and n, `status`, the worker's, `counted_drafts`, the scheduler's,
 `batches_at_once`, above 1 if steps are scheduled ahead, and `preemptions`. With a pace in REDRAFT_SETTINGS, a
@@ -22,6 +23,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
@@ -48,11 +50,20 @@ def make_params(options: dict[str, Any]) -> Any:
 
 def answer(llm: Any, asked: dict[str, Any], name: str) -> list[list[list[int]]]:
     """Run the engine until all requests of a round have ended, and return the answers."""
+    from vllm.lora.request import LoRARequest
+
     engine, prompts = llm.llm_engine, asked["prompts"]
     for i, (prompt, chosen) in enumerate(
         zip(prompts, asked.get("sampling") or [{}] * len(prompts), strict=True)
     ):
-        engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, make_params(chosen))
+        adapter = chosen.get("adapter")
+        params = make_params({key: chosen[key] for key in chosen if key != "adapter"})
+        engine.add_request(
+            f"{name}-{i}",
+            {"prompt_token_ids": prompt},
+            params,
+            lora_request=LoRARequest(Path(adapter).name, 1, adapter) if adapter else None,
+        )
     answers: dict[str, Any] = {}
     while engine.has_unfinished_requests():
         for found in engine.step():

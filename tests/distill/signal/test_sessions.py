@@ -19,17 +19,24 @@ from transformers import AutoModelForCausalLM
 from redraft.distill.data.conversations import load_conversations, read_conversation
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.rows import UnusableRowError
-from redraft.distill.data.samples import build_samples
+from redraft.distill.data.samples import Sample, build_samples
 from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, unpack_turns
+from redraft.distill.run.inputs import live_signal
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
-from redraft.distill.signal.features_store import StatesLostError, Storage, write_states
+from redraft.distill.signal.features_store import (
+    StatesLostError,
+    Storage,
+    name_states,
+    write_states,
+)
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.target_answers import Sampling, regenerate
+from redraft.distill.train.run_config import Signal
 from redraft.engine.server import vllm_server
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.target_folder import TargetFolder
-from redraft.heads.draft import final_hidden, label_rows
+from redraft.heads.draft import Batch, final_hidden, label_rows
 from redraft.recipes.data import regenerate as recipe
 
 TINY_TARGET = "tests/assets/tiny-target"
@@ -231,7 +238,7 @@ def test_tools_without_a_parser_are_refused_before_the_server_starts(tmp_path: P
     config = recipe.Config(
         prompts=str(prompts), output=tmp_path / "answers.jsonl", target=TINY_TARGET
     )
-    with pytest.raises(ValueError, match=r"1 conversations have tools.*--tool-call-parser"):
+    with pytest.raises(ValueError, match=r"1 of 1 conversations have tools.*--tool-call-parser"):
         recipe.main(config)
 
 
@@ -324,6 +331,54 @@ def test_states_are_kept_from_a_server_of_hidden_states_only(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match=r"--keep-states.*serve-features"):
         recipe.main(config)
+
+
+def test_a_batch_is_read_from_kept_states_and_the_server_is_asked_for_the_rest(
+    random_target: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(
+            input_ids=rng.integers(1, 500, length).astype(np.int32),
+            loss_mask=np.arange(length) >= 3,
+            conversation=str(length),
+            domain="agents",
+        )
+        for length in (9, 14)
+    ]
+    kept = tmp_path / "kept"
+    for sample in samples:  # as a server writes them: of all tokens but the last
+        ids = sample.input_ids.tolist()
+        alone = Batch.packed([[(sample.input_ids, sample.loss_mask)]], width=len(ids))
+        aux_BTLD = InProcessTarget(model, (0, 1, 2))(alone).aux_BTLD
+        assert aux_BTLD is not None
+        write_states(f"{kept}/{name_states(ids[:-1])}", aux_BTLD[0, :-1].contiguous(), (0, 1, 2))
+    batch = next(PackedDataset(samples, sequence_length=32, seed=0).in_order(4))
+    opened = TargetFolder.open(random_target)
+    source = EndpointHiddenStates(
+        Endpoint("http://127.0.0.1:9", attempts=1), model, (0, 1), str(tmp_path), opened, str(kept)
+    )
+    read, exact = source(batch), InProcessTarget(model, (0, 1))(batch)
+    assert (source.num_kept, source.num_asked) == (2, 0)
+    is_label_row_BT = label_rows(batch, 0)
+    for one, other in ((read.aux_BTLD, exact.aux_BTLD), (final_hidden(read), final_hidden(exact))):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one[is_label_row_BT], other[is_label_row_BT])
+    # Without one of them, the server is asked, and this one is gone.
+    Storage(str(kept)).forget(samples[0].input_ids[:-1].tolist())
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9"):
+        source(batch)
+    assert (source.num_kept, source.num_asked) == (3, 1)
+
+
+def test_kept_states_are_refused_where_nothing_reads_them() -> None:
+    with pytest.raises(ValueError, match=r"--signal.kept.*--signal.url"):
+        Signal(kept="states")
+    signal = Signal(kind="endpoint", url=("http://127.0.0.1:9",), kept="states")
+    with pytest.raises(ValueError, match=r"--signal.kept.*--signal.exact"):
+        live_signal(signal, None, TargetFolder.open(TINY_TARGET), None)
 
 
 @pytest.mark.slow

@@ -1321,6 +1321,32 @@ def test_headers_label_the_record_and_keep_it_out(server):
     assert server.status()["capture"]["skipped_requests_opt_out"] == opted_out + 1
 
 
+@pytest.mark.vllm
+def test_a_chat_requests_arguments_and_its_structured_output_are_in_its_record(server):
+    prompt = {"model": "m", "messages": [{"role": "user", "content": "why"}], "max_tokens": 8}
+    asked = {"chat_template_kwargs": {"enable_thinking": False, "documents": ["long"]}}
+    bound = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answers = []
+    for more in ({}, asked, bound):
+        answer = server.http.post(
+            "/v1/chat/completions", json=prompt | more | {"return_token_ids": True}
+        )
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json())
+    found = {
+        next(i for i, answer in enumerate(answers) if record.request_id.startswith(answer["id"])): (
+            record.template_arguments,
+            record.constraints,
+        )
+        for record in server.records(answers)
+    }
+    assert found == {
+        0: ("", ()),
+        1: ('{"enable_thinking": false}', ()),
+        2: ("", ("structured_output",)),
+    }
+
+
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
 
 

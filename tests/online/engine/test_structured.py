@@ -5,6 +5,7 @@ R = rows, K = kept top-k ids, V = vocabulary, T = tokens.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_capture import make_request
 from test_runners import run_capture
 from transformers import AutoModelForCausalLM
@@ -200,3 +202,70 @@ def test_structured_records_count_the_acceptance_of_the_changed_distribution(
         text = np.concatenate([record.context_ids, record.output_ids])
         rows = np.flatnonzero(record.accepted & (record.positions < len(text)))
         np.testing.assert_array_equal(record.draft_ids[rows], text[record.positions[rows]])
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_an_adapters_record_holds_the_distribution_of_the_adapted_target(
+    runner: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    make_adapter(model, tmp_path / "sql")
+    prompt = load_tokenizer(TARGET)("def add(a, b):")["input_ids"]
+    _, _, records = run_capture(
+        runner,
+        tmp_path / "spool",
+        target=TARGET,
+        draft=DRAFT,
+        method="eagle3",
+        engine={"enable_lora": True, "max_lora_rank": RANK},
+        rounds=[{"prompts": [prompt] * 2, "sampling": [{}, {"adapter": str(tmp_path / "sql")}]}],
+    )
+    by_adapter = {record.adapter: record for record in records}
+    assert by_adapter.keys() == {"", "sql"}
+    apply_adapter(model, tmp_path / "sql")
+    for adapter, record in by_adapter.items():
+        text = torch.from_numpy(np.concatenate([record.context_ids, record.output_ids]).astype(int))
+        with torch.no_grad():
+            log_probs_TV = model(text[None]).logits[0].log_softmax(-1)
+        rows = np.flatnonzero((record.branches == 0) & (record.positions <= len(text)))
+        ours_RK = log_probs_TV[record.positions[rows] - 1].gather(
+            1, torch.from_numpy(record.topk_ids[rows].astype(int))
+        )
+        gap = float(np.abs(ours_RK.numpy() - record.topk_log_probs[rows]).max())
+        assert (gap < TOLERANCE) is (adapter == "sql"), gap
+
+
+RANK = 8
+
+
+def make_adapter(model: Any, folder: Path) -> None:
+    """A LoRA adapter of random weights, as PEFT writes it."""
+    torch.manual_seed(1)
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            out, size = module.weight.shape
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, size) / size**0.5
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out, RANK) / 4
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "base_model_name_or_path": TARGET,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def apply_adapter(model: Any, folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            a, b = (tensors[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
+            module.weight.data += b @ a
