@@ -19,7 +19,22 @@ def engine_findings(engine: Engine, pair: Pair) -> list[Finding]:
         problem, _, cure = str(error).partition("; ")
         return [Finding(problem, cure)]
     rules = engine.rules()
-    return [*rules.find_refused(pair), *rules.find_misread(pair)]
+    found = [*rules.find_refused(pair), *rules.find_misread(pair)]
+    return [*found, *other_version(engine, engine.find_installed())]
+
+
+def other_version(engine: Engine, installed: str) -> list[Finding]:
+    """A doubt if another release of the engine is installed than the one whose loaders were read."""
+    if installed in ("", engine.version):
+        return []
+    return [
+        Finding(
+            f"{engine.title} {installed} is installed, and its loaders were read in "
+            f"{engine.version}: they may read this folder otherwise",
+            f"install {engine.package}=={engine.version}, or compare the acceptance with a forecast",
+            is_doubt=True,
+        )
+    ]
 
 
 def require_exportable(engine: Engine, pair: Pair) -> None:

@@ -150,7 +150,7 @@ def _views(pair: Pair) -> tuple[View, ...]:
 
 
 def write(export: Export, folder: Path) -> None:
-    """The draft as SGLang reads it; vLLM reads the same EAGLE-3, DFlash and DSpark folders."""
+    """The draft as SGLang reads it; vLLM reads the folder too, but for EAGLE-1 and several layers."""
     pair = export.pair
     if pair.family.is_head:
         folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))

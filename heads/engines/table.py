@@ -9,6 +9,7 @@ imported when it is asked for.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -71,6 +72,8 @@ class Engine:
     """Exports are served by the engine in tests. If false, its loaders were read and not run."""
     module: str
     """Module with the functions of `Rules`."""
+    package: str = ""
+    """Distribution to compare `version` with; empty for an engine with checks of its own."""
     unserved: Mapping[str, str] = field(default_factory=dict)
     """Reasons by family. An engine serves every family that is not named here."""
 
@@ -79,6 +82,13 @@ class Engine:
         """The engine's name with the state of its rules, for reports."""
         state = "run" if self.is_run else "its loaders were read, not run"
         return f"{self.title} {self.version} ({state})"
+
+    def find_installed(self) -> str:
+        """The version of the engine beside redraft; empty without one."""
+        try:
+            return importlib.metadata.version(self.package) if self.package else ""
+        except importlib.metadata.PackageNotFoundError:
+            return ""
 
     def rules(self) -> Rules:
         """The module of rules. Loads torch."""
@@ -110,6 +120,7 @@ ENGINES: tuple[Engine, ...] = (
         version="0.5.23",
         is_run=False,
         module="redraft.heads.engines.sglang",
+        package="sglang",
         unserved={
             **LOOKUPS,
             "peagle": "it drafts no token of an EAGLE-3 head in parallel",

@@ -150,7 +150,7 @@ def _misread_dspark(pair: Pair) -> Iterator[Finding]:
 
 
 def write(export: Export, folder: Path) -> None:
-    """The draft as TensorRT-LLM reads it, with the options of the server; vLLM reads it too."""
+    """The draft as TensorRT-LLM reads it, with the options of the server."""
     pair = export.pair
     if pair.family.is_head:
         folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))

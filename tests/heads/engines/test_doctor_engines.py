@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from test_export import (
 
 from redraft.heads.doctor.checks import static_findings
 from redraft.heads.doctor.pair import Pair
+from redraft.heads.engines.exporting import other_version
+from redraft.heads.engines.table import find_engine
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import dispatch
 
@@ -142,3 +145,31 @@ def test_tables_of_rotary_frequencies_are_read_over(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, of_eagle3())
     table = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     assert static(edit(pair, tensors=table)) == []
+
+
+def test_another_release_of_sglang_is_a_doubt_in_one_line() -> None:
+    sglang = find_engine("sglang")
+    assert other_version(sglang, "") == other_version(sglang, sglang.version) == []
+    (doubt,) = other_version(sglang, "0.6.1")
+    assert doubt.is_doubt
+    assert re.search(r"0\.6\.1\b.*\b0\.5\.23\b", doubt.problem)
+    assert find_engine("vllm").find_installed() == ""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("make", "v1"), [(of_eagle3(), AUX), (of_dflash(), AUX), (of_dspark(), None)]
+)
+@pytest.mark.parametrize("name", ["sglang", "tensorrt-llm"])
+def test_vllms_readers_take_the_layers_of_training_from_an_export(
+    name: str, make: Any, v1: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    config = SimpleNamespace(**convert(make_pair(tmp_path, make), name).config)
+    speculative = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+    assert get_eagle3_aux_layers_from_config(speculative) == AUX
+    if v1 is not None:  # V1 serves no DSpark
+        runner = SimpleNamespace(speculative_config=speculative)
+        assert GPUModelRunner._get_eagle3_aux_layers_from_config(runner) == v1
