@@ -40,7 +40,7 @@ from redraft.eval.forecast.rows import (
 from redraft.heads.draft import DraftStep, ExactTarget
 
 ESTIMATOR_SLOPE, ESTIMATOR_BIAS = 0.5, -0.2
-"""Of vLLM's estimator at its start, by the log odds of a draft's most probable token. It fits both to
+"""Coefficients of vLLM's estimator at its start, by the log odds of a draft's most probable token. It fits both to
 the traffic, which moves a threshold and hardly the order of the tokens.
 """
 

@@ -146,7 +146,7 @@ def describe_draft(choice: Choice, confirmed: ByLoad | None, serve: str) -> Draf
 
 
 def describe_adaptive(draft: DraftReport) -> Iterator[str]:
-    """Where adaptive verification is expected to be faster than the best fixed number of tokens."""
+    """A line for each load at which adaptive verification is expected to beat the best number."""
     for load, row in draft.adaptive.items():
         best = draft.predicted[load]
         if row.speedup > best * (1 + WORTH):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from redraft.engine import adaptive
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.lookup_first import is_mixed
 from redraft.eval.serving.cost import (
@@ -61,8 +62,8 @@ class Candidate:
 
     @property
     def chooses_length(self) -> bool:
-        """It decides at every step how many tokens to propose, as lookups do."""
-        return self.is_lookup or is_mixed(self.config)
+        """A step has as many tokens as it finds, as with lookups, or as vLLM verifies."""
+        return self.is_lookup or is_mixed(self.config) or adaptive.KEY in self.config
 
     @property
     def has_one_acceptance(self) -> bool:

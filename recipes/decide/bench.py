@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.run.proof import make_logits
+from redraft.engine import adaptive
 from redraft.engine.lookups import lookup_env, needs_plugin
 from redraft.engine.lossless import compare_lossless
 from redraft.engine.machine import ENGINE_IS_CPU, engine_environment, environment
@@ -28,7 +30,7 @@ from redraft.engine.sampling import (
 )
 from redraft.engine.server import Mode, VllmServer, vllm_keys
 from redraft.engine.target_dtype import open_target
-from redraft.eval.forecast.draft_source import NGRAM
+from redraft.eval.forecast.draft_source import NGRAM, DraftSource
 from redraft.eval.serving.baseline import (
     MODE_ROUNDS,
     choose_mode,
@@ -78,6 +80,7 @@ from redraft.recipes.decide.candidates import (
     make_trained,
 )
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
+from redraft.recipes.serve.vllm_flags import read_flags
 
 FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
 ROUNDS = "rounds"  # Folder in --output of the finished rounds.
@@ -94,6 +97,7 @@ def main(cfg: Config) -> None:
     # Before the trainings: what cannot be served must not be found out an hour later.
     fetch_model(name)
     target = open_target(name, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
+    require_pace(cfg, name)
     sampling = choose_sampling(target.folder, **asked_sampling(cfg))
     require_served(sampling)
     # Requests that name their sampling have no penalties (`measure`).
@@ -115,12 +119,17 @@ def main(cfg: Config) -> None:
     # 1. the plain server to beat: compiled or eager, whichever is faster here
     rounds = Rounds(cfg, target, sampling if names_sampling(cfg) else None)
     mode, modes = rounds.choose_mode(first)
+    if cfg.pace == "adaptive" and mode == "eager":
+        raise ValueError(
+            f"--pace adaptive {adaptive.GRAPHS.partition(':')[0]}, and eager is faster"
+        )
     print(describe_modes(mode, modes), flush=True)
 
     # 2. every draft with one number of tokens; what needs no training comes first, and each verdict
     #    as it is known
     choices: list[Choice] = []
-    for candidates in make_groups(cfg, [*make_lookups(making), *finished], making):
+    for made in make_groups(cfg, [*make_lookups(making), *finished], making):
+        candidates = [verify_adaptively(one) for one in made] if cfg.pace == "adaptive" else made
         results = rounds.measure_first(candidates, first)
         for candidate in candidates:
             choices.append(predict(candidate, results, cfg.loads))
@@ -168,6 +177,27 @@ def main(cfg: Config) -> None:
     page = write_bench(cfg.output, report)
     drop_previous(cfg.output / PREVIOUS)
     print(*compose_answer(report), f"report: {page}", sep="\n")
+
+
+def require_pace(cfg: Config, target: str) -> None:
+    """Raise ValueError if no draft of this benchmark can be verified adaptively."""
+    if cfg.pace != "adaptive":
+        return
+    flags = read_flags(cfg.vllm_args)
+    configs = [DraftSource.parse(source).speculative() for source in cfg.draft]
+    configs += [{"method": "draft_model"}] if cfg.train else []
+    obstacles = [adaptive.find_obstacle(flags, target, config) for config in configs]
+    if "" not in obstacles:
+        obstacle = obstacles[0] if obstacles else adaptive.UNSURE
+        raise ValueError(f"--pace adaptive {obstacle}, or give --pace off")
+
+
+def verify_adaptively(candidate: Candidate) -> Candidate:
+    """The same draft, verified adaptively unless it is looked up."""
+    if candidate.chooses_length:
+        return candidate
+    config = {**candidate.config, adaptive.KEY: True}
+    return replace(candidate, config=config, given=None, curve=())
 
 
 def require_answers(cfg: Config) -> None:

@@ -22,7 +22,7 @@ and the training that was interrupted continues.
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -75,6 +75,10 @@ class Config(MeasureConfig):
     rounds: int = LEAST_ROUNDS
     """Interleaved rounds of the last drafts, at least 6 for an interval. All drafts get a third as
     many before."""
+    pace: Literal["off", "adaptive"] = "off"
+    """With `adaptive`, vLLM chooses how many draft tokens of a model it verifies (`redraft serve
+    --pace adaptive`). With `off` it verifies all.
+    """
     acceptance: Path | None = None
     """The report.json of `redraft eval` or of a training, to advise with its acceptance by position
     in place of the one that the first rounds count. A draft takes that of its name, or of the

@@ -116,6 +116,9 @@ def vllm_server(
     }
     asked = merge(engine_wait.ENABLED, read_settings({**os.environ, **env}))
     env |= lookup_env(speculative_config, asked)
+    if (speculative_config or {}).get(adaptive.KEY):  # only the plugin counts the verified tokens
+        plugins = [*os.environ.get("VLLM_PLUGINS", "").split(","), "redraft"]
+        env["VLLM_PLUGINS"] = ",".join(dict.fromkeys(filter(None, plugins)))
     if cpu_cores:
         env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
     # The caller's arguments come last, so they win over those above.

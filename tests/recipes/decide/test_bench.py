@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.data.conversations import load_conversations
+from redraft.engine import adaptive
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.lookup_first import HeadLimits, mix
 from redraft.engine.measure import Measurement, Output
@@ -619,3 +621,25 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
     if report["served"]:
         assert report["lossless"]["lossless"]
     assert (cfg.output / "report.html").is_file()
+
+
+def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_only(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="--pace adaptive needs full CUDA graphs, and a CPU"):
+        bench.require_pace(Config(draft=("ngram",), pace="adaptive"), str(tiny_target))
+    find = partial(adaptive.find_obstacle, environment={}, on_cpu=False)
+    monkeypatch.setattr(adaptive, "find_obstacle", find)
+    with pytest.raises(ValueError, match="no lookup"):
+        bench.require_pace(Config(draft=("suffix",), pace="adaptive"), str(tiny_target))
+    lora = Config(train=("layers-2",), pace="adaptive", vllm_args=("--enable-lora",))
+    with pytest.raises(ValueError, match="--enable-lora"):
+        bench.require_pace(lora, str(tiny_target))
+    bench.require_pace(Config(train=("layers-2",), pace="adaptive"), str(tiny_target))
+    model = Candidate("m", "m", {"method": "draft_model", "model": "m"}, 2, given=(0.5, 0.2))
+    found = bench.verify_adaptively(model)
+    assert found.speculative_config[adaptive.KEY]
+    assert found.chooses_length, "a step has as many tokens as vLLM verifies"
+    assert found.given is None
+    ngram = Candidate("n", "n", {"method": "ngram"}, 2)
+    assert bench.verify_adaptively(ngram) == ngram
