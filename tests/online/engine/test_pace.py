@@ -41,7 +41,7 @@ from redraft.online.engine.pace import (
 from redraft.online.engine.pace_memory import PaceMemory
 from redraft.online.engine.pace_status import PaceMetrics, describe_pace, read_gauges
 from redraft.online.engine.routes import BeforeMetrics
-from redraft.online.engine.runner_v2 import complete_graphs, without_table
+from redraft.online.engine.runner_v2 import complete_graphs, explain_adaptive, without_table
 from redraft.recipes.operate.watch import read_server
 
 
@@ -135,6 +135,42 @@ def test_one_decides_and_says_so(config, told, caplog):
     assert isinstance(scheduler.dynamic_sd_lookup, Pacer) is not told
     engine = SimpleNamespace(scheduler=scheduler)
     assert (answer_pace(engine) is None) is bool(told)
+
+
+def test_forced_adaptive_verification_needs_no_pacer_and_gives_no_warning(caplog):
+    config = make_config(
+        enable_adaptive_verification=True,
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+        **{TABLE: None},
+    )
+    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=None)
+    for pace, warns in (("adaptive", False), ("auto", True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, pace_hooks.logger.name):
+            install_pacer(scheduler, pace)
+        assert f"--pace {pace}: vLLM decides on the verified tokens" in caplog.messages[0]
+        assert any(record.levelname == "WARNING" for record in caplog.records) is warns
+        assert scheduler.redraft.pacer is None
+
+
+def test_an_adaptive_pacer_chooses_between_no_draft_and_all_tokens():
+    pacer = Pacer(7, 64, 4096, "auto", has_keys=False, is_adaptive=True)
+    assert pacer.policy.arms == [0, 7]
+    assert Pacer(7, 64, 4096, "auto", has_keys=False).policy.arms == [0, 1, 2, 3, 5, 7]
+    pacer.set("adaptive")
+    assert (pacer[40], describe_pace(pacer.status())) == (7, "pace 7, adaptive")
+
+
+def test_a_refusal_of_adaptive_verification_while_vllm_loads_names_a_way_out():
+    def refuse(**options):
+        raise ValueError(
+            "Adaptive verification trims verification requests on device, which the X attention "
+            "backend does not support."
+        )
+
+    with pytest.raises(ValueError, match="--attention-backend TRITON_ATTN"):
+        explain_adaptive(refuse)(vllm_config=None)
+    assert explain_adaptive(lambda **options: options)(a=1) == {"a": 1}
 
 
 # --- the scheduler
