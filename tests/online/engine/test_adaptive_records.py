@@ -26,11 +26,14 @@ from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.runner_v2 import _count_admitted, _Hooks
 from redraft.online.engine.runners import install_capture
 from redraft.online.learning.replay import training_sequence
-from redraft.online.records.record import Sampling, read_frames
+from redraft.online.records.record import PADDING, Sampling, read_frames
 from redraft.online.records.spool import spool_files
 
 V, K, D, LAYERS, SLOTS = 40, 3, 4, 2, 8
-LENGTHS = {"a": 5, "b": 3, "hidden": 4, "joined": 6, "chunked": 9}
+LENGTHS = {"a": 5, "b": 3, "grammar": 4, "joined": 6, "chunked": 9}
+"""Prompts. `grammar` is not recorded, and all but its first draft token are invalid. `joined` has a
+draft that nobody proposed. `chunked` is read in chunks."""
+
 ANSWER = 24
 CHUNK = 4
 WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
@@ -89,7 +92,7 @@ class Server:
                 request_id=name, prompt_ids=self.text[name][:], sampling=Sampling(temperature=0.7),
                 max_tokens=ANSWER, stop_ids=frozenset(),
             )  # fmt: skip
-            self.hooks.feed.requests[name] = None if name == "hidden" else info
+            self.hooks.feed.requests[name] = None if name == "grammar" else info
             assert len(info.prompt_ids) == length
 
     def run(self) -> dict[str, list[int]]:
@@ -138,7 +141,8 @@ class Server:
                 places.append(j)
                 slots.append(slot)
                 rows.append(find_logits(known + drafts[:j]))
-                if is_end and found == drafts[:j]:
+                is_valid = name != "grammar" or j < 2  # the row of an invalid token gives nothing
+                if is_end and is_valid and found == drafts[:j]:
                     found.append(int(rows[-1].argmax()))
             samples.append(found)
         # 2. The batch, with the device's numbers exact and the host's as in vLLM.
@@ -177,7 +181,10 @@ class Server:
             sampled_token_ids=sampled_BK, num_sampled=torch.tensor([*map(len, samples)])
         )
         self.hooks._padded = frozenset({"joined"} if number == 1 else ())
-        drafted = () if budget == 0 else (self.draft_logits.clone(),)
+        is_invalid = [
+            names[slot] == "grammar" and j > 1 for slot, j in zip(slots, places, strict=True)
+        ]
+        drafted = () if budget == 0 else (self.draft_logits.clone(), torch.tensor(is_invalid))
         streams = torch.stack(states, 1)
         # 3. The hooks, and the buffers of the next step.
         self.hooks.sampled(output, torch.stack(rows), batch, *drafted)
@@ -238,6 +245,7 @@ def collect_rows(records):
                 kinds["accepted"] += int(accepted[i])
                 rows[(*key, "draft", int(drafts[i]))] = probs[i].tobytes()
             kinds["branches" if branch else "text"] += 1
+        kinds["padded"] += record.row_proposers.count(PADDING)
         words = np.frombuffer(record.hidden, np.uint16).reshape(-1, *record.hidden_shape)
         for place, of_token in enumerate(words):
             states[name, record.hidden_begin + place] = of_token.tobytes()
@@ -265,8 +273,10 @@ def test_adaptive_verification_records_each_verified_row_as_without_it(untrimmed
     text = {key for key in rows if len(key) == 2}
     assert text == {key for key in found_rows if len(key) == 2}, "each token of an answer has a row"
     assert found_states.keys() == states.keys()
-    assert {key[0] for key in found_rows} == {*LENGTHS} - {"hidden"}
+    assert {key[0] for key in found_rows} == {*LENGTHS} - {"grammar"}
     assert found_kinds["drafts"] < kinds["drafts"]
+    assert kinds["padded"] == K + 1, "rows of the draft that nobody proposed"
+    assert 0 < found_kinds["padded"] <= K + 1
     assert found_kinds["accepted"] > 0
 
 
