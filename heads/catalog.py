@@ -234,10 +234,10 @@ FAMILIES: tuple[Family, ...] = (
         name="retrieval",
         title="counted answers",
         method="ngram",
-        decoders=("v1",),
+        decoders=("v1", "v2"),
         tensors=r"ngrams\.runs",
     ),
-    Family(name="live", title="live counts", method="ngram", decoders=("v1",)),
+    Family(name="live", title="live counts", method="ngram", decoders=("v1", "v2")),
     Family(
         name="suffix",
         title="suffix decoding",

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -29,9 +29,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
+from redraft.heads.families.run_table import MOST_VOTES, Found, RunTable
 
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
@@ -44,7 +46,8 @@ VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_co
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
 MOST_IDS = (1 << 20) - 1  # token ids that `as_text` tells apart, a power of 2 less 1
-MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
+WINDOW = 10_000
+"""Newest answers in live counts."""
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
 SHARD = 1 << 12  # most runs to drop, or to move in memory, at once
@@ -63,7 +66,7 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep. Each takes about 400 bytes of server memory."""
+    """Most runs to keep. Each takes about 400 bytes of server memory; in live counts, 16."""
     min_texts: int = 1
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""
@@ -210,14 +213,12 @@ class Retrieval:
 
     @staticmethod
     def read(folder: Path, **changes: Any) -> Retrieval:
-        """The draft of a folder, or LIVE, with `changes` to its config.
+        """The draft of a folder, with `changes` to its config.
 
         Raises:
             FileNotFoundError
             ValueError: it holds another kind of draft, or an option is out of bounds.
         """
-        if str(folder) == LIVE:
-            return Live(Config(**changes))
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(
@@ -241,6 +242,19 @@ def is_retrieval(folder: str | Path) -> bool:
     return (
         config.is_file()
         and read_config(Path(folder)).get("redraft", {}).get("family") == "retrieval"
+    )
+
+
+def require_answers(folder: Path) -> None:
+    """Raise ValueError for a folder without counted answers, by the header of its table."""
+    table = folder / WEIGHTS
+    if table.is_file():
+        with safe_open(table, framework="numpy") as tensors:
+            if "ngrams.runs" in tensors.keys() and tensors.get_slice("ngrams.runs").get_shape()[0]:  # noqa: SIM118
+                return
+    raise ValueError(
+        f"{folder} holds no answers: count some (`redraft retrieval --target TARGET --data FILE`), or "
+        f"let the server count its own (--draft {LIVE})"
     )
 
 
@@ -281,53 +295,49 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
     Raises:
         ValueError: there is no label to count.
     """
-    counts = Counts(config)
+    runs = RunVotes(config)
+    counts = Counts(config, runs)
     for text in texts:
         deque(counts.learn(text), maxlen=0)
-    if not counts.num_texts:
+    if not runs.num_texts:
         raise ValueError("no answer to count: the data has no label")
-    return Retrieval(config, counts.list_entries(), counts.by_length())
+    return Retrieval(config, runs.list_entries(counts.probability), counts.by_length())
 
 
 class Counts:
     """Runs of the answers, counted text by text: about 10 us a token.
 
     Each text first tests the predictions of earlier texts; the hit rates by length and votes are
-    the probabilities. Beyond `max_entries` runs, those counted least recently are dropped.
+    the probabilities.
     """
 
-    def __init__(self, config: Config, remembered: float = float("inf")) -> None:
-        self.config, self.remembered = config, remembered
-        self.num_texts = 0
+    def __init__(
+        self, config: Config, runs: RunVotes | RunTable, remembered: float = float("inf")
+    ) -> None:
+        self.config, self.runs, self.remembered = config, runs, remembered
         # Key: length of a run in the request, or `_kind` of one in the answers.
-        self._hits: dict[int | tuple[int, int], list[float]] = {
+        self.hits: dict[int | tuple[int, int], list[float]] = {
             length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10]
             for length in range(1, config.max_run + 1)
         }
-        # Bytes and integers, because the garbage collector would pause the engine to look through
-        # anything else.
-        self._num_shards = 1 + config.max_entries // SHARD
-        self._most = max(1, config.max_entries // 2 // self._num_shards)
-        self._newer: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
-        self._older: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
 
     def learn(self, text: Text) -> Iterator[None]:
         """Count a text; yield between steps."""
         labels, most = np.flatnonzero(text.is_label).tolist(), self.config.max_run
         ids, data, chars = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), as_text(text.ids)
-        self.num_texts += bool(labels)
+        if labels:
+            self.runs.begin_text()
         for at in labels:
             length, after = find_run(chars, most, at)
             if length:
                 self._note(length, ids[after] == ids[at])
             last = data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at]
-            if found := self._find(last, text.owner):
-                kind, token = found
-                self._note(kind, token == ids[at])
+            if found := self.runs.find(last, text.owner):
+                self._note(_kind(found), found.token == ids[at])
             yield
         for at in labels:
             last = data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at]
-            self._add(last, ids[at], text.owner)
+            self.runs.add(last, ids[at], text.owner)
             yield
 
     def predict(self, last: bytes, owner: bytes = b"") -> tuple[int, float]:
@@ -335,40 +345,44 @@ class Counts:
 
         With its probability.
         """
-        if not (found := self._find(last, owner)):
-            return NOTHING
-        kind, token = found
-        return token, self._probability(kind)
-
-    def forget(self, beginning: bytes) -> int:
-        """Drop the runs of all owners whose names begin so. Returns how many."""
-        num_dropped = 0
-        for shards in (self._newer, self._older):
-            for place, shard in enumerate(shards):
-                shards[place] = {
-                    run: row for run, row in shard.items() if not run.startswith(beginning)
-                }
-                num_dropped += len(shard) - len(shards[place])
-        return num_dropped
+        found = self.runs.find(last, owner)
+        return (found.token, self.probability(_kind(found))) if found else NOTHING
 
     def by_length(self) -> list[float]:
         """The probability of the token after a run's first place in the request, by length."""
-        return [0.0, *map(self._probability, range(1, self.config.max_run + 1))]
+        return [0.0, *map(self.probability, range(1, self.config.max_run + 1))]
 
-    def list_entries(self) -> dict[Run, tuple[int, float]]:
-        """`Retrieval.entries`, without runs that predict what the next shorter run does."""
-        rows = [
-            item
-            for shard in (*self._older, *self._newer)
-            for item in shard.items()
-            if item[1] < TEXTS
-        ]
-        found = {
-            _as_run(run): (row >> 5, self._probability(_kind(len(run), row))) for run, row in rows
-        }
-        return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
+    def probability(self, kind: int | tuple[int, int]) -> float:
+        hits, total = self.hits.get(kind, (0, 0))
+        # Half a hit in one more trial: an unseen kind gets 0.5, not 0 / 0.
+        return (hits + 0.5) / (total + 1)
 
-    def _find(self, last: bytes, owner: bytes) -> tuple[tuple[int, int], int] | None:
+    def _note(self, kind: int | tuple[int, int], is_hit: bool) -> None:
+        count = self.hits.setdefault(kind, [0, 0])
+        count[0] += is_hit
+        count[1] += 1
+        if count[1] > self.remembered:
+            count[:] = count[0] / 2, count[1] / 2
+
+
+class RunVotes:
+    """The runs of a data set, with their tokens, so that they can be written.
+
+    Beyond `max_entries` runs, those counted least recently are dropped. Live counts have `RunTable`,
+    whose memory is a twentieth.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.min_texts, self.num_texts = config.min_texts, 0
+        self._num_shards = 1 + config.max_entries // SHARD
+        self._most = max(1, config.max_entries // 2 // self._num_shards)
+        self._newer: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
+        self._older: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
+
+    def begin_text(self) -> None:
+        self.num_texts += 1
+
+    def find(self, last: bytes, owner: bytes) -> Found | None:
         for begin in range(0, len(last), TOKEN_BYTES):
             run = owner + last[begin:]
             shard = zlib.crc32(run) % self._num_shards
@@ -376,16 +390,14 @@ class Counts:
             if row is None:
                 row = self._older[shard].get(run, TEXTS)
             if row < TEXTS:
-                return _kind(len(last) - begin, row), row >> 5
+                return Found((len(last) - begin) // TOKEN_BYTES, row & VOTES, row >> 5)
         return None
 
-    def _add(self, last: bytes, token: int, owner: bytes) -> None:
+    def add(self, last: bytes, token: int, owner: bytes) -> None:
         """Count `token` after every run at the end of `last`."""
         for begin in range(0, len(last), TOKEN_BYTES):
             run = owner + last[begin:]
-            shard = (
-                zlib.crc32(run) % self._num_shards
-            )  # `hash` would differ between the ranks of a server
+            shard = zlib.crc32(run) % self._num_shards
             newer = self._newer[shard]
             row = newer.get(run)
             if row is None:
@@ -395,6 +407,22 @@ class Counts:
                 row = self._older[shard].pop(run, NEW)
             newer[run] = self._vote(row, token)
 
+    def list_entries(
+        self, probability: Callable[[tuple[int, int]], float]
+    ) -> dict[Run, tuple[int, float]]:
+        """`Retrieval.entries`, without runs that predict what the next shorter run does."""
+        rows = [
+            item
+            for shard in (*self._older, *self._newer)
+            for item in shard.items()
+            if item[1] < TEXTS
+        ]
+        found = {}
+        for run, row in rows:
+            its = Found(len(run) // TOKEN_BYTES, row & VOTES, row >> 5)
+            found[_as_run(run)] = its.token, probability(_kind(its))
+        return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
+
     def _vote(self, row: Row, token: int) -> Row:
         """The row after one more `token`, by the majority vote of Boyer and Moore (1981).
 
@@ -402,7 +430,7 @@ class Counts:
         """
         if row >> 5 == token:
             return row + 1 if row & VOTES < MOST_VOTES else row
-        least, num_texts = self.config.min_texts, 1
+        least, num_texts = self.min_texts, 1
         if row % TEXTS >> 5 == token:  # in too few texts
             last_text, num_texts = divmod(row // TEXTS, least)
             num_texts += last_text != self.num_texts
@@ -413,39 +441,44 @@ class Counts:
             row = token << 5 | 1
         return row if num_texts >= least else row + TEXTS * (self.num_texts * least + num_texts)
 
-    def _note(self, kind: int | tuple[int, int], is_hit: bool) -> None:
-        count = self._hits.setdefault(kind, [0, 0])
-        count[0] += is_hit
-        count[1] += 1
-        if count[1] > self.remembered:
-            count[:] = count[0] / 2, count[1] / 2
 
-    def _probability(self, kind: int | tuple[int, int]) -> float:
-        hits, total = self._hits.get(kind, (0, 0))
-        # Half a hit in one more trial: an unseen kind gets 0.5, not 0 / 0.
-        return (hits + 0.5) / (total + 1)
-
-
-def _kind(num_bytes: int, row: Row) -> tuple[int, int]:
-    return num_bytes // TOKEN_BYTES, (
-        row & VOTES
-    ).bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
+def _kind(found: Found) -> tuple[int, int]:
+    return found.length, found.votes.bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
 
 
 class Live(Retrieval):
-    """Counts that start empty and learn while serving.
+    """Counts that learn while serving, of the answers of a window.
 
-    Each owner has its own runs. Hit rates, which are numbers, are those of all texts.
+    Each owner has its own runs, unless tenants share. Hit rates, which are numbers, are those of all
+    texts.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.counts = Counts(config, REMEMBERED)
+    def __init__(self, config: Config, *, window: int = WINDOW, shares: bool = False) -> None:
+        runs = RunTable(max_entries=config.max_entries, window=window, shares=shares)
+        self.runs, self.counts = runs, Counts(config, runs, REMEMBERED)
         super().__init__(config, {}, self.counts.by_length())
 
     def learn(self, text: Text) -> Iterator[None]:
         """As `Counts.learn`."""
         yield from self.counts.learn(text)
         self.run_probability = self.counts.by_length()
+
+    def read_state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Tensors and numbers of all that is counted."""
+        tensors, numbers = self.runs.read()
+        hits = [[kind, count] for kind, count in list(self.counts.hits.items())]
+        return tensors, {**numbers, "max_run": self.config.max_run, "hits": hits}
+
+    def restore(self, tensors: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> bool:
+        """Take over what `read_state` gave. False if other settings have counted it."""
+        if numbers["max_run"] != self.config.max_run or not self.runs.restore(tensors, numbers):
+            return False
+        self.counts.hits = {
+            tuple(kind) if isinstance(kind, list) else kind: count
+            for kind, count in numbers["hits"]
+        }
+        self.run_probability = self.counts.by_length()
+        return True
 
     def _in_answers(self, last: bytes, owner: bytes | None) -> tuple[int, float]:
         return NOTHING if owner is None else self.counts.predict(last, owner)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from redraft.engine.live_file import LiveConfig
 from redraft.engine.settings import VARIABLE, read_settings
 from redraft.files.settings import convert, require_known
 from redraft.online.records.outlet import Recording, Sample
@@ -102,6 +103,7 @@ class Settings:
     """
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)
+    live: LiveConfig = field(default_factory=LiveConfig)
     lookup: dict[str, Any] = field(default_factory=dict)
     """Counted answers and lookups before a head, as `redraft serve --draft` writes them."""
     engine_wait: bool = False

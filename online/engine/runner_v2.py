@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from redraft.engine.adaptive import explain_refusal
-from redraft.engine.hooks import around, hook
+from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
@@ -72,12 +72,15 @@ def _require_plain_batches(runner: Any) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell the scheduler how many draft tokens of each request adaptive verification admitted.
+    """Tell the scheduler which draft tokens were looked up, or how many were admitted.
 
-    Every draft token of a server is of one proposer.
+    The second is adaptive verification's, and a server does not have both.
     """
+    state = find_state(runner, RunnerState)
     if runner.adaptive_verification is not None:
         hook(runner, "proposers", sample_tokens=partial(_count_admitted, runner))
+    elif state.lookup is not None:
+        state.proposers = Proposers(runner, state.lookup)
 
 
 def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +113,39 @@ def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., An
         return output
 
     return sample_and_count
+
+
+class Proposers:
+    """The requests whose waiting draft tokens were looked up.
+
+    `sample_tokens` verifies these, and then proposes the next ones.
+    """
+
+    def __init__(self, runner: Any, lookup: Any) -> None:
+        self.lookup = lookup
+        self.foreign: dict[str, int] = {}
+        self._sample_tokens: Any
+        hook(
+            runner,
+            "proposers",
+            sample_tokens=around(self, "_sample_tokens", self.sample_tokens),
+        )
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        verified = self.foreign
+        result = self._sample_tokens(*args, **kwargs)
+        if verified and result is not None:
+            mark_step(result.model_runner_output, foreign=verified)
+        texts = self.lookup.texts
+        # A request that was not in this step keeps its draft for a later one.
+        scheduled = set(texts.input_batch.req_ids)
+        waiting = {
+            name: kind
+            for name, kind in verified.items()
+            if name not in scheduled and name in texts.requests
+        }
+        self.foreign = waiting | dict.fromkeys(self.lookup.looked_up, LOOKUP)
+        return result
 
 
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
@@ -200,10 +236,12 @@ class _Hooks:
         self._finish_requests: Any
         self._propose: Any
         self._mask: Any
-        # V2 has no lookup before a head, and asks its draft up to the end of the context.
+        # Of drafts that no lookup of redraft's has found. V2 asks its draft up to the end of the
+        # context.
         self._proposer = (
             LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
         )
+        self.state = find_state(runner, RunnerState)
         self._padded: frozenset[str] = frozenset()
 
     def add_requests(self, scheduler_output: Any) -> None:
@@ -290,12 +328,16 @@ class _Hooks:
         first_rows = batch.cu_num_logits_np[:count].tolist()
         num_read_B = batch.query_start_loc_np[1 : count + 1] - batch.query_start_loc_np[:count]
         num_prefilled_B = batch.num_computed_prefill_tokens_np[:count] + num_read_B
+        foreign, own = {}, self._proposer
+        if self.state.proposers:
+            foreign, own = self.state.proposers.foreign, 0
         known = Batch(
             infos=infos,
             first_reads=first_reads,
             num_drafts=num_drafts,
             proposers=[
-                PADDING if name in self._padded else self._proposer for name in batch.req_ids
+                PADDING if name in self._padded else foreign.get(name, own)
+                for name in batch.req_ids
             ],
             first_rows=first_rows,
             first_drafts=[

@@ -8,8 +8,9 @@ and its quarantine, the spool, the ingest log with the broker's files, and ancho
 are overwritten. Records still on their way are dropped on arrival. Run it for every learner
 that had the tenant's requests.
 
-Servers that draft from live counts (`--draft live`) hold text in their memory. Each server is asked
-to drop the tenant's, and named if it did not: it then holds the text until it ends.
+Servers that draft from live counts (`--draft live`) hold text in their memory, and in the folder
+--live.folder if they have one. Each server is asked to drop the tenant's from both, and named if it
+did not: it then holds the text until it ends and that folder is deleted.
 
 A draft's weights keep what they have learned: the command that returns to the version before is
 printed. Exit status 1 if nothing of the tenant was found.
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from redraft.online.learning.forget import Forgotten
 
 
-UNTIL_IT_ENDS = "and a server with --draft live holds it until it ends"
+UNTIL_IT_ENDS = (
+    "and a server with --draft live holds it until it ends and its --live.folder is deleted"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,19 +16,25 @@ from typing import Any
 
 from redraft.engine import adaptive
 from redraft.engine.command import vllm_command
-from redraft.engine.lookups import lookup_env
+from redraft.engine.live_file import LiveConfig
+from redraft.engine.lookups import lookup_env, needs_plugin
 from redraft.engine.machine import ENGINE_IS_CPU, count_cores
 from redraft.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
 from redraft.engine.settings import read_settings, write_settings
 from redraft.eval.forecast.draft_source import DraftSource, Lookups
 from redraft.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
 from redraft.files.folder import read_config as read_model
+from redraft.heads.families.retrieval import LIVE
 from redraft.heads.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import (
     BESIDE_A_DRAFT,
+    LOOKUP_WAITS,
+    SHARED_BY_TENANTS,
+    SHARED_COUNTS,
     Beside,
+    is_many,
     list_warnings,
     read_flags,
     require_agreement,
@@ -63,7 +69,8 @@ def main(cfg: Config) -> None:
     require_private(read_flags(cfg.vllm_args), os.environ)
     require_target(cfg.target)
     command = server_command(cfg)
-    print(f"note: {BESIDE_A_DRAFT}", file=sys.stderr)
+    for note in list_notes(_draft(cfg), tenants_share=cfg.live.shared):
+        print(f"note: {note}", file=sys.stderr)
     for warning in list_warnings(
         read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)
     ):
@@ -75,6 +82,20 @@ def main(cfg: Config) -> None:
     lookup = lookup_env(speculative_config(cfg), read_settings(environment))
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup)
+
+
+def list_notes(
+    draft: DraftSource | None, *, tenants_share: bool = False, on_cpu: bool = ENGINE_IS_CPU
+) -> list[str]:
+    """The notes to print before a server with this draft starts. None is a new head."""
+    looks_up = draft is not None and (draft.is_lookup or draft.lookup is not None)
+    told = SHARED_BY_TENANTS if tenants_share else SHARED_COUNTS
+    return [
+        BESIDE_A_DRAFT,
+        # CPUs never schedule ahead.
+        *([LOOKUP_WAITS] if looks_up and not on_cpu else []),
+        *([told] if draft is not None and LIVE in (draft.source, draft.lookup) else []),
+    ]
 
 
 def require_target(target: str) -> None:
@@ -98,8 +119,15 @@ def server_command(cfg: Config) -> list[str]:
     draft = _draft(cfg)
     folder = draft.folder
     parts = list_parts(draft, records=cfg.capture.is_on)
-    require_agreement(cfg.vllm_args, read_flags(cfg.vllm_args), cfg.target, parts)
-    arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
+    flags = read_flags(cfg.vllm_args)
+    require_agreement(cfg.vllm_args, flags, cfg.target, parts)
+    config = speculative_config(cfg)
+    if needs_plugin(config) and is_many(flags.get("pipeline_parallel_size", "1")):
+        raise ValueError(
+            "--pipeline-parallel-size above 1 leaves the text of requests on the first stage, and "
+            f"{draft} is looked up on the last: use --tensor-parallel-size"
+        )
+    arguments = ["--speculative-config", json.dumps(vllm_keys(config))]
     arguments += template_arguments(folder) if folder else []
     if cfg.capture.is_on:
         arguments += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
@@ -112,8 +140,10 @@ def server_command(cfg: Config) -> list[str]:
 def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
     """The parts of redraft at work, as `CLASHES` names them; None is a new head."""
     parts: list[Beside] = ["records"] if records else []
+    if draft is not None and (draft.is_lookup or draft.lookup is not None):
+        parts.append("lookup")
     if draft is not None and draft.is_lookup:
-        return [*parts, "lookup"]
+        return parts
     parts.append("model")
     return [*parts, "head"] if draft is None or draft.family.is_head else parts
 
@@ -193,6 +223,8 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
         changed = (name for name in MODEL_FLAGS if getattr(cfg, name) != getattr(Config, name))
         if flag := next(changed, None):
             raise ValueError(f"--{flag.replace('_', '-')} is for a model, and {draft} is looked up")
+    if cfg.live != LiveConfig() and LIVE not in (draft.source, draft.lookup):
+        raise ValueError(f"--live... is for live counts (--draft {LIVE}), which {draft} has not")
     if cfg.verify_cost is not None and not draft.has_answers:
         raise ValueError(
             f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not"
@@ -214,6 +246,9 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         "allow_remote": cfg.allow_remote or None,
         "targets": [str(path.absolute()) for path in cfg.targets] or None,
         "swap": asdict(cfg.swap),
+        "live": asdict(cfg.live) | {"folder": _absolute(cfg.live.folder)}
+        if cfg.live != LiveConfig()
+        else None,
         "pace": None if cfg.pace == "off" else cfg.pace,
         "capture": {"tenants": list(capture.tenants)} if capture.tenants else None,  # live counts
     }

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from redraft.engine.live_file import LiveConfig
 from redraft.eval.forecast.draft_source import SampleMethod, require_tokens
 from redraft.heads.catalog import Method
 from redraft.heads.family import NUM_TOKENS
@@ -32,7 +33,7 @@ class Config:
     """Further arguments of vLLM's server, after `--`."""
     draft: str | None = None
     """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer.
-    `live` counts this server's answers in memory, as `redraft retrieval` counts a file.
+    `live` counts this server's answers, as `redraft retrieval` counts a file.
     `LOOKUP+HEAD:2` looks tokens up first, and takes at most 2 tokens per step from HEAD
     (EAGLE-1, EAGLE-3 or MTP) if none is found. LOOKUP is `ngram` (the last 2 to 4 tokens),
     `live` or a folder of counted answers. By default the current version of the registry.
@@ -78,6 +79,7 @@ class Config:
     """Folders from which a trainer may load target weights (`POST /redraft/target`). By default
     none.
     """
+    live: LiveConfig = field(default_factory=LiveConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
 

@@ -43,7 +43,12 @@ from redraft.online.engine.config import check_pace
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
 from redraft.online.tokens import write_token
-from redraft.recipes.serve.serve import choose_adaptive, list_parts, speculative_config
+from redraft.recipes.serve.serve import (
+    choose_adaptive,
+    list_notes,
+    list_parts,
+    speculative_config,
+)
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
 from redraft.recipes.serve.up_folder import (
@@ -57,7 +62,6 @@ from redraft.recipes.serve.up_folder import (
 )
 from redraft.recipes.serve.up_parts import Learned, Meter, Part, Restarts, Screen, show_lines
 from redraft.recipes.serve.vllm_flags import (
-    BESIDE_A_DRAFT,
     Beside,
     list_warnings,
     read_flags,
@@ -428,6 +432,17 @@ def see_only(gpu: str) -> dict[str, str]:
     return dict.fromkeys(VISIBLE, gpu)
 
 
+def choose_draft(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> str | None:
+    """--draft of the server; None for the current version of the registry."""
+    newest = plan.folder / "registry" / "current"
+    if not learns:
+        return str(plan.draft or (newest if plan.has_begun else LIVE))
+    family = find_family(load_config(plan.folder / SETTINGS).draft.family)
+    # A lookup disables asynchronous scheduling, which CPUs never use.
+    looks_up = on_cpu and family.takes_lookup and plan.cfg.draft != HEAD
+    return f"{LIVE}+{newest}" if looks_up else None
+
+
 def serve_command(
     plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu: bool = ENGINE_IS_CPU
 ) -> list[str]:
@@ -453,12 +468,12 @@ def serve_command(
         ]
         family = find_family(load_config(folder / SETTINGS).draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
-        # A lookup disables asynchronous scheduling, which CPUs never use.
-        if on_cpu and family.takes_lookup and plan.cfg.draft != HEAD:
-            command += ["--draft", f"{LIVE}+{folder / 'registry' / 'current'}"]
-    else:
-        newest = folder / "registry" / "current" if plan.has_begun else LIVE
-        command += ["--draft", str(plan.draft or newest)]
+    if draft := choose_draft(plan, learns=learns, on_cpu=on_cpu):
+        command += ["--draft", draft]
+        source = DraftSource.parse(draft)
+        keeps = not learns or not load_config(folder / SETTINGS).zero_retention
+        if LIVE in (source.source, source.lookup) and keeps:
+            command += ["--live.folder", str(folder / "live" / plan.name)]
     for name, value in vars(plan.cfg.capture).items():
         command += [
             f"--capture.{name.replace('_', '-')}",
@@ -478,8 +493,10 @@ def run(plan: Plan, *, learns: bool) -> None:
     """
     screen, logs = Screen(), plan.folder / "logs"
     screen.say(f"all files are in {plan.folder}")
-    for warning in (*list_warnings(plan.flags, str(plan.target), None, {}), BESIDE_A_DRAFT):
-        screen.say(f"note: {warning}")
+    chosen = choose_draft(plan, learns=learns)
+    notes = list_notes(DraftSource.parse(chosen) if chosen else None)
+    for note in (*list_warnings(plan.flags, str(plan.target), None, {}), *notes):
+        screen.say(f"note: {note}")
     if learns:
         settings = load_config(plan.folder / SETTINGS)
         for line in describe_records(settings, plan.cfg.capture):

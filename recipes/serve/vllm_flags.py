@@ -217,6 +217,16 @@ BESIDE_A_DRAFT = (
     "server without one"
 )
 
+LOOKUP_WAITS = "a lookup reads each token before vLLM schedules the next step, so asynchronous scheduling is off"
+SHARED_COUNTS = (
+    "clients without tenant (X-Redraft-Tenant), cache_salt or LoRA adapter share their live counts: "
+    "each may read from the sizes of streamed events what the others were answered"
+)
+SHARED_BY_TENANTS = (
+    "all tenants share live counts (--live.shared): each may read from the sizes of streamed events "
+    "what the others were answered"
+)
+
 READ = (
     *ALIASES.values(),
     *dict.fromkeys(clash.flag for clash in CLASHES),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.engine.hooks import RunnerState, around, find_state, hook
+from redraft.engine.live_file import LiveFile
 from redraft.heads.families.retrieval import Live, Text
 
 # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
@@ -30,8 +30,10 @@ class AnswerCounter:
     The ranks of a server count alike, because a lookup decides whether the head runs.
     """
 
-    def __init__(self, runner: Any, draft: Live) -> None:
-        self.draft, self.runner = draft, runner
+    def __init__(self, requests: Mapping[str, Any], draft: Live) -> None:
+        """`requests` are those that run, by name, as the runner keeps them."""
+        self.draft, self.requests = draft, requests
+        self.file: LiveFile | None = None
         self.counts = Counter[
             str
         ]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
@@ -40,13 +42,6 @@ class AnswerCounter:
         self._owners: dict[str, bytes | None] = {}  # Of running requests that were asked for.
         self._ended: dict[str, Text] = {}
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
-        self._removed: Any
-        hook(
-            runner,
-            "live_counts",
-            _on_request_state_removed=around(self, "_removed", self.end),
-        )
-        find_state(runner, RunnerState).counter = self
 
     def owner(self, name: str, request: Any) -> bytes | None:
         """The owner of the text that is drafted for a request, and of its answer."""
@@ -56,9 +51,17 @@ class AnswerCounter:
                 self._owners[name] = self.find_owner(request)
         return self._owners[name]
 
+    def watch(self, remove: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+        """V1's `_on_request_state_removed`, after which the answer is queued."""
+
+        def remove_and_end(name: str, request: Any) -> None:
+            remove(name, request)
+            self.end(name, request)
+
+        return remove_and_end
+
     def end(self, name: str, request: Any) -> None:
         """Queue the answer of a finished request."""
-        self._removed(name, request)
         owner = None if request is None else self.owner(name, request)
         self._owners.pop(name, None)
         if request is None or request.prompt_token_ids is None:
@@ -84,12 +87,15 @@ class AnswerCounter:
         def keeps(owner: bytes | None) -> bool:
             return owner is None or not owner.startswith(beginning)
 
-        for name, request in self.runner.requests.items():
+        for name, request in self.requests.items():
             if not keeps(self.owner(name, request)):
                 self._owners[name] = None
         self._ended = {name: text for name, text in self._ended.items() if keeps(text.owner)}
         self._waiting = deque(item for item in self._waiting if keeps(item[0]))
-        return self.draft.counts.forget(beginning)
+        num_runs = self.draft.runs.forget(beginning)
+        if self.file and num_runs:
+            self.file.write()
+        return num_runs
 
     def learn(self) -> None:
         """Count queued answers for under 1 ms."""

@@ -64,6 +64,7 @@ PROPOSE = tuple(
         "standalone_ar.speculator:StandaloneARSpeculator",
         "target_dependent_ar.speculator:TargetDependentARSpeculator",
         "dflash.speculator:DFlashSpeculator",
+        "ngram.speculator:NgramGPUSpeculator",
     )
 )
 """How the V2 runner asks its drafts."""
@@ -237,7 +238,6 @@ TABLE = (
         feature="lookups",
         by="engine.lookups:install_lookups",
         why="vLLM has no method for counted answers, nor for a lookup before a head",
-        runner="V1",
     ),
     Hook(
         names=("v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",),
@@ -382,7 +382,7 @@ TABLE = (
         of_object=True,
         names=(f"{V1_RUNNER}._on_request_state_removed",),
         feature="live_counts",
-        by="engine.answer_counter:AnswerCounter.end",
+        by="engine.answer_counter:AnswerCounter.watch",
         why="live counts learn no answer",
         runner="V1",
     ),
@@ -470,6 +470,22 @@ TABLE = (
     ),
     Hook(
         of_object=True,
+        names=(f"{V2_RUNNER}.add_requests",),
+        feature="lookups",
+        by="engine.lookups_v2:HostTexts.add_requests",
+        why="a lookup does not see a request's prompt",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.finish_requests",),
+        feature="lookups",
+        by="engine.lookups_v2:HostTexts.finish_requests",
+        why="live counts learn no answer",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
         names=(
             "v1.worker.gpu.sample.sampler:Sampler.__call__",
             f"{SPECULATORS}.rejection_sampler:RejectionSampler.__call__",
@@ -493,6 +509,38 @@ TABLE = (
         feature="pace",
         by="online.engine.runner_v2:install_pace",
         why="the draft runs in steps of 0 draft tokens",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=PROPOSE,
+        feature="lookups",
+        by="engine.lookups_v2:LookupOnV2.propose",
+        why="vLLM looks nothing up before a head, and no answers",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.sample",),
+        feature="lookups",
+        by="engine.lookups_v2:LookupOnV2.sample",
+        why="a lookup does not see the newest tokens",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.take_draft_token_ids",),
+        feature="lookups",
+        by="engine.lookups_v2:LookupOnV2.take",
+        why="the most draft tokens are verified for each request, found or not",
+        runner="V2",
+    ),
+    Hook(
+        of_object=True,
+        names=(f"{V2_RUNNER}.sample_tokens",),
+        feature="proposers",
+        by="online.engine.runner_v2:Proposers.sample_tokens",
+        why="drafts of lookups count as the served version's",
         runner="V2",
     ),
     # --- methods of both model runners, and of the API process

@@ -1,4 +1,4 @@
-"""A lookup first, and a head if it finds nothing: a proposer for vLLM's V1 model runner.
+"""A lookup first, and a head if it finds nothing: a proposer for vLLM's model runners.
 
 The lookup is of n-grams in the request, or of counted answers. vLLM has no method for a lookup and
 a head, and `custom_class` gets no hidden states. So this runs before the head's own proposer, in
@@ -16,6 +16,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from redraft.engine.answer_counter import FirstTokens
 from redraft.engine.settings import read_settings
@@ -70,6 +72,11 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
     if head.get("draft_sample_method") == "probabilistic":
         raise ValueError(
             "a lookup goes before greedy drafts only: leave out --draft-sample-method probabilistic"
+        )
+    if head.get("enable_adaptive_verification"):
+        raise ValueError(
+            "a lookup chooses the tokens to verify by its own probabilities, so vLLM's adaptive "
+            "verification has no place beside it: leave out one of the two"
         )
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
     # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host,
@@ -148,13 +155,16 @@ class Ngrams:
         # Compiles the lookup here, before the first request.
         self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
 
+    def propose(self, scheduled: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
+        return self.look_up(scheduled, sampled)
+
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         batch = self.runner.input_batch
+        texts_BT, num_tokens_B = batch.token_ids_cpu, batch.num_tokens_no_spec
+        if isinstance(texts_BT, list):  # V2's, of whose slots any may be in a step
+            texts_BT = np.stack([text_T[: max(num_tokens_B)] for text_T in texts_BT])
         found: list[list[int]] = self.ngrams.propose(
-            scheduled.num_spec_tokens_to_schedule,
-            sampled,
-            batch.num_tokens_no_spec,
-            batch.token_ids_cpu,
+            scheduled.num_spec_tokens_to_schedule, sampled, num_tokens_B, texts_BT
         )
         return found
 

@@ -1,9 +1,10 @@
-"""Proposers that look tokens up, installed in vLLM's V1 model runner.
+"""Proposers that look tokens up, installed in either model runner of vLLM.
 
-Counted answers, and either lookup before a head.
+Counted answers, and either lookup before a head. On V2 also n-grams alone: vLLM's kernel there
+takes the last occurrence, and fills up its drafts with tokens that it did not find.
 
-vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of
-n-grams in place. B = requests of a step, T = tokens of the longest request.
+vLLM's `custom_class` would do on V1 for the first alone. One way for both leaves vLLM's own account
+of n-grams in place. B = requests of a step, T = tokens of the longest request.
 """
 
 import os
@@ -14,9 +15,19 @@ from typing import Any
 from redraft.engine import lookup_first
 from redraft.engine.answer_counter import AnswerCounter
 from redraft.engine.hooks import RunnerState, around, find_state, hook
+from redraft.engine.live_file import LiveConfig, open_file
 from redraft.engine.lookup_first import SECTION
 from redraft.engine.settings import read_settings, write_settings
-from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Live, Retrieval
+from redraft.files.settings import convert, require_known
+from redraft.heads.families.retrieval import (
+    BEFORE_HEAD,
+    FOLDER,
+    LIVE,
+    VERIFY_COST,
+    Config,
+    Live,
+    Retrieval,
+)
 
 KEYS = (FOLDER, VERIFY_COST)
 """Keys of a config with counted answers, which reach the engine past vLLM."""
@@ -31,14 +42,32 @@ def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | Non
     """
     asked = read_settings(environment).get(SECTION, {})
     folder = asked.get(FOLDER)
-    changes = {VERIFY_COST: float(asked[VERIFY_COST])} if VERIFY_COST in asked else {}
+    changes: dict[str, Any] = (
+        {VERIFY_COST: float(asked[VERIFY_COST])} if VERIFY_COST in asked else {}
+    )
+    if folder == LIVE:
+        live = read_live(environment)
+        return Live(Config(**changes), window=live.window, shares=live.shared)
     return Retrieval.read(Path(folder), **changes) if folder else None
+
+
+def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
+    """The settings of live counts.
+
+    Raises:
+        ValueError: one is unknown or wrong.
+    """
+    values = read_settings(environment).get(LIVE, {})
+    require_known(values, LiveConfig, LIVE)
+    config: LiveConfig = convert(values, LiveConfig, LIVE, Path)
+    return config
 
 
 class Counted:
     def __init__(self, runner: Any, draft: Retrieval) -> None:
+        """`runner` is V1's, or `HostTexts` with its names."""
         self.runner, self.draft = runner, draft
-        self.counter = AnswerCounter(runner, draft) if isinstance(draft, Live) else None
+        self.counter = AnswerCounter(runner.requests, draft) if isinstance(draft, Live) else None
 
     def skip(self) -> None:
         """Handle a step, except its proposals."""
@@ -81,18 +110,17 @@ def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
 def lookup_env(
     config: Mapping[str, Any] | None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Environment variables with which vLLM looks tokens up as forecast, by its first runner.
+    """Environment variables with which vLLM looks tokens up as forecast.
 
-    The second takes the last occurrence. `settings` of the plugin stay beside the lookup's.
+    `settings` of the plugin stay beside the lookup's.
     """
-    config, settings = config or {}, settings or {}
-    # Any other draft runs on the model runner of vLLM's choice.
-    if config.get("method") != "ngram" and not needs_plugin(config):
-        return write_settings(settings)
-    keys = KEYS + (lookup_first.KEYS if lookup_first.is_mixed(config) else ())
+    config = config or {}
+    has_ngrams = lookup_first.is_mixed(config) or (
+        config.get("method") == "ngram" and FOLDER not in config
+    )
+    keys = KEYS + (lookup_first.KEYS if has_ngrams else ())
     asked = {key: config[key] for key in keys if key in config}
-    lookup = {SECTION: asked} if asked else {}
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **write_settings(settings, lookup)}
+    return write_settings(settings or {}, {SECTION: asked} if asked else {})
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:
@@ -120,8 +148,8 @@ def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, An
 def install(runner: Any) -> None:
     """Look tokens up from now on, if the environment says so.
 
-    Raises ValueError: a setting is wrong, no lookup goes before this draft, or this is not the V1
-    model runner. vLLM does not start then.
+    Raises ValueError: a setting is wrong, no lookup goes before this draft, or this is neither of
+    vLLM's model runners. vLLM does not start then.
 
     Raises:
         FileNotFoundError: there is no folder of the name given for counted answers.
@@ -129,19 +157,54 @@ def install(runner: Any) -> None:
     state = find_state(runner, RunnerState)
     if state.lookup is not None:
         return
-    answers, mixed = read_counted(), lookup_first.read_mix()
-    if not (answers or mixed):
+    answers, ngrams = read_counted(), lookup_first.read_mix()
+    if not (answers or ngrams):
         return
-    # V2 calls it `speculator`.
-    if not hasattr(runner, "drafter"):
+    is_v2 = hasattr(runner, "speculator")
+    if is_v2 and runner.speculator is None:
+        return  # a stage of a pipeline that drafts nothing
+    if not is_v2 and not hasattr(runner, "drafter"):
         raise ValueError(
-            "only vLLM's V1 model runner looks tokens up as redraft does: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
+            "vLLM's V1 and V2 model runners look tokens up as redraft does, not "
+            f"{type(runner).__qualname__}"
         )
-    if answers and mixed:
+    is_mixed = bool(ngrams) and runner.vllm_config.speculative_config.method != "ngram"
+    if answers and is_mixed:
         answers.least_first = BEFORE_HEAD
-    alone = Counted(runner, answers) if answers else None
-    state.lookup = lookup = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
-    assert lookup is not None
-    propose = around(lookup, "propose_by_head", lookup.propose)
-    hook(runner, "lookups", propose_draft_token_ids=propose)
+    if is_v2:
+        from redraft.engine.lookups_v2 import HostTexts, LookupOnV2  # loads torch
+
+        texts = HostTexts(runner)
+        lookup = _make_lookup(texts, answers, ngrams, is_mixed)
+        state.lookup = LookupOnV2(runner, texts, lookup)
+        if counter := _find_counter(lookup):
+            state.counter, texts.on_end = counter, counter.end
+            _keep(runner, counter)
+    elif answers or is_mixed:  # V1 looks n-grams alone up by itself
+        state.lookup = lookup = _make_lookup(runner, answers, ngrams, is_mixed)
+        propose = around(lookup, "propose_by_head", lookup.propose)
+        hook(runner, "lookups", propose_draft_token_ids=propose)
+        if counter := _find_counter(lookup):
+            state.counter = counter
+            _keep(runner, counter)
+            hook(runner, "live_counts", _on_request_state_removed=counter.watch)
+
+
+def _make_lookup(
+    texts: Any, answers: Retrieval | None, ngrams: Mapping[str, int], is_mixed: bool
+) -> Any:
+    """The proposer for a runner of V1, or `HostTexts`."""
+    counted = Counted(texts, answers) if answers else None
+    if is_mixed:
+        return lookup_first.make_proposer(texts, ngrams, counted)
+    return counted or lookup_first.Ngrams(texts, ngrams)
+
+
+def _keep(runner: Any, counter: AnswerCounter) -> None:
+    """Read the counts of the server before, and write those of this one."""
+    if folder := read_live().folder:
+        counter.file = open_file(folder, runner, counter.draft)
+
+
+def _find_counter(lookup: Any) -> AnswerCounter | None:
+    return getattr(getattr(lookup, "lookup", lookup), "counter", None)

@@ -33,7 +33,7 @@ from redraft.files.progress import Progress
 from redraft.files.settings import merge
 from redraft.files.windows import View, is_mixed, served_views
 from redraft.heads.catalog import find_speculative
-from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED
+from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED, require_answers
 
 START_TIMEOUT_S = 1800
 """Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network
@@ -192,6 +192,8 @@ def require_servable(
     """
     require_runner(speculative_config, environment)
     config = speculative_config or {}
+    if config.get(FOLDER, LIVE) != LIVE:
+        require_answers(Path(config[FOLDER]))
     family, asked = find_speculative(config), config.get("num_speculative_tokens")
     if family is None or asked is None:
         return

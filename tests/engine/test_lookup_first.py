@@ -27,13 +27,15 @@ def test_a_mix_reaches_vllm_as_the_head_and_the_plugin_by_the_environment() -> N
     assert vllm_keys(config) == {**EAGLE3, **told}
     assert vllm_keys(LOOKUP) == LOOKUP
     environment = lookup_env(config)
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     told = {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "head_tokens": 2, "head_requests": 4}
     assert read_mix(environment) == told
     assert is_mixed(config)
     assert not is_mixed(LOOKUP)
     assert not is_mixed(EAGLE3)
-    assert (lookup_env(EAGLE3), read_mix(lookup_env(LOOKUP))) == ({}, {})
+    assert (lookup_env(EAGLE3), read_mix(lookup_env(LOOKUP))) == (
+        {},
+        {"prompt_lookup_min": 2, "prompt_lookup_max": 3},
+    )
     with pytest.raises(ValueError, match=r"lookup\.head_tokens is .two"):
         read_mix(write_settings({"lookup": told | {"head_tokens": "two"}}))
 
@@ -66,6 +68,7 @@ def test_beside_a_head_the_last_cached_block_of_a_prompt_is_read_too() -> None:
         ({"method": "draft_model"}, r"EAGLE-1, .*\bdraft_model\b"),
         ({"method": "eagle3", "parallel_drafting": True}, r"EAGLE-1, .*\beagle3\b"),
         ({"method": "eagle3", "draft_sample_method": "probabilistic"}, "--draft-sample-method"),
+        ({"method": "eagle3", "enable_adaptive_verification": True}, "adaptive verification"),
     ],
 )
 def test_a_draft_that_takes_no_lookup_is_refused_in_a_line(head: dict[str, Any], said: str) -> None:
@@ -103,7 +106,7 @@ def test_a_runner_that_cannot_look_up_first_does_not_start(monkeypatch: pytest.M
         install(make_runner(disable_padded_drafter_batch=False))
     with pytest.raises(ValueError, match=r"EAGLE-1, .*\bmedusa\b"):
         install(make_runner(method="medusa"))
-    v2 = make_runner()
-    del v2.drafter
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        install(v2)
+    other = make_runner()
+    del other.drafter
+    with pytest.raises(ValueError, match=r"V1 and V2"):
+        install(other)

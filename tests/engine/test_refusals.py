@@ -17,12 +17,7 @@ from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.family import Family
 
 V2_ONLY = [family for family in FAMILIES if family.method and "v1" not in family.decoders]
-V1_ONLY = [
-    family
-    for family in FAMILIES
-    if family.method and "v2" not in family.decoders and family.name not in ("retrieval", "live")
-]
-"""Counted answers and live counts get their runner from `lookup_env`."""
+V1_ONLY = [family for family in FAMILIES if family.method and "v2" not in family.decoders]
 
 BLOCKS = {
     "dflash": {"block_size": 4},

@@ -183,6 +183,14 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "self.worker": (WORKER,),
         "runner": (V1_RUNNER,),
     },
+    "redraft/engine/lookups_v2.py": {
+        "runner": (V2_RUNNER,),
+        "self.runner": (V2_RUNNER,),
+        "self.runner.req_states": ("v1.worker.gpu.states:RequestState",),
+        "batch": ("v1.worker.gpu.input_batch:InputBatch",),
+        "output": ("v1.worker.gpu.sample.output:SamplerOutput",),
+        "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
+    },
     "redraft/engine/lookup_first.py": {
         "runner": (V1_RUNNER,),
         "self.runner": (V1_RUNNER,),

@@ -230,26 +230,29 @@ def test_a_forgotten_owner_leaves_no_run() -> None:
         for owner in (b"acme", b"acm2"):
             learn(draft, replace(text, owner=owner))
         learn(alone, replace(text, owner=b"acm2"))
-    runs = draft.counts.list_entries().keys()
-    assert draft.counts.forget(b"acme") > 100
-    kept = draft.counts.list_entries().keys()
-    assert kept == alone.counts.list_entries().keys() < runs
+    runs = draft.runs.num_runs
+    num_dropped = draft.runs.forget(b"acme")
+    assert num_dropped > 100
+    assert draft.runs.num_runs == alone.runs.num_runs == runs - num_dropped
     assert draft.propose(make_ids([1, 10]), 2, owner=b"acme") == []
     assert draft.propose(make_ids([1, 10]), 2, owner=b"acm2") == [2, 3]
-    assert draft.counts.forget(b"nobody") == 0
+    assert draft.runs.forget(b"nobody") == 0
 
 
-def test_counting_leaves_the_garbage_collector_nothing_and_frees_little_at_once() -> None:
+def test_counting_leaves_the_garbage_collector_nothing_and_takes_no_more_memory() -> None:
     draft, rng = Live(Config(max_entries=100_000)), np.random.default_rng(0)
     gc.collect()
     before, blocks = len(gc.get_objects()), []
+    num_bytes = draft.runs.num_bytes
+    assert num_bytes == 16 * 100_000
     for _ in range(60):  # 144,000 runs
         for step, _ in enumerate(draft.learn(make_text([], rng.integers(0, 50_000, 400).tolist()))):
             if step % 20 == 0:
                 blocks.append(sys.getallocatedblocks())
-    assert max(blocks) - blocks[0] > 100_000, "a block or more for each run"
-    assert max(-np.diff(blocks)) < 20_000
+    assert max(blocks) - min(blocks) < 5_000, "none for each run"
     assert len(gc.get_objects()) - before < 1_000
+    assert draft.runs.num_bytes == num_bytes
+    assert 90_000 < draft.runs.num_runs <= 100_000
 
 
 def test_live_hit_rates_follow_a_change_of_the_traffic() -> None:

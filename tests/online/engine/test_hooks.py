@@ -134,7 +134,10 @@ def test_the_calls_that_several_features_see_are_in_this_order():
         "LlamaForCausalLM.load_weights": ["pushes", "target_watch"],
         "GPUModelRunner._on_request_state_removed": ["capture", "live_counts"],
         "GPUModelRunner.propose_draft_token_ids": ["capture", "proposers", "pace", "lookups"],
-        "StandaloneARSpeculator.propose": ["capture", "pace"],
-        "TargetDependentARSpeculator.propose": ["capture", "pace"],
-        "DFlashSpeculator.propose": ["capture", "pace"],
+        "GPUModelRunner.add_requests": ["capture", "lookups"],
+        "GPUModelRunner.finish_requests": ["capture", "lookups"],
+        "StandaloneARSpeculator.propose": ["capture", "pace", "lookups"],
+        "TargetDependentARSpeculator.propose": ["capture", "pace", "lookups"],
+        "DFlashSpeculator.propose": ["capture", "pace", "lookups"],
+        "NgramGPUSpeculator.propose": ["capture", "pace", "lookups"],
     }

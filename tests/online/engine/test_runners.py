@@ -3,18 +3,14 @@
 V2 runs here in Triton's interpreter.
 """
 
-import json
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
-import model_runners
 import msgspec
 import numpy as np
 import pytest
 import torch
+from run_runners import run_capture
 from transformers import LlamaForCausalLM
 
 from redraft.engine.hooks import RunnerState
@@ -31,8 +27,7 @@ from redraft.online.engine.domains import StepNotes
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.replay import training_sequence
-from redraft.online.records.record import LOOKUP, PADDING, Record, read_frames
-from redraft.online.records.spool import spool_files
+from redraft.online.records.record import LOOKUP, PADDING, Record
 
 # --- which runner, and why
 
@@ -197,31 +192,6 @@ def test_drafts_of_a_request_that_joins_are_padding():
 
 
 # --- the engine
-
-
-def run_capture(runner, spool, schedules_ahead=False, more_env=None, preempts=False, **spec):
-    """Answers, status and records of a real engine with this runner."""
-    script = Path(__file__).parents[2] / "helpers/run_capture.py"
-    environment = model_runners.environment(runner, schedules_ahead=schedules_ahead) | (
-        more_env or {}
-    )
-    command = [sys.executable, script, json.dumps(spec | {"spool": str(spool)})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
-    assert line, done.stderr[-4000:]
-    report = json.loads(line.removeprefix("REPORT"))
-    assert (report["batches_at_once"] > 1) is schedules_ahead
-    assert (report["preemptions"] > 0) is preempts
-    assert report["status"]["runner"].lower().startswith(f"{runner} model runner")
-    counts = report["status"]["capture"] | {
-        name: report[name] for name in ("counted_drafts", "seen", "pace")
-    }
-    assert not [
-        name for name in counts if name.startswith(("errors", "broken")) and counts[name]
-    ], counts
-    assert not counts["last_error"]
-    frames = [frame for path in spool_files(spool) for frame in read_frames(path.read_bytes())]
-    return report["answers"], counts, [record for _, record in frames]
 
 
 def strip(record):

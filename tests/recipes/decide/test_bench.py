@@ -497,7 +497,7 @@ def test_what_to_append_to_vllm_serve_has_the_variables_of_a_mix() -> None:
     *variables, flag, pasted = shlex.split(serve_flags(choice))
     told = dict(variable.split("=") for variable in variables)
     lookup = json.loads(told.pop("REDRAFT_SETTINGS"))["lookup"]
-    assert told == {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_PLUGINS": "redraft"}
+    assert told == {"VLLM_PLUGINS": "redraft"}
     assert lookup == {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "head_tokens": 2}
     assert flag == "--speculative-config"
     assert json.loads(pasted)["disable_padded_drafter_batch"] is True

@@ -17,11 +17,13 @@ import tyro
 from safetensors.torch import save_file
 
 from redraft.engine import adaptive
+from redraft.engine.live_file import LiveConfig
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.engine.server import vllm_keys
 from redraft.engine.settings import read_settings, write_settings
 from redraft.engine.target_dtype import default_target_dtype
+from redraft.eval.forecast.draft_source import DraftSource
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import CaptureConfig, is_enabled, make_table, read_config
@@ -32,6 +34,7 @@ from redraft.recipes.serve.serve import (
     RAY_PREFIXES,
     Config,
     keeps_states,
+    list_notes,
     plugin_environment,
     require_block,
     require_target,
@@ -300,7 +303,6 @@ def test_ngrams_go_before_a_head(tmp_path):
     )
     told = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "head_tokens": 2, "head_requests": 6}
     environment = lookup_env(speculative_config(mixed))
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert read_settings(environment) == {"lookup": told}
     model = write_draft(tmp_path / "model")
     with pytest.raises(ValueError, match="draft_model"):
@@ -314,7 +316,6 @@ def test_counted_answers_go_before_a_head(tmp_path):
     assert vllm_keys(mixed).keys() & {"retrieval", "prompt_lookup_max", "head_tokens"} == set()
     told = {"retrieval": answers, "head_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     environment = lookup_env(mixed)
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert read_settings(environment) == {"lookup": told}
     dear = read_settings(lookup_env(speculative_config(parse(*flags, "--verify-cost", "0.1"))))
     assert dear["lookup"]["verify_cost"] == 0.1
@@ -621,3 +622,58 @@ def test_a_target_of_mamba_layers_has_the_first_runner_at_a_pace(config, keeps, 
 
 def test_vllm_chooses_its_model_runner():
     assert "VLLM_USE_V2_MODEL_RUNNER" not in plugin_environment(parse("t"), {})
+
+
+def test_a_lookup_that_cannot_be_served_is_refused_in_a_line_before_the_start(tmp_path):
+    answers, many = write_answers(tmp_path / "answers"), ("--", "--pipeline-parallel-size", "2")
+    for draft in (answers, "live"):
+        server_command(parse("target", "--draft", draft))
+        with pytest.raises(ValueError, match=rf"^--pipeline-parallel-size .*{draft}.*\n?$"):
+            server_command(parse("target", "--draft", draft, *many))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    Retrieval(Counts(), {}, [0.0] * 7).write(empty)
+    with pytest.raises(ValueError, match=rf"^{empty} holds no answers: .*--draft live"):
+        server_command(parse("target", "--draft", str(empty)))
+    (empty / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=rf"^{empty} holds no answers"):
+        server_command(parse("target", "--draft", str(empty)))
+    head = write_draft(tmp_path / "head", "eagle3")
+    with pytest.raises(ValueError, match=r"^--async-scheduling "):
+        server_command(parse("target", "--draft", f"ngram+{head}", "--", "--async-scheduling"))
+
+
+@pytest.mark.parametrize(
+    ("draft", "waits", "shares"),
+    [
+        ("ngram", True, False),
+        ("live", True, True),
+        ("live+HEAD", True, True),
+        ("HEAD", False, False),
+    ],
+)
+def test_a_server_says_what_a_lookup_costs_and_who_shares_live_counts(
+    draft, waits, shares, tmp_path
+):
+    source = DraftSource.parse(draft.replace("HEAD", write_draft(tmp_path / "head", "eagle3")))
+    notes = list_notes(source, on_cpu=False)
+    assert any("asynchronous scheduling is off" in note for note in notes) is waits
+    assert any("X-Redraft-Tenant" in note for note in notes) is shares
+    assert not any("asynchronous" in note for note in list_notes(source, on_cpu=True))
+    assert len(list_notes(None)) == 1
+
+
+def test_live_counts_have_settings_of_their_own(tmp_path):
+    flags = ("--live.folder", str(tmp_path / "live"), "--live.window", "99", "--live.shared")
+    cfg = parse("target", "--draft", "live", *flags)
+    told = {"folder": str(tmp_path / "live"), "window": 99, "shared": True}
+    assert read_settings(plugin_environment(cfg, {}))["live"] == told
+    assert "live" not in read_settings(plugin_environment(parse("target", "--draft", "live"), {}))
+    assert any(
+        "--live.shared" in note
+        for note in list_notes(DraftSource.parse("live"), tenants_share=True)
+    )
+    with pytest.raises(ValueError, match=r"^--live.* live\b.*ngram has not"):
+        server_command(parse("target", "--draft", "ngram", "--live.window", "99"))
+    with pytest.raises(ValueError, match=r"--live\.window 1 "):
+        LiveConfig(window=1)

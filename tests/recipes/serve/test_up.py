@@ -493,6 +493,11 @@ def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
         command = up.serve_command(plan, learns=learns, on_cpu=on_cpu)
         given = command[command.index("--draft") + 1] if "--draft" in command else None
         assert given == (expected if on_cpu or not learns else None)
+        keeps = "--live.folder" in command
+        assert keeps is bool(given and given.startswith("live"))
+        assert not keeps or command[command.index("--live.folder") + 1] == str(
+            folder / "live" / "server"
+        )
     if learns:
         alone = replace(plan, cfg=replace(plan.cfg, draft="head"))
         assert "--draft" not in up.serve_command(alone, learns=True, on_cpu=True)

@@ -1,0 +1,252 @@
+"""Runs of tokens and the token that followed each, in a table of bounded memory: 16 bytes a run.
+
+    hash of (owner, run) ─► a bucket of eight slots ─► epoch | votes | owner | token
+
+A full bucket drops the run that was confirmed least recently, and of those the one with the fewest
+votes. A run is valid while its token was confirmed in the window, which is counted in answers: two
+epochs. The hash is alike in all processes, so the ranks of a server count alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WAYS = 8
+"""Slots of a bucket: 64 bytes of hashes."""
+
+SLOT_BYTES = 16
+HASH_BYTES = 8
+TOKEN_BYTES = 4
+TOKEN_BITS, OWNER_BITS, VOTE_BITS = 26, 16, 5
+"""A row has them in this order from its lowest bit, and the epoch above."""
+
+VOTES_AT, EPOCH_AT = TOKEN_BITS + OWNER_BITS, TOKEN_BITS + OWNER_BITS + VOTE_BITS
+TOKENS, OWNERS, VOTES = (1 << TOKEN_BITS) - 1, (1 << OWNER_BITS) - 1, (1 << VOTE_BITS) - 1
+MOST_EPOCHS = 1 << (64 - EPOCH_AT)
+MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
+FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run of the table: its length in tokens, the votes for its token, and that token."""
+
+    length: int
+    votes: int
+    token: int
+
+
+class RunTable:
+    """The runs of the answers of the window, by owner.
+
+    Names of owners have one length, and their first half is the tenant's. With `shares` the tenants
+    look up in common; a run still has the owner who confirmed it last, whose text it is.
+    """
+
+    def __init__(self, *, max_entries: int, window: int, shares: bool = False) -> None:
+        """`window` is in answers."""
+        self.window, self.shares = window, shares
+        self.num_texts = 0
+        self._epoch = 0
+        self._num_buckets = max(1, max_entries // WAYS)
+        size = self._num_buckets * WAYS
+        # Bytes and integers in two blocks, so the garbage collector finds nothing to look through.
+        self._hashes = bytearray(HASH_BYTES * size)
+        self._rows = array("Q", bytes(8 * size))
+        self._owners: dict[bytes, tuple[int, int]] = {}
+        """Number and hash of the owners in the table."""
+        self._free = array("H", range(OWNERS, -1, -1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the runs, in bytes."""
+        return len(self._hashes) + self._rows.itemsize * len(self._rows)
+
+    @property
+    def num_runs(self) -> int:
+        return int(self._is_valid().sum())
+
+    def begin_text(self) -> None:
+        """Count one more answer."""
+        self.num_texts += 1
+        self._epoch = self.num_texts // max(1, self.window // 2)
+        if self._epoch >= MOST_EPOCHS:
+            self.clear()
+
+    def clear(self) -> None:
+        self.__init__(  # type: ignore[misc]  # as at the start
+            max_entries=self._num_buckets * WAYS, window=self.window, shares=self.shares
+        )
+
+    def find(self, last: bytes, owner: bytes) -> Found | None:
+        """The longest run at the end of `last` that the owner may see."""
+        if (known := self._owners.get(owner)) is None:
+            if not self.shares:
+                return None
+            known = -1, self._hash_owner(owner)
+        number, start = known
+        hashes, oldest = _hash_runs(last, start), self._epoch - 1
+        for length in range(len(hashes), 0, -1):
+            if (place := self._find_slot(hashes[length - 1])) < 0:
+                continue
+            row = self._rows[place]
+            is_own = self.shares or row >> TOKEN_BITS & OWNERS == number
+            if is_own and row >> EPOCH_AT >= oldest:
+                return Found(length, row >> VOTES_AT & VOTES, row & TOKENS)
+        return None
+
+    def add(self, last: bytes, token: int, owner: bytes) -> None:
+        """Count `token` after every run at the end of `last`.
+
+        By the majority vote of Boyer and Moore (1981): one token per run, and new text displaces
+        old.
+        """
+        if not 0 <= token <= TOKENS:
+            return
+        number, start = self._owners.get(owner) or self._add_owner(owner)
+        confirmed = self._epoch << EPOCH_AT | number << TOKEN_BITS | token
+        for hashed in _hash_runs(last, start):
+            place = self._find_slot(hashed)
+            row = -1 if place < 0 else self._rows[place]
+            is_valid = row >= 0 and row >> EPOCH_AT >= self._epoch - 1
+            if is_valid and not self.shares:
+                is_valid = row >> TOKEN_BITS & OWNERS == number
+            if not is_valid:
+                place = self._take_slot(hashed) if place < 0 else place
+                self._rows[place] = confirmed | 1 << VOTES_AT
+                continue
+            votes = row >> VOTES_AT & VOTES
+            if row & TOKENS == token:
+                self._rows[place] = confirmed | min(votes + 1, MOST_VOTES) << VOTES_AT
+            elif votes:
+                self._rows[place] = row - (1 << VOTES_AT)
+            else:
+                self._rows[place] = confirmed | 1 << VOTES_AT
+
+    def forget(self, beginning: bytes) -> int:
+        """Drop the runs of all owners whose names begin so. Returns how many were valid."""
+        gone = [number for name, (number, _) in self._owners.items() if name.startswith(beginning)]
+        if not gone:
+            return 0
+        rows, hashes = self._view()
+        is_gone = np.isin(_owners_of(rows), gone) & (hashes != 0)
+        num_valid = int((is_gone & self._is_valid()).sum())
+        rows[is_gone], hashes[is_gone] = 0, 0
+        self._keep_owners(
+            {name: known for name, known in self._owners.items() if known[0] not in gone}
+        )
+        return num_valid
+
+    def read(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Tensors and numbers of the valid runs; `restore` takes them."""
+        places = np.flatnonzero(self._is_valid()).astype(np.int32)
+        rows, hashes = self._view()
+        tensors: dict[str, NDArray[Any]] = {
+            "places": places,
+            "rows": rows[places],
+            "hashes": hashes[places],
+        }
+        # a thread reads while the engine counts: the list is made at once
+        names = {name.hex(): number for name, (number, _) in list(self._owners.items())}
+        return tensors, {**self._shape(), "num_texts": self.num_texts, "owners": names}
+
+    def restore(self, tensors: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> bool:
+        """Take over what `read` gave. False if the table has another shape now."""
+        if {name: numbers[name] for name in self._shape()} != self._shape():
+            return False
+        places = tensors["places"]
+        if len(places) and not 0 <= places.min() <= places.max() < len(self._rows):
+            return False
+        rows, hashes = self._view()
+        rows[places], hashes[places] = tensors["rows"], tensors["hashes"]
+        self.num_texts = int(numbers["num_texts"])
+        self._epoch = self.num_texts // max(1, self.window // 2)
+        names = {bytes.fromhex(text): number for text, number in numbers["owners"].items()}
+        self._keep_owners(
+            {name: (number, self._hash_owner(name)) for name, number in names.items()}
+        )
+        return True
+
+    def _shape(self) -> dict[str, Any]:
+        return {"num_buckets": self._num_buckets, "window": self.window, "shares": self.shares}
+
+    def _view(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        return np.frombuffer(self._rows, np.uint64), np.frombuffer(self._hashes, np.uint64)
+
+    def _is_valid(self) -> NDArray[np.bool_]:
+        rows, hashes = self._view()
+        is_valid: NDArray[np.bool_] = hashes != 0
+        is_valid &= rows >> np.uint64(EPOCH_AT) >= max(0, self._epoch - 1)
+        return is_valid
+
+    def _hash_owner(self, owner: bytes) -> int:
+        seen = owner[len(owner) // 2 :] if self.shares else owner
+        return int.from_bytes(hashlib.sha256(seen).digest()[:HASH_BYTES], "little")
+
+    def _add_owner(self, owner: bytes) -> tuple[int, int]:
+        if not self._free:
+            self._drop_idle_owners()
+        self._owners[owner] = self._free.pop(), self._hash_owner(owner)
+        return self._owners[owner]
+
+    def _drop_idle_owners(self) -> None:
+        rows, hashes = self._view()
+        is_valid = self._is_valid()
+        kept = {*_owners_of(rows[is_valid]).tolist()}
+        if len(kept) > OWNERS // 2:  # clients with a name for each request: start again
+            self.clear()
+            return
+        rows[~is_valid], hashes[~is_valid] = 0, 0
+        self._keep_owners({name: k for name, k in self._owners.items() if k[0] in kept})
+
+    def _keep_owners(self, owners: dict[bytes, tuple[int, int]]) -> None:
+        self._owners = owners
+        taken = {number for number, _ in owners.values()}
+        self._free = array("H", (n for n in range(OWNERS, -1, -1) if n not in taken))
+
+    def _find_slot(self, hashed: int) -> int:
+        """The place of a run; -1 if it has none."""
+        begin = hashed % self._num_buckets * WAYS * HASH_BYTES
+        return _find_aligned(self._hashes, hashed.to_bytes(HASH_BYTES, "little"), begin)
+
+    def _take_slot(self, hashed: int) -> int:
+        """A place for a new run, of the least recent one if there is no other."""
+        first = hashed % self._num_buckets * WAYS
+        place = _find_aligned(self._hashes, bytes(HASH_BYTES), first * HASH_BYTES)
+        if place < 0:
+            rows = self._rows[first : first + WAYS]
+            place = first + rows.index(min(rows))
+        self._hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES] = hashed.to_bytes(
+            HASH_BYTES, "little"
+        )
+        return place
+
+
+def _find_aligned(hashes: bytearray, wanted: bytes, begin: int) -> int:
+    """The slot of `wanted` in the bucket whose first byte is `begin`."""
+    end = begin + WAYS * HASH_BYTES
+    at = hashes.find(wanted, begin, end)
+    while at >= 0 and at % HASH_BYTES:
+        at = hashes.find(wanted, at + 1, end)
+    return at // HASH_BYTES  # -1 stays -1
+
+
+def _hash_runs(last: bytes, start: int) -> list[int]:
+    """A hash of each run at the end of `last`, the shortest first; none is 0."""
+    found, hashed = [], start
+    for token in reversed(memoryview(last).cast("I").tolist()):
+        hashed = (hashed ^ token) * FACTOR & MASK
+        hashed ^= hashed >> 29
+        found.append(hashed or 1)
+    return found
+
+
+def _owners_of(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return rows >> np.uint64(TOKEN_BITS) & np.uint64(OWNERS)

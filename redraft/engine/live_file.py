@@ -1,0 +1,129 @@
+"""Live counts that survive a restart: a file, read at the start and written by a thread.
+
+    steps ─► counts ─► once a minute, and after `forget` at once ─► FOLDER/live-RANK.safetensors
+
+It has hashes of runs, the token after each, and names of owners, which are hashes. Runs of common
+words can be guessed from their hashes, so the folder is as private as the answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from redraft.files.private import make_private
+from redraft.heads.families.retrieval import WINDOW, Live
+
+logger = logging.getLogger(__name__)
+
+WRITTEN_EVERY_S = 60.0
+"""A kill loses at most the answers of this time."""
+
+KEY = "redraft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveConfig:
+    """Settings of live counts (`--draft live`)."""
+
+    folder: Path | None = None
+    """Folder in which the counts survive a restart. Without it they are in memory only, and begin
+    empty.
+    """
+    window: int = WINDOW
+    """Newest answers to draft from; older ones are forgotten."""
+    shared: bool = False
+    """Draft the answers of every tenant to every tenant. A client can then read other tenants'
+    answers from the sizes of streamed events. cache_salt and LoRA adapter separate even so.
+    """
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"--live.window {self.window} keeps no answers: give 2 or more")
+
+
+class LiveFile:
+    """The file of one engine's live counts."""
+
+    def __init__(self, path: Path, draft: Live, target: str, *, writes: bool = True) -> None:
+        self.path, self.draft, self.target = path, draft, target
+        self.lock = threading.Lock()
+        self.written = 0
+        """Answers in the file."""
+        self._ended = threading.Event()
+        self._restore()
+        if writes:
+            threading.Thread(target=self._write_often, name="live counts", daemon=True).start()
+
+    def write(self) -> None:
+        """Write all counts. What was dropped is in no file afterwards."""
+        with self.lock:
+            self.written = self.draft.runs.num_texts
+            tensors, numbers = self.draft.read_state()
+            told = {KEY: json.dumps({**numbers, "target": self.target})}
+            partial = self.path.with_suffix(".partial")
+            with contextlib.suppress(FileNotFoundError):
+                partial.unlink()
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(save(tensors, told))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path)
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _restore(self) -> None:
+        """Read the file. One that cannot be read, or is of another target, leaves the counts empty."""
+        if not self.path.is_file():
+            return
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                numbers: dict[str, Any] = json.loads(file.metadata()[KEY])
+                tensors = {name: file.get_tensor(name) for name in ("places", "rows", "hashes")}
+            is_read = numbers["target"] == self.target and self.draft.restore(tensors, numbers)
+        except Exception as error:
+            # without the message, which may hold text
+            logger.warning("redraft: %s is not read: %s", self.path, type(error).__name__)
+            return
+        if not is_read:
+            logger.warning("redraft: %s is of another target or other settings", self.path)
+        self.written = self.draft.runs.num_texts
+
+    def _write_often(self) -> None:
+        while not self._ended.wait(WRITTEN_EVERY_S):
+            if self.draft.runs.num_texts == self.written:
+                continue
+            try:
+                self.write()
+            except OSError as error:
+                logger.warning("redraft: %s is not written: %s", self.path, error)
+
+
+def open_file(folder: Path, runner: Any, draft: Live) -> LiveFile:
+    """The file of this engine's counts, read by all its ranks and written by the first.
+
+    Raises:
+        ValueError: the ranks are on several machines, and would count differently.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    parallel = runner.vllm_config.parallel_config
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        raise ValueError(
+            "live counts are kept in a folder by ranks of one machine alone: leave out --live.folder"
+        )
+    make_private(folder)
+    path = folder / f"live-{parallel.data_parallel_rank}.safetensors"
+    is_first = get_tensor_model_parallel_rank() == 0
+    return LiveFile(path, draft, str(runner.vllm_config.model_config.model), writes=is_first)

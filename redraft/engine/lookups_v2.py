@@ -1,0 +1,189 @@
+"""Lookups on vLLM's V2 model runner, computed on the host as on V1.
+
+V2 keeps texts and draft tokens on the device, and its proposers return as many tokens for each
+request. So this follows the text of each request on the host, and hands the scheduler lists of any
+length, which it takes if steps are not scheduled ahead:
+
+    add_requests ─► text ◄─ sample: the step's new tokens, awaited
+                     │
+                     └─► propose: look up, then the head, if any ─► take_draft_token_ids
+
+B = requests of a step, S = slots of the runner, K = most draft tokens, T = tokens of the longest
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from redraft.engine.hooks import around, hook
+from redraft.heads.families.retrieval import Ids
+
+
+@dataclass(kw_only=True)
+class Request:
+    """A request of a V2 runner, with the names that V1 gives to the same."""
+
+    text: Ids
+    """Prompt and answer; the slot's row while the request runs."""
+    num_tokens: int
+    num_prompt_tokens: int
+    sampling_params: Any
+    lora_request: Any
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self.text[: self.num_prompt_tokens].tolist())
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return list(self.text[self.num_prompt_tokens : self.num_tokens].tolist())
+
+
+class Batch(NamedTuple):
+    """The requests of a step, with V1's names."""
+
+    req_ids: list[str]
+    token_ids_cpu: list[Ids]
+    """[B] of [T]"""
+    num_tokens_no_spec: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """What a lookup before a head passes on: vLLM's arguments, and how many tokens it may draft."""
+
+    num_spec_tokens_to_schedule: int
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class HostTexts:
+    """The texts of a V2 runner's requests, on the host, with the names of a V1 runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.vllm_config = runner, runner.vllm_config
+        # The system gives memory to the pages that are written.
+        self.ids_ST = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
+        self.requests: dict[str, Request] = {}
+        self.input_batch = Batch([], [], np.zeros(0, np.int32))
+        self.on_end: Callable[[str, Request], None] = lambda name, request: None
+        self._add_requests: Any
+        self._finish_requests: Any
+        hook(
+            runner,
+            "lookups",
+            add_requests=around(self, "_add_requests", self.add_requests),
+            finish_requests=around(self, "_finish_requests", self.finish_requests),
+        )
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Take over the texts of requests that begin, or are resumed: V2 calls both new."""
+        self._add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            row_T = self.ids_ST[self.runner.req_states.req_id_to_index[request.req_id]]
+            ids, prompt = request.prefill_token_ids, request.prompt_token_ids
+            row_T[: len(ids)] = ids
+            self.requests[request.req_id] = Request(
+                text=row_T,
+                num_tokens=len(ids),
+                num_prompt_tokens=len(ids) if prompt is None else len(prompt),
+                sampling_params=request.sampling_params,
+                lora_request=request.lora_request,
+            )
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Hand over the texts of requests that have ended."""
+        for name in sorted(scheduler_output.finished_req_ids):
+            if request := self.requests.pop(name, None):
+                self.on_end(name, request)
+        for name in scheduler_output.preempted_req_ids or ():
+            if request := self.requests.get(name):
+                request.text = request.text.copy()  # another request gets the slot
+        self._finish_requests(scheduler_output)
+
+    def add_sampled(self, batch: Any, output: Any) -> list[list[int]]:
+        """Append a step's tokens, and return them by request. Waits for the device."""
+        ids_BK, counts_B1 = output.sampled_token_ids, output.num_sampled[:, None]
+        rows = torch.cat([counts_B1.to(ids_BK.dtype), ids_BK], 1).tolist()
+        sampled = [tokens[:count] for count, *tokens in rows]
+        requests = [self.requests[name] for name in batch.req_ids]
+        for request, tokens in zip(requests, sampled, strict=True):
+            end = min(len(request.text), request.num_tokens + len(tokens))
+            request.text[request.num_tokens : end] = tokens[: end - request.num_tokens]
+            request.num_tokens = end
+        self.input_batch = Batch(
+            list(batch.req_ids),
+            [request.text for request in requests],
+            np.array([request.num_tokens for request in requests], np.int32),
+        )
+        return sampled
+
+
+class LookupOnV2:
+    """Proposes the draft tokens of a V2 runner by a lookup of V1's, alone or before a head."""
+
+    def __init__(self, runner: Any, texts: HostTexts, lookup: Any) -> None:
+        self.runner, self.texts, self.lookup = runner, texts, lookup
+        self.looked_up: frozenset[str] = frozenset()
+        """Requests whose newest draft was looked up."""
+        self._sampled: list[list[int]] = []
+        self._drafts: list[list[int]] | None = None
+        """Of the newest step; None if nobody was asked."""
+        self.swapped = getattr(lookup, "swapped", None)
+        self._is_first = True
+        self._sample: Any
+        self._take: Any
+        self._propose: Any
+        lookup.propose_by_head = self._ask_head
+        hook(
+            runner,
+            "lookups",
+            sample=around(self, "_sample", self.sample),
+            take_draft_token_ids=around(self, "_take", self.take),
+        )
+        hook(runner.speculator, "lookups", propose=around(self, "_propose", self.propose))
+
+    def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        if self._drafts is None and not self._is_first:
+            self.lookup.skip()  # the pace was 0 in the step before
+        self._drafts, self._is_first, self.looked_up = None, False, frozenset()
+        output, *rest = self._sample(hidden_states, batch, grammar_output)
+        self._sampled = self.texts.add_sampled(batch, output)
+        return output, *rest
+
+    def propose(self, *args: Any, **options: Any) -> Tensor:
+        """The draft tokens of a step, [B, K]; vLLM's interface. -1 stands for none."""
+        if options.get("dummy_run"):
+            drafted: Tensor = self._propose(*args, **options)
+            return drafted
+        step = HeadStep(options["num_speculative_tokens"], args, options)
+        self._drafts = self.lookup.propose(step, self._sampled)
+        names = self.texts.input_batch.req_ids
+        self.looked_up = frozenset(getattr(self.lookup, "looked_up", names))
+        tokens_BK = self.runner.req_states.draft_tokens
+        padded = [draft + [-1] * (tokens_BK.shape[1] - len(draft)) for draft in self._drafts]
+        pinned = torch.tensor(padded, dtype=tokens_BK.dtype, pin_memory=tokens_BK.is_cuda)
+        return pinned.to(tokens_BK.device, non_blocking=True)
+
+    def take(self) -> Any:
+        """The draft tokens for the scheduler, which verifies no more than these."""
+        if self._drafts is None:
+            return self._take()
+        from vllm.v1.outputs import DraftTokenIds
+
+        return DraftTokenIds(self.texts.input_batch.req_ids, self._drafts)
+
+    def _ask_head(self, step: HeadStep, *_: Any) -> Tensor:
+        number = step.num_spec_tokens_to_schedule
+        # With 0 tokens the head still reads the step, for its keys.
+        options = {**step.options, "num_speculative_tokens": number}
+        drafted: Tensor = self._propose(*step.args, **options)
+        return drafted[:, :number]
