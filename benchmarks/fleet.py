@@ -217,26 +217,21 @@ def describe_swap(result: Mapping[str, Any]) -> str:
 
 
 def compare_records() -> dict[str, Any]:
-    """Run the tests that compare the runners' records bit for bit.
+    """Run the tests that compare the runners' records bit for bit."""
+    return run_tests(RUNNER_TESTS, "same_records or count_the_same")
+
+
+def run_tests(file: Path, chosen: str) -> dict[str, Any]:
+    """The verdict of the chosen tests of a file that compare V1 and V2.
 
     None if one of them did not run.
     """
-    if not RUNNER_TESTS.is_file():
-        return {"v1_equals_v2": None, "reason": f"no {RUNNER_TESTS} in this folder", "tests": 0}
-    with tempfile.NamedTemporaryFile(suffix=".xml") as file:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(RUNNER_TESTS),
-        ]
-        subprocess.run(
-            [*command, "-k", "same_records or count_the_same", "--junitxml", file.name], check=False
-        )
-        return judge_tests(ET.parse(file.name).getroot())
+    if not file.is_file():
+        return {"v1_equals_v2": None, "reason": f"no {file} in this folder", "tests": 0}
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        subprocess.run([*command, "-k", chosen, "--junitxml", report.name], check=False)
+        return judge_tests(ET.parse(report.name).getroot())
 
 
 def judge_tests(suite: ET.Element) -> dict[str, Any]:

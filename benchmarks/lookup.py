@@ -1,0 +1,264 @@
+"""Lookups: V2 against V1, memory and time of live counts, and vLLM's suffix decoding beside them.
+
+$ python -m benchmarks.lookup                                 # with SmolLM2-135M-Instruct, two hours
+$ python -m benchmarks.lookup --parts counts --answers 4000   # memory and time alone
+$ pip install arctic-inference==0.1.1                         # for suffix decoding, which vLLM runs on V1
+
+`v2_equals_v1` is the verdict of the tests that compare the runners token by token. The counts are of
+made-up answers, phrases of Zipf's law. `over_suffix` is the speed with live counts over that with
+suffix decoding: two servers of `redraft serve` answer the same questions in turns, each question
+once, after both have answered the same other ones. Every round begins with the other server. tau is
+tokens per step of the target, steps without a draft included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from benchmarks.demo.fleet import Answer, stream
+from benchmarks.demo.online_config import SMOLLM2
+from benchmarks.demo.online_config import Config as SceneConfig
+from benchmarks.demo.online_stage import count_kv_bytes, make_scene
+from benchmarks.demo.up import list_arguments
+from benchmarks.fleet import run_tests
+from benchmarks.results import write_results
+from redraft.distill.data.day import choose_day
+from redraft.distill.data.samples import held_out_prompts
+from redraft.engine.counters import parse_counts
+from redraft.engine.measure import find_full_load
+from redraft.engine.process import free_port, process_group
+from redraft.engine.prompts import Prompt
+from redraft.engine.server import wait_until_healthy
+from redraft.eval.intervals import median_interval
+from redraft.files.progress import Progress
+from redraft.files.target_folder import TargetFolder
+from redraft.heads.families.retrieval import Config as Options
+from redraft.heads.families.retrieval import Live, Text
+from redraft.recipes.cli.run import run_recipe
+
+TESTS = Path("tests/engine/test_lookup_on_v2.py")
+DRAFTS = {"live": 6, "suffix": 24}
+"""Draft tokens of a step at most, as each is recommended."""
+PROBES = 2000
+"""Lookups that are timed."""
+VOCABULARY, PHRASES, PHRASE = 30_000, 5_000, 8
+
+Part = Literal["tests", "counts", "suffix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Path = SMOLLM2
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
+    parts: tuple[Part, ...] = ("tests", "counts", "suffix")
+    """What to measure."""
+    answers: tuple[int, ...] = (4_000, 1_000_000)
+    """Numbers of counted answers, for memory and time."""
+    answer_tokens: int = 16
+    """Length of these answers, in tokens."""
+    rounds: int = 12
+    """Rounds of each draft per load; at least 6, for an interval."""
+    clients: tuple[int, ...] = (1, 8)
+    """Requests in flight."""
+    questions: int = 8
+    """Questions of a round per load."""
+    learned: int = 64
+    """Questions answered before."""
+    max_tokens: int = 96
+    """Maximum length of an answer, in tokens."""
+    output: Path = Path("outputs/bench/lookup.json")
+    """File that receives the results."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 6:
+            raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
+
+
+def main(cfg: Config) -> None:
+    results: dict[str, Any] = {}
+    if "tests" in cfg.parts:
+        results |= {"tests": (verdict := run_tests(TESTS, "lookup_on_v2"))}
+        results["v2_equals_v1"] = verdict["v1_equals_v2"]
+    if "counts" in cfg.parts:
+        results["counts"] = [
+            measure_counts(number, cfg.answer_tokens) for number in sorted(cfg.answers)
+        ]
+    if "suffix" in cfg.parts:
+        results |= compare_with_suffix(cfg)
+    write_results(cfg.output, {"lookup": results})
+
+
+def make_answers(num_answers: int, num_tokens: int) -> Iterator[Text]:
+    rng = np.random.default_rng(0)
+    phrases = rng.integers(1, VOCABULARY, (PHRASES, PHRASE)).astype(np.int32)
+    chances = 1 / np.arange(1, PHRASES + 1)
+    is_label = np.ones(num_tokens, bool)
+    for _ in range(num_answers):
+        chosen = rng.choice(PHRASES, -(-num_tokens // PHRASE), p=chances / chances.sum())
+        yield Text(ids=phrases[chosen].ravel()[:num_tokens], is_label=is_label)
+
+
+def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
+    """Bytes of the counts of these answers, and processor time to count and to draft a token."""
+    tracemalloc.start()
+    draft = Live(Options(), window=2 * num_answers)  # all of them
+    texts, count_s = make_answers(num_answers, num_tokens), 0.0
+    base, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()  # it slows counting; nothing is allocated for a run
+    for text in Progress(texts, total=num_answers, desc=f"count {num_answers}", unit="answer"):
+        began_s = time.thread_time()
+        for _ in draft.learn(text):
+            pass
+        count_s += time.thread_time() - began_s
+    drafted, draft_s = 0, 0.0
+    for text in make_answers(PROBES, num_tokens):
+        began_s = time.thread_time()
+        drafted += len(draft.propose(text.ids[: num_tokens // 2], DRAFTS["live"]))
+        draft_s += time.thread_time() - began_s
+    found = {
+        "answers": num_answers,
+        "runs": draft.runs.num_runs,
+        "bytes": base,
+        "bytes_per_run_of_the_most": base / Options().max_entries,
+        "count_us_per_token": 1e6 * count_s / (num_answers * num_tokens),
+        # A lookup that finds nothing ends each draft.
+        "draft_us_per_step": 1e6 * draft_s / PROBES,  # of one request
+        "draft_us_per_lookup": 1e6 * draft_s / (drafted + PROBES),
+    }
+    print(
+        f"{num_answers} answers: {found['runs']} runs in {base / 1e6:.1f} MB; "
+        f"{found['count_us_per_token']:.1f} us to count a token, "
+        f"{found['draft_us_per_lookup']:.1f} us for a lookup"
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Round:
+    tokens_per_s: float
+    tau: float
+    """Tokens of the answers over steps of the target."""
+
+
+def compare_with_suffix(cfg: Config) -> dict[str, Any]:
+    """Speed and tau of both drafts, and the ratio by the number of clients."""
+    scene = make_scene(SceneConfig(target=cfg.target))
+    opened = TargetFolder.open(scene.target)
+    needed = cfg.learned + cfg.rounds * cfg.questions * len(cfg.clients)
+    questions = held_out_prompts(
+        [*scene.test["code"], *scene.traffic["code"]],
+        opened.tokenizer,
+        num_prompts=needed,
+        max_length=160,
+        day=choose_day(),
+    )
+    if len(questions) < needed:
+        raise ValueError(
+            f"{needed} questions are needed, each once, and there are {len(questions)}: lower "
+            "--rounds, --questions or --learned"
+        )
+    kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
+    with contextlib.ExitStack() as stack:
+        urls = {
+            draft: stack.enter_context(serve(cfg, draft, scene.target, scene.dtype, kv_bytes))
+            for draft in DRAFTS
+        }
+        rounds = asyncio.run(ask_in_turns(cfg, urls, questions))
+    ratios = {load: judge(of_load) for load, of_load in rounds.items()}
+    for load, verdict in ratios.items():
+        print(f"{load} clients: {verdict['line']}")
+    first = ratios[str(cfg.clients[0])]
+    return {
+        "over_suffix": first["over_suffix"],
+        "over_suffix_interval": first["over_suffix_interval"],
+        "by_clients": ratios,
+        "rounds": {
+            load: {draft: [vars(each) for each in some] for draft, some in of_load.items()}
+            for load, of_load in rounds.items()
+        },
+    }
+
+
+@contextlib.contextmanager
+def serve(cfg: Config, draft: str, target: Path, dtype: str, kv_bytes: int) -> Iterator[str]:
+    """The address of a server with this draft, as users start it."""
+    folder, url = cfg.output.absolute().parent / "lookup", f"http://127.0.0.1:{free_port()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--draft", draft]
+    command += ["--num-speculative-tokens", str(DRAFTS[draft])]
+    command += ["--", *list_arguments(url, dtype, kv_bytes)]
+    log = folder / f"{draft}.log"
+    # suffix decoding is on V1 alone
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with process_group(command, log=log, env=env) as process:
+        wait_until_healthy(url, process, log, name=f"redraft serve --draft {draft}")
+        yield url
+
+
+Rounds = dict[str, dict[str, list[Round]]]
+"""By clients and draft."""
+
+
+async def ask_in_turns(cfg: Config, urls: dict[str, str], questions: Sequence[Prompt]) -> Rounds:
+    waiting = iter(questions)
+    learned = list(itertools.islice(waiting, cfg.learned))
+    for url in urls.values():
+        await ask(url, learned, max(cfg.clients), cfg.max_tokens)
+    rounds: Rounds = {str(load): {draft: [] for draft in urls} for load in cfg.clients}
+    for number in Progress(range(cfg.rounds), desc="rounds", unit="round"):
+        for load in cfg.clients:
+            block = list(itertools.islice(waiting, cfg.questions))
+            order = list(urls) if number % 2 == 0 else list(urls)[::-1]
+            for draft in order:
+                found = await ask(urls[draft], block, load, cfg.max_tokens)
+                rounds[str(load)][draft].append(found)
+    return rounds
+
+
+async def ask(url: str, prompts: Sequence[Prompt], clients: int, max_tokens: int) -> Round:
+    async with httpx.AsyncClient(timeout=60) as http:
+        before = parse_counts((await http.get(f"{url}/metrics")).text)
+        waiting, answers = iter(prompts), list[Answer]()
+
+        async def client() -> None:
+            for prompt in waiting:
+                # captured: a request that opts out is not counted
+                answers.append(await stream(http, url, prompt, max_tokens, captured=True))
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        await asyncio.sleep(1)  # the last step reaches /metrics after the client
+        after = parse_counts((await http.get(f"{url}/metrics")).text)
+    full_s, num_tokens = find_full_load(
+        [list(zip(answer.times_s, answer.counts, strict=True)) for answer in answers]
+    )
+    total = sum(len(answer.token_ids) for answer in answers)
+    return Round(num_tokens / full_s, total / (total - (after.num_accepted - before.num_accepted)))
+
+
+def judge(rounds: dict[str, list[Round]]) -> dict[str, Any]:
+    """The median ratio of live counts to suffix decoding, with its interval, and tau of both."""
+    pairs = list(zip(rounds["live"], rounds["suffix"], strict=True))
+    speed, interval = median_interval([one.tokens_per_s / two.tokens_per_s for one, two in pairs])
+    tau = {draft: float(np.mean([each.tau for each in some])) for draft, some in rounds.items()}
+    low, high = interval
+    line = (
+        f"live counts {speed:.3f}x [{low:.3f}, {high:.3f}] of suffix decoding; "
+        f"tau {tau['live']:.2f}, {tau['suffix']:.2f}"
+    )
+    return {"over_suffix": speed, "over_suffix_interval": interval, "tau": tau, "line": line}
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
