@@ -93,7 +93,7 @@ class AnswerCounter:
         self._ended = {name: text for name, text in self._ended.items() if keeps(text.owner)}
         self._waiting = deque(item for item in self._waiting if keeps(item[0]))
         num_runs = self.draft.runs.forget(beginning)
-        if self.file and num_runs:
+        if self.file and self.file.is_written:  # it may hold runs that are overwritten in memory
             self.file.write()
         return num_runs
 

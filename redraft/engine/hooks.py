@@ -441,7 +441,8 @@ TABLE = (
         names=(f"{V2_RUNNER}.sample_tokens",),
         feature="proposers",
         by="online.engine.runner_v2:install_proposers",
-        why="draft tokens that adaptive verification leaves out count as rejected",
+        why="drafts of lookups count as the served version's, and tokens that adaptive verification "
+        "leaves out as rejected",
         runner="V2",
     ),
     Hook(
@@ -533,14 +534,6 @@ TABLE = (
         feature="lookups",
         by="engine.lookups_v2:LookupOnV2.take",
         why="the most draft tokens are verified for each request, found or not",
-        runner="V2",
-    ),
-    Hook(
-        of_object=True,
-        names=(f"{V2_RUNNER}.sample_tokens",),
-        feature="proposers",
-        by="online.engine.runner_v2:Proposers.sample_tokens",
-        why="drafts of lookups count as the served version's",
         runner="V2",
     ),
     # --- methods of both model runners, and of the API process

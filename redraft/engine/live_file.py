@@ -40,7 +40,9 @@ class LiveConfig:
     empty.
     """
     window: int = WINDOW
-    """Newest answers to draft from; older ones are forgotten."""
+    """Newest answers to draft from. A run is forgotten once between half of these and all of these
+    have come without it.
+    """
     shared: bool = False
     """Draft the answers of every tenant to every tenant. A client can then read other tenants'
     answers from the sizes of streamed events. cache_salt and LoRA adapter separate even so.
@@ -55,13 +57,14 @@ class LiveFile:
     """The file of one engine's live counts."""
 
     def __init__(self, path: Path, draft: Live, target: str, *, writes: bool = True) -> None:
-        self.path, self.draft, self.target = path, draft, target
+        """`writes`: this rank is the one that writes."""
+        self.path, self.draft, self.target, self.is_written = path, draft, target, writes
         self.lock = threading.Lock()
         self.written = 0
         """Answers in the file."""
         self._ended = threading.Event()
         self._restore()
-        if writes:
+        if self.is_written:
             threading.Thread(target=self._write_often, name="live counts", daemon=True).start()
 
     def write(self) -> None:

@@ -164,7 +164,8 @@ class LookupOnV2:
         if options.get("dummy_run"):
             drafted: Tensor = self._propose(*args, **options)
             return drafted
-        step = HeadStep(options["num_speculative_tokens"], args, options)
+        most = options.get("num_speculative_tokens", self.runner.num_speculative_steps)
+        step = HeadStep(most, args, options)
         self._drafts = self.lookup.propose(step, self._sampled)
         names = self.texts.input_batch.req_ids
         self.looked_up = frozenset(getattr(self.lookup, "looked_up", names))

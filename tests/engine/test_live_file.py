@@ -58,7 +58,7 @@ def test_a_server_drafts_what_the_one_before_has_counted(tmp_path: Path) -> None
 def test_what_is_forgotten_is_in_no_file_any_more(tmp_path: Path) -> None:
     path, draft = tmp_path / "live-0.safetensors", Live(Config())
     counter = AnswerCounter({}, draft)
-    counter.file = LiveFile(path, draft, "target", writes=False)
+    counter.file = LiveFile(path, draft, "target")
     for token in (70_001, 70_002, 70_003):
         learn(draft, 1, token, token + 1)
     learn(draft, 5, 6, 7, owner=INITECH)
@@ -69,6 +69,11 @@ def test_what_is_forgotten_is_in_no_file_any_more(tmp_path: Path) -> None:
     again = open_again(path)
     assert draft_after(again, 1) == []
     assert draft_after(again, 5, owner=INITECH) == [6, 7]
+    written = path.stat().st_mtime_ns
+    counter.file.is_written = False
+    counter.forget(ACME[:4])
+    assert path.stat().st_mtime_ns == written, "the other ranks have the same counts"
+    counter.file.close()
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

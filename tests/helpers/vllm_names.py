@@ -183,6 +183,11 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "self.worker": (WORKER,),
         "runner": (V1_RUNNER,),
     },
+    "redraft/engine/live_file.py": {
+        "runner.vllm_config": (VLLM_CONFIG,),
+        "runner.vllm_config.model_config": ("config.model:ModelConfig",),
+        "parallel": ("config.parallel:ParallelConfig",),
+    },
     "redraft/engine/lookups_v2.py": {
         "runner": (V2_RUNNER,),
         "self.runner": (V2_RUNNER,),

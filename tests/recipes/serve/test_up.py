@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -47,6 +48,7 @@ from redraft.heads.catalog import detect_family
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
+from redraft.online.engine.feed import name_owner
 from redraft.online.engine.pace_status import PaceMetrics
 from redraft.online.fleet.reach import REFUSED
 from redraft.online.fleet.registry import Registry
@@ -900,6 +902,7 @@ def live_server(tiny_target, tmp_path_factory):
     write_token(token := folder / "token")
     command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(tiny_target)]
     command += ["--draft", f"live+{folder / 'draft'}", "--token-file", str(token)]
+    command += ["--live.folder", str(folder / "counts")]
     command += up_command(tiny_target, port)[5:]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -949,6 +952,8 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
         json={"tenant": "spy"},
         headers={"Authorization": f"Bearer {token.read_text().strip()}"},
     )
+    file = token.parent / "counts" / "live-0.safetensors"
+    content = file.read_bytes()  # at once without what was forgotten
     forgotten = accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
     kept = accept(asked["heard"])
     # its own answers would be drafted for it from the second time on
@@ -968,6 +973,9 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
         assert stranger[0] == first[0]
         assert stranger[1] < 10, "others are not drafted what one was answered"
     assert (found.status_code, found.json()["live_runs"] > 20) == (200, True), found.text
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    named = [name_owner(tenant).hex().encode() in content for tenant in ("spy", "")]
+    assert named == [False, True]
     assert kept[1] >= 15
     assert together == [alone] * 3
     assert sampled == sampled[:1] * 6, "drafts change no answer of a seed"
