@@ -23,7 +23,7 @@ WAYS = 8
 
 SLOT_BYTES = 16
 HASH_BYTES = 8
-TOKEN_BYTES = 4
+BUCKET_BYTES = WAYS * HASH_BYTES
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = 26, 16, 5
 """A row has them in this order from its lowest bit, and the epoch above."""
 
@@ -213,13 +213,20 @@ class RunTable:
 
     def _find_slot(self, hashed: int) -> int:
         """The place of a run; -1 if it has none."""
-        begin = hashed % self._num_buckets * WAYS * HASH_BYTES
-        return _find_aligned(self._hashes, hashed.to_bytes(HASH_BYTES, "little"), begin)
+        wanted = hashed.to_bytes(HASH_BYTES, "little")
+        return self._find_aligned(wanted, hashed % self._num_buckets * BUCKET_BYTES)
+
+    def _find_aligned(self, wanted: bytes, begin: int) -> int:
+        """The slot of `wanted` in the bucket whose first byte is `begin`."""
+        at = self._hashes.find(wanted, begin, begin + BUCKET_BYTES)
+        while at % HASH_BYTES and at >= 0:
+            at = self._hashes.find(wanted, at + 1, begin + BUCKET_BYTES)
+        return at // HASH_BYTES  # -1 stays -1
 
     def _take_slot(self, hashed: int) -> int:
         """A place for a new run, of the least recent one if there is no other."""
         first = hashed % self._num_buckets * WAYS
-        place = _find_aligned(self._hashes, bytes(HASH_BYTES), first * HASH_BYTES)
+        place = self._find_aligned(bytes(HASH_BYTES), first * HASH_BYTES)
         if place < 0:
             rows = self._rows[first : first + WAYS]
             place = first + rows.index(min(rows))
@@ -227,15 +234,6 @@ class RunTable:
             HASH_BYTES, "little"
         )
         return place
-
-
-def _find_aligned(hashes: bytearray, wanted: bytes, begin: int) -> int:
-    """The slot of `wanted` in the bucket whose first byte is `begin`."""
-    end = begin + WAYS * HASH_BYTES
-    at = hashes.find(wanted, begin, end)
-    while at >= 0 and at % HASH_BYTES:
-        at = hashes.find(wanted, at + 1, end)
-    return at // HASH_BYTES  # -1 stays -1
 
 
 def _hash_runs(last: bytes, start: int) -> list[int]:
