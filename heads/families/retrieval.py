@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
-from redraft.heads.families.run_table import MOST_VOTES, Found, RunTable
+from redraft.heads.families.run_table import MOST_VOTES, Entries, Found, RunTable
 
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
@@ -66,7 +66,7 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep. Each takes about 400 bytes of server memory; in live counts, 16."""
+    """Most runs to keep. Each takes 44 bytes of server memory; in live counts, 16."""
     min_texts: int = 1
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""
@@ -112,7 +112,9 @@ class Retrieval:
         the request.
         """
         self.config = config
-        self.entries = entries
+        self.entries = (
+            entries if isinstance(entries, Entries) else Entries.of(entries, config.max_run)
+        )
         self.run_probability = list(run_probability)
         self.least_first = 0.0  # If the first token is less probable, the head drafts.
 
@@ -161,11 +163,7 @@ class Retrieval:
         return (ord(text[after]) - 1, self.run_probability[length]) if length else NOTHING
 
     def _in_answers(self, last: bytes, owner: bytes | None) -> tuple[int, float]:
-        run = _as_run(last)
-        # The longest run first: run[0:], run[1:], ...
-        return next(
-            (self.entries[run[i:]] for i in range(len(run)) if run[i:] in self.entries), NOTHING
-        )
+        return self.entries.find(last) or NOTHING
 
     @staticmethod
     def speculative_config(
@@ -194,18 +192,8 @@ class Retrieval:
         `runs` [R, N], padded in front with -1, `token` and `probability` [R].
         """
         config = self.config
-        runs_RN = np.full((len(self.entries), config.max_run), -1, np.int32)
-        for row, run in zip(runs_RN, self.entries, strict=True):
-            row[-len(run) :] = run
-        tokens, probabilities = (
-            zip(*self.entries.values(), strict=True) if self.entries else ((), ())
-        )
-        tensors = {
-            "ngrams.runs": runs_RN,
-            "ngrams.token": np.array(tokens, np.int32),
-            "ngrams.probability": np.array(probabilities, np.float32),
-            "ngrams.run_probability": np.array(self.run_probability, np.float32),
-        }
+        tensors = {f"ngrams.{name}": values for name, values in self.entries.read().items()}
+        tensors["ngrams.run_probability"] = np.array(self.run_probability, np.float32)
         (folder / CONFIG).write_text(
             json.dumps({"redraft": {"family": "retrieval", **vars(config)}}, indent=1)
         )
@@ -225,14 +213,7 @@ class Retrieval:
                 f"{folder} holds no counted answers: `redraft retrieval` writes such a folder"
             )
         tensors = load_file(folder / WEIGHTS)
-        rows = zip(
-            *(tensors[f"ngrams.{name}"].tolist() for name in ("runs", "token", "probability")),
-            strict=True,
-        )
-        entries = {
-            tuple(t for t in run if t >= 0): (token, probability)
-            for run, token, probability in rows
-        }
+        entries = Entries(*(tensors[f"ngrams.{name}"] for name in ("runs", "token", "probability")))
         probabilities = tensors["ngrams.run_probability"].tolist()
         return Retrieval(Config(**(written | changes)), entries, probabilities)
 

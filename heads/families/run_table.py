@@ -1,4 +1,7 @@
-"""Runs of tokens and the token that followed each, in a table of bounded memory: 16 bytes a run.
+"""Runs of tokens and the token that followed each, in little memory.
+
+`Entries` are those of a folder, and change no more. `RunTable` has those of live counts, 16 bytes a
+run in a table of bounded size:
 
     hash of (owner, run) ─► a bucket of eight slots ─► epoch | votes | owner | token
 
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +35,10 @@ VOTES_AT, EPOCH_AT = TOKEN_BITS + OWNER_BITS, TOKEN_BITS + OWNER_BITS + VOTE_BIT
 TOKENS, OWNERS, VOTES = (1 << TOKEN_BITS) - 1, (1 << OWNER_BITS) - 1, (1 << VOTE_BITS) - 1
 MOST_EPOCHS = 1 << (64 - EPOCH_AT)
 MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
+BIN_BITS = 16
 FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+NOBODY = 0xD1B54A32D192ED03
+"""Hash of no owner. From 0 on, runs of token 0 would be alike."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,86 @@ class RunTable:
             HASH_BYTES, "little"
         )
         return place
+
+
+class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
+    """Runs with the token after each and its probability, in arrays sorted by hash.
+
+    20 bytes a run and 4 for each token of the longest, where a dictionary takes about 400.
+    """
+
+    def __init__(
+        self, runs_RN: NDArray[np.int32], token_R: NDArray[Any], probability_R: NDArray[Any]
+    ) -> None:
+        """`runs_RN` are padded in front with -1."""
+        hashes_R = _hash_rows(runs_RN)
+        order_R = np.argsort(hashes_R, kind="stable")
+        self._runs_RN = np.ascontiguousarray(runs_RN[order_R], np.int32)
+        self._hashes = array("Q", hashes_R[order_R].tobytes())
+        self._tokens = array("i", token_R[order_R].astype(np.int32).tobytes())
+        self._probabilities = array("d", probability_R[order_R].astype(np.float64).tobytes())
+        bins = np.arange((1 << BIN_BITS) + 1, dtype=np.uint64)
+        firsts = np.searchsorted(hashes_R[order_R] >> np.uint64(64 - BIN_BITS), bins)
+        self._firsts = array("I", firsts.astype(np.uint32).tobytes())
+        """The first place of each beginning of a hash."""
+
+    @staticmethod
+    def of(entries: Mapping[tuple[int, ...], tuple[int, float]], most: int) -> Entries:
+        """The same runs, of at most `most` tokens."""
+        runs_RN = np.full((len(entries), most), -1, np.int32)
+        for row, run in zip(runs_RN, entries, strict=True):
+            row[most - len(run) :] = run
+        found = np.array([*entries.values()], np.float64).reshape(-1, 2)
+        return Entries(runs_RN, found[:, 0], found[:, 1])
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self._hashes, self._tokens, self._probabilities, self._firsts)
+        return self._runs_RN.nbytes + sum(each.itemsize * len(each) for each in arrays)
+
+    def find(self, last: bytes) -> tuple[int, float] | None:
+        """The entry of the longest run at the end of `last`."""
+        for hashed in reversed(_hash_runs(last, NOBODY)):
+            if (place := self._find_place(hashed)) >= 0:
+                return self._tokens[place], self._probabilities[place]
+        return None
+
+    def read(self) -> dict[str, NDArray[Any]]:
+        """The runs, padded in front with -1, and their tokens and probabilities."""
+        return {
+            "runs": self._runs_RN,
+            "token": np.frombuffer(self._tokens, np.int32),
+            "probability": np.frombuffer(self._probabilities, np.float64).astype(np.float32),
+        }
+
+    def __getitem__(self, run: tuple[int, ...]) -> tuple[int, float]:
+        hashes = _hash_runs(np.array(run, np.int32).tobytes(), NOBODY)
+        if not hashes or (place := self._find_place(hashes[-1])) < 0:
+            raise KeyError(run)
+        return self._tokens[place], self._probabilities[place]
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        for row_N in self._runs_RN:
+            yield tuple(row_N[row_N >= 0].tolist())
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def _find_place(self, hashed: int) -> int:
+        bin_ = hashed >> 64 - BIN_BITS
+        end = self._firsts[bin_ + 1]
+        place = bisect_left(self._hashes, hashed, self._firsts[bin_], end)
+        return place if place < end and self._hashes[place] == hashed else -1
+
+
+def _hash_rows(runs_RN: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """`_hash_runs` of each row's whole run, from NOBODY on."""
+    hashes_R = np.full(len(runs_RN), NOBODY, np.uint64)
+    for tokens_R in runs_RN.T[::-1]:
+        mixed_R = (hashes_R ^ tokens_R.astype(np.uint32)) * np.uint64(FACTOR)
+        mixed_R ^= mixed_R >> np.uint64(29)
+        hashes_R = np.where(tokens_R >= 0, mixed_R, hashes_R)
+    return np.maximum(hashes_R, np.uint64(1))
 
 
 def _hash_runs(last: bytes, start: int) -> list[int]:

@@ -13,6 +13,7 @@ from redraft.heads.families.run_table import (
     SLOT_BYTES,
     TOKENS,
     WAYS,
+    Entries,
     Found,
     RunTable,
 )
@@ -170,3 +171,30 @@ def test_a_token_beyond_the_rows_is_not_counted() -> None:
     table.add(encode(-1, 2**31 - 1), TOKENS, ACME)
     assert table.find(encode(-1, 2**31 - 1), ACME) == Found(2, 1, TOKENS)
     assert WAYS * make_table(max_entries=1)._num_buckets == WAYS
+
+
+def test_entries_of_a_folder_are_found_as_in_a_dictionary_in_a_tenth_of_its_memory() -> None:
+    rng = np.random.default_rng(3)
+    rows = {
+        tuple(rng.integers(0, 7, rng.integers(1, 7)).tolist()): (
+            int(rng.integers(99)),
+            rng.random(),
+        )
+        for _ in range(3000)
+    }
+    rows[(2**31 - 1,)] = 0, 0.5
+    entries = Entries.of(rows, 6)
+    assert dict(entries) == rows
+    assert (0,) * 7 not in entries
+    assert () not in entries
+    for _ in range(3000):
+        asked = rng.integers(0, 8, 6).tolist()
+        expected = next(
+            (rows[run] for begin in range(6) if (run := tuple(asked[begin:])) in rows), None
+        )
+        assert entries.find(encode(*asked)) == expected
+    none = Entries.of({}, 6)
+    assert (len(none), none.find(encode(1, 2)), dict(none)) == (0, None, {})
+    runs_RN = rng.integers(0, 50_000, (100_000, 6)).astype(np.int32)
+    many = Entries(runs_RN, np.zeros(100_000), np.zeros(100_000))
+    assert many.num_bytes / 100_000 == pytest.approx(44, abs=3)
