@@ -273,6 +273,33 @@ def test_lookup_on_v2_proposes_what_v1_does_token_by_token(
     assert any(foreign for _, foreign in found[0])
 
 
+@pytest.mark.parametrize(("head", "waits"), [(None, 1), ("eagle3", 2)])
+def test_lookup_on_v2_waits_for_the_sampled_tokens_and_for_a_heads_draft(
+    head: str | None, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Retrieval.speculative_config("live")
+    config = mix(config, {"method": head}, HeadLimits()) if head else config
+    for name, value in lookup_env(config).items():
+        monkeypatch.setenv(name, value)
+    runner = RunnerV2(SimpleNamespace(**{"method": "ngram"} | vllm_keys(config)))
+    install(runner)
+    request = make_request(0, np.random.default_rng(0))
+    runner.add(request)
+    runner.step([request.req_id], [[1]], 0)  # the stand-in itself reads what is proposed
+    counts, read = [0], torch.Tensor.tolist
+
+    def count(tensor: torch.Tensor) -> Any:
+        counts[0] += 1
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", count)
+    batch = SimpleNamespace(req_ids=[request.req_id])
+    for _ in range(5):
+        runner.sample(None, batch, None)
+        runner.speculator.propose(batch, *[None] * 5, num_speculative_tokens=MOST)
+    assert counts[0] == 5 * waits
+
+
 def test_lookup_on_v2_keeps_the_text_of_a_preempted_request_from_its_slots_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
