@@ -18,7 +18,7 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.run.proof import make_logits
 from redraft.engine import adaptive
-from redraft.engine.lookups import lookup_env, needs_plugin
+from redraft.engine.lookups import lookup_env
 from redraft.engine.lossless import compare_lossless
 from redraft.engine.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.engine.prompts import Prompt
@@ -422,10 +422,9 @@ def prove_lossless(target: str, results: Results, served: str, cfg: Config) -> L
 def serve_flags(choice: Choice) -> str:
     """The variables to set, and the flag of `vllm serve` for this draft with the best tokens."""
     config = choice.speculative_config
-    variables = {
-        **lookup_env(config),
-        **({"VLLM_PLUGINS": PLUGIN_NAME} if needs_plugin(config) else {}),
-    }
+    variables = lookup_env(config)
+    if variables:  # a lookup; vLLM's own of n-grams is another one on its V2 runner
+        variables["VLLM_PLUGINS"] = PLUGIN_NAME
     shown = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
     return f"{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(config)))}"
 

@@ -18,7 +18,7 @@ def test_the_memory_of_live_counts_is_that_of_their_slots_whatever_is_counted() 
     few, more = measure_counts(20, 16), measure_counts(400, 16)
     assert 500 < few["runs"] < more["runs"] < 400 * 16 * 6
     for found in (few, more):
-        assert found["bytes"] == pytest.approx(SLOT_BYTES * 1_000_000, rel=0.05)
+        assert found["bytes"] == pytest.approx(SLOT_BYTES * 1_000_000, rel=0.1)
         assert found["count_us_per_token"] > found["draft_us_per_lookup"] / 100 > 0
 
 

@@ -69,7 +69,7 @@ def test_a_million_runs_take_a_twentieth_of_what_a_dictionary_takes() -> None:
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert table.num_bytes == SLOT_BYTES * 1_000_000
-    assert taken == pytest.approx(table.num_bytes, rel=0.05), "and the owners' numbers"
+    assert taken == pytest.approx(table.num_bytes, rel=0.1), "and the owners' numbers"
 
 
 def test_a_full_table_keeps_the_newest_runs_and_finds_no_wrong_one() -> None:

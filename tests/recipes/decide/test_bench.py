@@ -501,6 +501,12 @@ def test_what_to_append_to_vllm_serve_has_the_variables_of_a_mix() -> None:
     assert lookup == {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "head_tokens": 2}
     assert flag == "--speculative-config"
     assert json.loads(pasted)["disable_padded_drafter_batch"] is True
+    choice.speculative_config = {**Ngram().speculative_config, "num_speculative_tokens": 4}
+    assert "VLLM_PLUGINS=redraft" in shlex.split(serve_flags(choice)), (
+        "vLLM's V2 has another lookup"
+    )
+    choice.speculative_config = {"method": "eagle3", "model": "m", "num_speculative_tokens": 4}
+    assert serve_flags(choice).startswith("--speculative-config ")
 
 
 def test_the_engine_refuses_a_draft_in_one_line_with_its_cure(
