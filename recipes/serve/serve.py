@@ -24,6 +24,7 @@ from redraft.engine.settings import read_settings, write_settings
 from redraft.eval.forecast.draft_source import DraftSource, Lookups
 from redraft.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
 from redraft.files.folder import read_config as read_model
+from redraft.files.private import require_own
 from redraft.heads.families.retrieval import LIVE
 from redraft.heads.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
@@ -122,6 +123,13 @@ def server_command(cfg: Config) -> list[str]:
     flags = read_flags(cfg.vllm_args)
     require_agreement(cfg.vllm_args, flags, cfg.target, parts)
     config = speculative_config(cfg)
+    if cfg.live.folder is not None:
+        require_own(cfg.live.folder)
+        if is_many(flags.get("nnodes", "1")) or flags.get("distributed_executor_backend") == "ray":
+            raise ValueError(
+                "--live.folder keeps live counts for the ranks of one machine, and --nnodes or Ray asks "
+                "for more: leave it out"
+            )
     if needs_plugin(config) and is_many(flags.get("pipeline_parallel_size", "1")):
         raise ValueError(
             "--pipeline-parallel-size above 1 leaves the text of requests on the first stage, and "

@@ -675,5 +675,10 @@ def test_live_counts_have_settings_of_their_own(tmp_path):
     )
     with pytest.raises(ValueError, match=r"^--live.* live\b.*ngram has not"):
         server_command(parse("target", "--draft", "ngram", "--live.window", "99"))
+    kept = ("target", "--draft", "live", "--live.folder", str(tmp_path / "live"))
+    server_command(parse(*kept))
+    for many in (("--nnodes", "2"), ("--distributed-executor-backend", "ray")):
+        with pytest.raises(ValueError, match=r"^--live\.folder "):
+            server_command(parse(*kept, "--", *many))
     with pytest.raises(ValueError, match=r"--live\.window 1 "):
         LiveConfig(window=1)
