@@ -112,6 +112,16 @@ def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Fin
             return
 
 
+def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
+    """A scale of the head's logits, which vLLM reads: the argmax is the same without it."""
+    if (scale := pair.layer_config.get("logit_scale", 1)) != 1:
+        yield Finding(
+            f"{title} drops logit_scale, {scale}: greedy drafts are the same, sampled ones are not",
+            "let the engine draft greedily",
+            is_doubt=True,
+        )
+
+
 def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
     """The layout of the package `speculators`, which only vLLM reads."""
     if pair.is_speculators:

@@ -92,6 +92,7 @@ def _layers(pair: Pair) -> list[int]:
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
     """The parts of this folder that SGLang reads otherwise than training."""
+    yield from folders.dropped_scale(pair, TITLE)
     if pair.is_speculators:
         yield from folders.other_layout(pair, TITLE)
     elif pair.family.name == "eagle3":

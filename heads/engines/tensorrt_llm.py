@@ -101,6 +101,7 @@ def _refuse_views(pair: Pair) -> Iterator[Finding]:
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
     """The parts of this folder that TensorRT-LLM reads otherwise than training."""
+    yield from folders.dropped_scale(pair, TITLE)
     if pair.is_speculators:
         yield from folders.other_layout(pair, TITLE)
     elif pair.family.name == "eagle3":

@@ -26,7 +26,7 @@ from test_export import (
 
 from redraft.heads.doctor.checks import static_findings
 from redraft.heads.doctor.pair import Pair
-from redraft.heads.engines.exporting import other_version
+from redraft.heads.engines.exporting import engine_findings, other_version
 from redraft.heads.engines.table import find_engine
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import dispatch
@@ -145,6 +145,18 @@ def test_tables_of_rotary_frequencies_are_read_over(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, of_eagle3())
     table = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     assert static(edit(pair, tensors=table)) == []
+
+
+@pytest.mark.parametrize("name", ["sglang", "tensorrt-llm"])
+def test_a_scale_of_the_logits_that_sglang_and_tensorrt_drop_is_a_doubt(
+    name: str, tmp_path: Path
+) -> None:
+    pair = make_pair(tmp_path, of_dflash(None))
+    before = engine_findings(find_engine(name), pair)
+    doubt, *same = engine_findings(find_engine(name), edit(pair, logit_scale=0.25))
+    assert same == before
+    assert doubt.is_doubt
+    assert "logit_scale, 0.25" in doubt.problem
 
 
 def test_another_release_of_sglang_is_a_doubt_in_one_line() -> None:
