@@ -73,6 +73,8 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    if cfg.engine not in ("vllm", "none") and cfg.target is None and cfg.url is None:
+        raise ValueError(f"--engine {cfg.engine} checks a draft beside its target: give --target")
     has_pair = any(each is not None for each in (cfg.draft, cfg.target, cfg.url))
     machine: dict[str, str] = {}
     found: list[Finding] = []

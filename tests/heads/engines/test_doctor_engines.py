@@ -108,6 +108,9 @@ def test_doctor_for_sglang_prints_findings_and_cures(
     written = convert(pair, "sglang")
     assert dispatch([*args[:4], str(written.draft), "--engine", "sglang"]) == 0
     assert dispatch([*args, "none"]) == 0
+    capsys.readouterr()
+    assert dispatch(["doctor", str(pair.draft), "--engine", "sglang"]) == 2
+    assert "give --target" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
