@@ -68,7 +68,7 @@ def read_again(
 def read_file(
     path: Path, target: InProcessTarget, fingerprint: str, reads: Reads, k: int, out: SpoolWriter
 ) -> dict[str, int]:
-    """Write a spool file's records anew, and remove it; the numbers of records by outcome.
+    """Write the scored records of a spool file, remove the file, and count records by outcome.
 
     A killed run reads the file again, and the learner takes a record with a known id once.
 

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from redraft.online.records.origin import Origin, read_origin_headers
 from redraft.online.traffic.front import FrontConfig
 from redraft.online.traffic.tap import Tap
-from redraft.online.traffic.tap_messages import COMPLETION_PATHS, TEXT_PATHS
+from redraft.online.traffic.tap_messages import TEXT_PATHS
 from redraft.online.traffic.upstream import (
     BrokenError,
     ForwardedRequest,
@@ -218,9 +218,10 @@ class Proxy:
         Its other routes are the learner's (/redraft/...) or a developer's: one of them puts a
         server to sleep.
         """
+        names = (*CLIENT_PATHS, *self.tap.dialect.client_paths)
         own = [
-            *(Route(f"/{name}", self, methods=METHODS) for name in CLIENT_PATHS),
-            *(Route(f"/{name}/{{path:path}}", self, methods=METHODS) for name in CLIENT_PATHS),
+            *(Route(f"/{name}", self, methods=METHODS) for name in names),
+            *(Route(f"/{name}/{{path:path}}", self, methods=METHODS) for name in names),
         ]
         return Router(
             own, lifespan=self._lifespan
@@ -322,7 +323,8 @@ class Proxy:
         """
         origin = read_origin_headers(request.headers)
         path = request.url.path
-        is_text = request.method == "POST" and path.rstrip("/") in TEXT_PATHS
+        paths = self.tap.dialect.paths
+        is_text = request.method == "POST" and path.rstrip("/") in {*TEXT_PATHS, *paths}
         forwarded = ForwardedRequest(
             method=request.method,
             path=_read_path(request),
@@ -333,7 +335,7 @@ class Proxy:
         if not is_text:
             reply = await self.upstream.send(forwarded)
             return Relayed(reply, reply.chunks())
-        kind = COMPLETION_PATHS.get(path, "")
+        kind = paths.get(path, "")
         is_read = body.is_whole and _count_parts(body.beginning) <= MAX_JSON_PARTS
         payload: Any = _parse_json(body.beginning) if kind and is_read else None
         if self.tap.should_record(payload, origin, is_read=is_read, is_known=bool(kind)):

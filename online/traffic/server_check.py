@@ -154,7 +154,7 @@ class ServerCheck:
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         """The names of the target. Raises: UnfitError, NotYetError."""
-        listed = (await self._ask(upstream, "GET", b"/v1/models")).get("data") or []
+        listed = (await self.ask(upstream, "GET", b"/v1/models")).get("data") or []
         names = [str(card["id"]) for card in listed if not card.get("parent")]
         if not names:
             raise UnfitError("/v1/models lists no model")
@@ -199,7 +199,7 @@ class ServerCheck:
             "ignore_eos": True,
         }
         asked |= {"return_token_ids": True, **sampling}
-        answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
+        answer = await self.ask(upstream, "POST", b"/v1/completions", asked)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [choice["token_ids"] for choice in choices]
 
@@ -215,7 +215,7 @@ class ServerCheck:
         }
         asked |= {"logprobs": self.top_k}
         asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
+        answer = await self.ask(upstream, "POST", b"/v1/completions", asked)
         (top,) = answer["choices"][0]["logprobs"]["top_logprobs"][:1]
         # vLLM adds the sampled token, which depends on top_p: without the last one both lists
         # agree.
@@ -223,7 +223,7 @@ class ServerCheck:
         ranked = sorted(top.items(), key=lambda item: -item[1])[:count]
         return {str(token): float(value) for token, value in ranked}
 
-    async def _ask(
+    async def ask(
         self, upstream: Upstream, method: str, path: bytes, content: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
@@ -273,3 +273,42 @@ class ServerCheck:
             f"it wants a key ({status}): set key_file; until then the key of the next client is "
             "taken that it answers"
         )
+
+
+class SglangCheck(ServerCheck):
+    """The check of a server whose records hold ids alone: it costs no answer."""
+
+    async def _find_models(self, upstream: Upstream) -> frozenset[str]:
+        info = await self.ask(upstream, "GET", b"/server_info")
+        if "speculative_algorithm" not in info:
+            raise UnfitError("it is not SGLang: its /server_info names no speculative_algorithm")
+        self._samples_as_model = info.get("sampling_defaults", "model") == "model"
+        return await self._list_models(upstream)
+
+    async def _list_models(self, upstream: Upstream) -> frozenset[str]:
+        listed = (await self.ask(upstream, "GET", b"/v1/models")).get("data") or []
+        return frozenset(str(card["id"]) for card in listed)
+
+    async def _find_defaults(self, upstream: Upstream, model: str) -> Mapping[str, float]:
+        return self.defaults if self._samples_as_model else {}
+
+
+class LlamaCppCheck(SglangCheck):
+    """Answers of llama.cpp name the sampling that they had."""
+
+    async def _find_models(self, upstream: Upstream) -> frozenset[str]:
+        if "build_info" not in await self.ask(upstream, "GET", b"/props"):
+            raise UnfitError("it is not llama.cpp: its /props names no build_info")
+        self._samples_as_model = False
+        return await self._list_models(upstream)
+
+    def find_skip_reason(self, model: Any) -> str:
+        return super().find_skip_reason(None)  # llama.cpp serves one model, whatever a request says
+
+
+CHECKS: Mapping[str, type[ServerCheck]] = {
+    "vllm": ServerCheck,
+    "sglang": SglangCheck,
+    "llama.cpp": LlamaCppCheck,
+}
+"""By engine."""

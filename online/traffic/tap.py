@@ -19,29 +19,26 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from redraft.online.records.guard import Guard
 from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
 from redraft.online.tokens import read_key
-from redraft.online.traffic.server_check import ServerCheck
-from redraft.online.traffic.tap_messages import (
-    Answer,
-    AnswerError,
-    add_logprobs,
-    find_skip_reason,
-    strip_added,
-)
+from redraft.online.traffic.dialects import DIALECTS
+from redraft.online.traffic.server_check import CHECKS
+from redraft.online.traffic.tap_messages import Answer, AnswerError
 from redraft.online.traffic.upstream import ForwardedRequest, Reply, Upstream
 
 logger = logging.getLogger("redraft.tap")
 
 MAX_WAITING_RECORDS = 1024
 SHIP_INTERVAL_S = 1.0
+COMPLETE_S = 5.0  # for answers under way at the end
 MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other streams move on
 
 
@@ -49,6 +46,10 @@ MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other strea
 class TapConfig(Recording):
     """Settings for recording in front of a server without the plugin."""
 
+    engine: Literal["vllm", "sglang", "llama.cpp", "tensorrt-llm"] = "vllm"
+    """Engine of the server. Records of SGLang and llama.cpp hold token ids alone, for `redraft
+    score`.
+    """
     logprobs: int = 20
     """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by
     default.
@@ -58,6 +59,14 @@ class TapConfig(Recording):
     answers of one token after each start of the server, at most once a minute. If the server wants
     a key and there is none here, the check takes that of the first client it has answered.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine == "tensorrt-llm":
+            raise ValueError(
+                "TensorRT-LLM returns no token ids of a prompt, and refuses a request with a field "
+                "that it does not have: train on regenerated answers (redraft regenerate)"
+            )
 
 
 class Tap:
@@ -76,9 +85,13 @@ class Tap:
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
         key = read_key(config.key_file) if config.key_file else ""
-        self.check = ServerCheck(config.logprobs, self.guard, defaults, key)
+        assert config.engine != "tensorrt-llm"
+        self.dialect = DIALECTS[config.engine]
+        self.check = CHECKS[config.engine](config.logprobs, self.guard, defaults, key)
         self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()
+        self._upstream: Upstream | None = None
+        self._completing: set[asyncio.Task[None]] = set()
 
     def status(self) -> dict[str, Any]:
         return {
@@ -103,7 +116,8 @@ class Tap:
         elif not is_known:
             reason = "other_api"
         elif not (
-            reason := find_skip_reason(payload) or self.check.find_skip_reason(payload.get("model"))
+            reason := self.dialect.find_skip_reason(payload)
+            or self.check.find_skip_reason(payload.get("model"))
         ):
             # Drawn at random: the tap decides once per request, and several calls may share a
             # request id.
@@ -120,7 +134,7 @@ class Tap:
         The answer must come uncompressed, because the tap reads it.
         """
         headers = [header for header in forwarded.headers if header[0] != b"accept-encoding"]
-        body = json.dumps(add_logprobs(payload, kind, self.config.logprobs)).encode()
+        body = json.dumps(self.dialect.ask(payload, kind, self.config.logprobs)).encode()
         return replace(forwarded, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
 
     async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
@@ -130,8 +144,22 @@ class Tap:
             cleaned = await asyncio.to_thread(self._clean, message, answer)
         else:
             cleaned = self._clean(message, answer)
-        self._keep(answer, payload, origin)
+        if self.dialect.has_probabilities:
+            self._keep(answer, payload, origin)
+        else:  # beside the client's answer, which does not wait for the prompt's ids
+            task = asyncio.create_task(self._complete(answer, payload, origin))
+            self._completing.add(task)
+            task.add_done_callback(self._completing.discard)
         return cleaned
+
+    async def _complete(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
+        if answer.failure is None and self._upstream is not None:
+            ask = partial(self.check.ask, self._upstream)
+            try:
+                await self.dialect.complete(answer, ask)
+            except Exception as error:  # recording may fail, serving must not
+                answer.failure = error
+        self._keep(answer, payload, origin)
 
     async def relay_stream(
         self, reply: Reply, payload: dict[str, Any], origin: Origin
@@ -153,8 +181,9 @@ class Tap:
         """An answer to be read."""
         # The server may have gone down, and come back with other flags, since it was asked.
         if self.check.find_skip_reason(payload.get("model")) or self.check.verdict is None:
-            return Answer(failure=AnswerError("unfit_server", "the server is unchecked or unfit"))
-        return Answer(defaults=self.check.verdict.defaults)
+            failure = AnswerError("unfit_server", "the server is unchecked or unfit")
+            return self.dialect.answer(failure=failure)
+        return self.dialect.answer(defaults=self.check.verdict.defaults)
 
     async def _clean_events(
         self, chunks: AsyncIterator[bytes], answer: Answer
@@ -187,7 +216,7 @@ class Tap:
             except Exception as error:  # recording may fail, serving must not
                 answer.failure = error
         # Stripped whether or not it could be read: the client did not ask for these fields.
-        return json.dumps(content).encode() if strip_added(content) else b""
+        return json.dumps(content).encode() if self.dialect.strip(content) else b""
 
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
         try:
@@ -226,6 +255,7 @@ class Tap:
     @contextlib.asynccontextmanager
     async def running(self, upstream: Upstream) -> AsyncIterator[None]:
         """Check the server and ship records while the block runs, and ship the rest at the end."""
+        self._upstream = upstream
         checking = asyncio.create_task(self.check.run_forever(upstream))
         shipping = asyncio.create_task(self._ship_periodically())
         try:
@@ -235,6 +265,8 @@ class Tap:
             shipping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await shipping
+            if self._completing:
+                await asyncio.wait(self._completing, timeout=COMPLETE_S)
             await asyncio.to_thread(self._ship, self._take_waiting())
             await asyncio.to_thread(self._outlet.close)
 

@@ -1,8 +1,9 @@
-"""Record the traffic of an unmodified vLLM through a proxy.
+"""Record the traffic of an unmodified vLLM, SGLang or llama.cpp through a proxy.
 
-Point the clients at this address instead of vLLM's.
+Point the clients at this address instead of the server's.
 
     $ redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
+    $ redraft tap http://127.0.0.1:8080 --target /models/llama --spool ids --engine llama.cpp
 
 vLLM returns at most --max-logprobs probabilities per token (20 by default). The proxy does not see
 draft tokens, so its records can train a draft but do not show its acceptance. Several servers have
@@ -29,7 +30,7 @@ from redraft.online.traffic.upstream import Upstream
 @dataclass(frozen=True, kw_only=True)
 class Config(TapConfig, FrontConfig):
     upstream: Annotated[str, tyro.conf.Positional]
-    """Address of the vLLM server, http://HOST:PORT."""
+    """Address of the server, http://HOST:PORT."""
     target: Path
     """Folder of the served model. Its fingerprint goes into every record, and its
     generation_config.json gives the sampling parameters that a request leaves out.
