@@ -35,8 +35,11 @@ from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, ExactTarget
 from redraft.heads.target import Target
 
-MIN_OWN_TEXT = 0.9
-"""Least share of a server's greedy tokens that are the target's most probable ones."""
+MIN_OWN_TEXT = 0.5
+"""Least share of a server's greedy tokens that are the target's most probable ones.
+
+A target quantised to few bits differs in some, another target in most.
+"""
 
 CURE = (
     "the server reads the draft otherwise than training: export it for this engine again "

@@ -101,7 +101,7 @@ def make_draft(
     folder: Path,
     *,
     reduced: bool = False,
-    num_steps: int = 25,
+    num_steps: int = 16,
     **options: Any,
 ) -> Path:
     """A draft fitted to a third of the answers, so that it hits some tokens and misses others."""

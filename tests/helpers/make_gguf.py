@@ -14,9 +14,13 @@ from redraft.files.checkpoint import load_text_config
 
 
 def write_gguf(
-    path: Path, source: Path, tokenizer: PreTrainedTokenizerFast, architecture: str = "llama"
+    path: Path,
+    source: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    architecture: str = "llama",
+    matrices: str = "F32",
 ) -> Path:
-    """The Llama of `source` in llama.cpp's layout, float32, end of turn 3."""
+    """The Llama of `source` in llama.cpp's layout, end of turn 3; `matrices` is their type."""
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     model, config = LlamaForCausalLM.from_pretrained(source), load_text_config(source)
     writer = gguf.GGUFWriter(path, architecture)
@@ -37,7 +41,11 @@ def write_gguf(
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         rows = interleave_halves(weight, heads.get(name.split(".")[-2], 0))
-        writer.add_tensor(names.get_name(name, (".weight",)), rows.float().contiguous().numpy())
+        stored = rows.float().contiguous().numpy()
+        kind = gguf.GGMLQuantizationType[matrices if stored.ndim > 1 else "F32"]
+        writer.add_tensor(
+            names.get_name(name, (".weight",)), gguf.quantize(stored, kind), raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from llama_cpp_world import K, World, make_draft, make_world, require_llama_cpp
+from make_gguf import write_gguf
 from sglang_server import sglang_server
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +23,7 @@ from redraft.engine.prompts import Prompt
 from redraft.engine.server import VllmServer
 from redraft.eval.forecast.greedy import forecast, generate_answers, greedy_continuations
 from redraft.files.folder import CONFIG
+from redraft.files.gguf_writer import GgufTarget
 from redraft.heads.engines.exporting import export_draft
 from redraft.heads.engines.llama_cpp import FILE, TYPES
 from redraft.heads.engines.table import Export, find_engine
@@ -92,6 +94,27 @@ def test_doctor_finds_a_head_that_llama_cpp_was_given_wrongly(
         assert facts["text"].startswith("100.0%")
         assert facts["server"].endswith("llama.cpp of an unnamed version")
     assert "otherwise than training" in found[1]["findings"][-1]["cure"]
+
+
+def test_doctor_forecasts_on_the_text_of_a_quantised_target_in_llama_cpp(
+    world: World,
+    draft: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    require_llama_cpp()
+    folder = world.folder.folder
+    gguf = write_gguf(tmp_path / "q8.gguf", folder, small_tokenizer, matrices="Q8_0")
+    assert GgufTarget(gguf).quantised == ("Q8_0",)
+    export = Export(pair=world.pair(draft), output=tmp_path / "d", num_tokens=K, gguf=gguf)
+    export_draft(find_engine("llama.cpp"), export, overwrite=False)
+    with serving(gguf, draft=tmp_path / "d" / FILE, kind=TYPES["eagle3"]) as client:
+        status, found = ask_doctor(folder, draft, str(client.base_url), capsys)
+    assert status == 0, found
+    assert "quantised" in found["notes"][0]
+    taus = [float(FACT.search(found["pair"][name])[1]) for name in ("acceptance", "forecast")]
+    assert taus[0] == pytest.approx(taus[1], rel=0.03)
 
 
 def answer_as_sglang(world: World, draft: Path) -> Any:
