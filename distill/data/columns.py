@@ -24,7 +24,7 @@ from redraft.distill.data.messages import (
     refuse_media,
 )
 from redraft.distill.data.rows import UnusableRowError
-from redraft.distill.data.sessions import KEYS, TokenTurn, unpack_turns
+from redraft.distill.data.sessions import KEYS, StoredTurn, read_turns
 from redraft.distill.data.template import Arguments
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -118,7 +118,7 @@ class RowReader:
             raise UnusableRowError(f"with a column {ARGUMENTS} that is not an object")
         return dict(value or {})
 
-    def token_turns(self, num_answers: int) -> list[TokenTurn]:
+    def token_turns(self, num_answers: int) -> list[StoredTurn]:
         """The ids of all answers, as `redraft regenerate` has written them; else none.
 
         Raises:
@@ -129,7 +129,7 @@ class RowReader:
         if not isinstance(first, dict) or first.keys() != KEYS:  # another's column of this name
             return []
         self.used.add(TOKEN_IDS)
-        turns = unpack_turns(self.row[TOKEN_IDS])
+        turns = read_turns(self.row[TOKEN_IDS])
         if len(turns) != num_answers:
             raise UnusableRowError(
                 "with token ids of another number of answers", f"{len(turns)}, not {num_answers}"

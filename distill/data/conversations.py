@@ -26,7 +26,7 @@ from redraft.distill.data.rows import (
     open_plain,
     read_rows,
 )
-from redraft.distill.data.sessions import TokenTurn
+from redraft.distill.data.sessions import StoredTurn
 from redraft.distill.data.splits import choose_files
 from redraft.distill.data.template import Arguments
 
@@ -42,7 +42,7 @@ class Conversation(TypedDict):
     tools: NotRequired[list[Tool]]
     arguments: NotRequired[Arguments]
     """Template arguments of the request, if the data has them."""
-    turns: NotRequired[list[TokenTurn]]
+    turns: NotRequired[list[StoredTurn]]
     """The token ids of each answer and of its prompt, as the server returned them."""
     split_key: NotRequired[str]
     """Hash (hex) that decides, instead of its first user message's."""

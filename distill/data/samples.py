@@ -33,7 +33,7 @@ from redraft.distill.data.conditions import Turn, is_in
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, conversation_hash
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
-from redraft.distill.data.sessions import TokenTurn
+from redraft.distill.data.sessions import StoredTurn, expand_turns
 from redraft.distill.data.template import Arguments, name_mode
 from redraft.engine.machine import count_cores
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
@@ -351,7 +351,7 @@ def _chunk_samples(
     batch.encode()
     for (key, conversation), ours, (some, asked) in zip(chunk, exact, turns, strict=True):
         if ours:
-            documents = _documents(ours, max_length, stats)
+            documents = _documents(expand_turns(ours), max_length, stats)
             asked = [render.known_arguments(conversation)]
         elif is_plain_text(conversation):
             documents = _text_documents(
@@ -375,7 +375,7 @@ def _chunk_samples(
 
 def _exact_turns(
     conversation: Conversation, render: Renderer, stats: SampleStats
-) -> list[TokenTurn]:
+) -> list[StoredTurn]:
     """The turns by the server's token ids; none without them, or if another tokenizer made them."""
     turns = conversation.get("turns", [])
     answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
@@ -391,9 +391,9 @@ def _exact_turns(
     return turns
 
 
-def _decode(turn: TokenTurn, tokenizer: Any) -> str:
+def _decode(turn: StoredTurn, tokenizer: Any) -> str:
     """The text of an answer; empty if an id is beyond the vocabulary."""
-    if max(int(part.max(initial=0)) for part in turn) >= len(tokenizer):
+    if max(int(part.max(initial=0)) for part in turn[1:]) >= len(tokenizer):
         return ""
     return str(tokenizer.decode(turn.answer_A.tolist()))
 

@@ -4,7 +4,7 @@ P = tokens of a prompt, A = tokens of an answer
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -29,6 +29,20 @@ class TokenTurn(NamedTuple):
         return len(self.prompt_P) + len(self.answer_A)
 
 
+class StoredTurn(NamedTuple):
+    """A turn in a session, in the memory of what is new in it."""
+
+    kept: int
+    """Number of tokens that the prompt shares with the beginning of the turn before."""
+    prompt_P: NDArray[np.int32]
+    """The prompt's tokens after those."""
+    answer_A: NDArray[np.int32]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.kept + len(self.prompt_P) + len(self.answer_A)
+
+
 def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
     """The turns for JSON: of each prompt, only the tokens after those shared with the turn before.
 
@@ -46,26 +60,34 @@ def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
     return packed
 
 
-def unpack_turns(rows: Sequence[Any]) -> list[TokenTurn]:
-    """The turns of `pack_turns`.
+def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
+    """The turns that `pack_turns` has written.
 
     Raises:
         UnusableRowError: it did not write them.
     """
-    turns: list[TokenTurn] = []
-    before = np.zeros(0, np.int32)
-    for packed in rows:
+    turns: list[StoredTurn] = []
+    length = 0
+    for row in rows:
         try:
-            kept, ids = packed["kept"], [np.array(packed[key]) for key in ("prompt", "answer")]
-            is_whole = 0 <= kept <= len(before) and all(map(_are_ids, ids))
+            kept, ids = row["kept"], [np.array(row[key]) for key in ("prompt", "answer")]
+            is_whole = 0 <= kept <= length and all(map(_are_ids, ids))
         except (TypeError, KeyError, ValueError):
             is_whole = False
         if not is_whole:
             raise UnusableRowError("with token ids that redraft regenerate did not write")
-        prompt, answer = (part.astype(np.int32) for part in ids)
-        turns.append(TokenTurn(np.concatenate([before[:kept], prompt]), answer))
-        before = np.concatenate(turns[-1])
+        turns.append(StoredTurn(int(kept), *(part.astype(np.int32) for part in ids)))
+        length = turns[-1].num_tokens
     return turns
+
+
+def expand_turns(turns: Iterable[StoredTurn]) -> Iterator[TokenTurn]:
+    """The turns with whole prompts, one after the other."""
+    before = np.zeros(0, np.int32)
+    for kept, prompt_P, answer_A in turns:
+        turn = TokenTurn(np.concatenate([before[:kept], prompt_P]), answer_A)
+        yield turn
+        before = np.concatenate(turn)
 
 
 def _are_ids(part: NDArray[Any]) -> bool:
