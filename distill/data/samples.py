@@ -13,17 +13,12 @@ import datetime
 import functools
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -32,11 +27,10 @@ from numpy.typing import NDArray
 from redraft.distill.data.conditions import Turn, is_in
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, conversation_hash
+from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
 from redraft.distill.data.sessions import StoredTurn, expand_turns
 from redraft.distill.data.template import Arguments, name_mode
-from redraft.engine.machine import count_cores
-from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
 from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
 
@@ -498,60 +492,3 @@ def data_hash(samples: Iterable[Sample]) -> str:
         digest.update(sample.input_ids.astype("<i4").tobytes())
         digest.update(np.packbits(sample.loss_mask).tobytes())
     return digest.hexdigest()
-
-
-Tool = TypeVar("Tool")
-Chunk = TypeVar("Chunk")
-Result = TypeVar("Result")
-
-MIN_CHUNKS = 32  # Fewer chunks are done here: a process takes some seconds to import what it needs.
-MAX_PROCESSES = 32
-
-_tool: Any = None
-
-
-def map_in_processes(
-    work: Callable[[Tool, Chunk], Result],
-    make: Callable[[], Tool],
-    chunks: Sequence[Chunk],
-    cores: int | None = None,
-) -> Iterator[Result]:
-    """`work(tool, chunk)` for every chunk, in order, each process with a tool; all picklable.
-
-    Few chunks, or one core, stay here.
-
-    Raises:
-        RuntimeError: a process was killed.
-    """
-    cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
-    tool = make()  # also where the chunks go to processes: a wrong argument shows here
-    if cores < 2 or len(chunks) < MIN_CHUNKS:
-        yield from (work(tool, chunk) for chunk in chunks)
-        return
-    # Spawned, because a fork of a process that has a target in memory, CUDA and gloo's threads is
-    # not safe.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(cores, context, _start, (work, make, os.getpid()))
-    try:
-        yield from pool.map(_work, chunks)
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a process that tokenises was killed: is there enough memory?"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start(work: Callable[[Any, Any], Any], make: Callable[[], Any], parent: int) -> None:
-    global _tool
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
-    _tool = (work, make())
-
-
-def _work(chunk: Any) -> Any:
-    work, tool = _tool
-    return work(tool, chunk)

@@ -30,6 +30,7 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.reasoning import is_cut, split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
+from redraft.distill.data.template import name_mode
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.files.artifact import write_whole
 from redraft.files.folder import CONFIG
@@ -81,7 +82,13 @@ def main(cfg: Config) -> None:
         counted = summarise(loaded, stats, overlap, held_out_stats)
         texts = [paint(sample, tokenizer, cfg.sample_tokens, in_color=False) for sample, _ in shown]
         counted["samples"] = [
-            {"kinds": kinds, "domain": sample.domain, "tokens": len(sample.input_ids), "text": text}
+            {
+                "kinds": kinds,
+                "domain": sample.domain,
+                "template_arguments": json.loads(sample.arguments),
+                "tokens": len(sample.input_ids),
+                "text": text,
+            }
             for (sample, kinds), text in zip(shown, texts, strict=True)
         ]
         counted["end_ids"] = target.end_ids
@@ -106,10 +113,9 @@ def main(cfg: Config) -> None:
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
     for number, (sample, kinds) in enumerate(shown, 1):
-        print(
-            f"--- sample {number}, {', '.join(kinds)}, domain {sample.domain}, "
-            f"{len(sample.input_ids):,} tokens"
-        )
+        mode = name_mode(json.loads(sample.arguments))
+        traits = ", ".join([*kinds, f"domain {sample.domain}", *filter(None, [mode])])
+        print(f"--- sample {number}, {traits}, {len(sample.input_ids):,} tokens")
         print(paint(sample, tokenizer, cfg.sample_tokens, in_color))
 
 

@@ -23,12 +23,12 @@ from transformers import PreTrainedTokenizerFast
 from redraft.distill.data import packing, samples, tokens
 from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.samples import (
     Sample,
     SampleStats,
     build_samples,
     data_hash,
-    map_in_processes,
 )
 from redraft.distill.data.tokens import Content, MappedSamples, keep_tokens, read_tokens
 from redraft.distill.data.vocabulary import frequent_ids

@@ -1,0 +1,70 @@
+"""Chunks of work in processes, each with a tool that is made once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from redraft.engine.machine import count_cores
+from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
+
+Tool = TypeVar("Tool")
+Chunk = TypeVar("Chunk")
+Result = TypeVar("Result")
+
+MIN_CHUNKS = 32  # Fewer chunks are done here: a process takes some seconds to import what it needs.
+MAX_PROCESSES = 32
+
+_tool: Any = None
+
+
+def map_in_processes(
+    work: Callable[[Tool, Chunk], Result],
+    make: Callable[[], Tool],
+    chunks: Sequence[Chunk],
+    cores: int | None = None,
+) -> Iterator[Result]:
+    """`work(tool, chunk)` for every chunk, in order, each process with a tool; all picklable.
+
+    Few chunks, or one core, stay here.
+
+    Raises:
+        RuntimeError: a process was killed.
+    """
+    cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
+    tool = make()  # also where the chunks go to processes: a wrong argument shows here
+    if cores < 2 or len(chunks) < MIN_CHUNKS:
+        yield from (work(tool, chunk) for chunk in chunks)
+        return
+    # Spawned, because a fork of a process that has a target in memory, CUDA and gloo's threads is
+    # not safe.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(cores, context, _start, (work, make, os.getpid()))
+    try:
+        yield from pool.map(_work, chunks)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a process that tokenises was killed: is there enough memory?"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start(work: Callable[[Any, Any], Any], make: Callable[[], Any], parent: int) -> None:
+    global _tool
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
+    _tool = (work, make())
+
+
+def _work(chunk: Any) -> Any:
+    work, tool = _tool
+    return work(tool, chunk)
