@@ -27,7 +27,6 @@ from redraft.distill.signal.features_store import (
     StatesLostError,
     Storage,
     Use,
-    absolute,
 )
 from redraft.distill.signal.sources import EndpointTarget, say_once
 from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
@@ -52,7 +51,7 @@ def server_args(
     It writes the streams after `layers`, and the last one.
 
     Raises:
-        ValueError: for a layer the target does not have.
+        ValueError: for a layer the target does not have, or a storage that cannot be used here.
     """
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
         raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
@@ -68,7 +67,7 @@ def server_args(
         "kv_connector_module_path": "redraft.distill.signal.features_connector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {
-            "storage": absolute(storage),
+            "storage": Storage(storage).root,
             "format": states_format,
             # unused, but vLLM's connector creates this folder; object storage has none
             "shared_storage_path": ".",

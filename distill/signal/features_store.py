@@ -187,7 +187,10 @@ class Storage:
             ValueError: if it names no folder, or no kind of storage that fsspec knows.
         """
         self.root = absolute(storage)
-        self._files, self._folder = fsspec.core.url_to_fs(self.root)
+        try:
+            self._files, self._folder = fsspec.core.url_to_fs(self.root)
+        except ImportError as error:  # "Install s3fs to access S3"
+            raise ValueError(f"{storage} needs another package: {error}") from None
 
     def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> Description:
         """Pass the states under `url` to `use`, a few rows at a time; then remove them.

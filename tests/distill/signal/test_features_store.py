@@ -263,3 +263,15 @@ def test_any_other_description_is_an_error_too(content: bytes, tmp_path: Path) -
 def test_a_storage_that_names_no_folder_is_refused(storage: str) -> None:
     with pytest.raises(ValueError, match=r"s3://bucket/states"):
         Storage(storage)
+
+
+def test_a_storage_whose_package_is_missing_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(url: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ValueError, match=r"s3://bucket/states .*Install s3fs") as error:
+        Storage("s3://bucket/states")
+    assert "\n" not in str(error.value)
