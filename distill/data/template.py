@@ -50,12 +50,11 @@ def asks_for_thought(arguments: Arguments) -> bool | None:
 
 def name_mode(arguments: Arguments) -> str:
     """The thinking mode that a request's arguments ask for, in words; empty if they ask for none."""
-    for name, value in arguments.items():
-        if name in SWITCHES and isinstance(value, bool):
-            return "thinking" if value else "no thinking"
-        if name == EFFORT and value in (*EFFORTS, *NO_EFFORTS):
-            return f"effort {value}"
-    return ""
+    # First, because vLLM adds `enable_thinking` to an effort.
+    if (effort := arguments.get(EFFORT)) in (*EFFORTS, *NO_EFFORTS):
+        return f"effort {effort}"
+    switch = next((arguments[name] for name in SWITCHES if name in arguments), None)
+    return {True: "thinking", False: "no thinking"}[switch] if isinstance(switch, bool) else ""
 
 
 def _constant_texts(tree: nodes.Template) -> set[str]:

@@ -130,6 +130,7 @@ def test_the_gate_judges_thinking_modes_as_it_judges_domains() -> None:
         ('{"enable_thinking": false}', "no thinking"),
         ('{"thinking": true, "x": 1}', "thinking"),
         ('{"reasoning_effort": "low"}', "effort low"),
+        ('{"enable_thinking": true, "reasoning_effort": "high"}', "effort high"),
         ('{"reasoning_effort": "as I like"}', ""),
         ('{"reasoning_effort": {}}', ""),
         ("[1]", ""),
