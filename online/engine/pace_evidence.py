@@ -1,4 +1,4 @@
-"""What a pace has learned by cell: the time of a step, and the acceptance of draft tokens.
+"""Evidence of a pace by cell: the time of a step, and the acceptance of draft tokens.
 
 A cell is a number of decoding requests and a context length. What was measured in one counts in
 others, and less the further they are: most cells are entered without evidence of their own.

@@ -38,7 +38,7 @@ from redraft.online.engine.pace_evidence import (
     list_requests,
 )
 
-SHARE = 0.0075  # Part of the busy time for probes.
+SHARE = 0.008  # Part of the busy time for probes.
 MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.

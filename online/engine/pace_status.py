@@ -1,4 +1,4 @@
-"""What a pace has chosen and what it gains, as a line and on /metrics."""
+"""Choices and gain of a pace, as a line and on /metrics."""
 
 from collections.abc import Mapping
 from typing import Any

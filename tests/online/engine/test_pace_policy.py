@@ -170,7 +170,8 @@ def judge(draft: str, clients: str, noise: float, seeds: range, contexts: str) -
     assert min(outcome.best for outcome in outcomes) >= 0.95
     for outcome in outcomes:
         assert outcome.policy.lost_s <= 0.012 * outcome.policy.busy_s
-        assert outcome.policy.recent.gain.mean == pytest.approx(outcome.gain, rel=0.12)
+        gain = outcome.policy.recent.gain
+        assert gain.mean == pytest.approx(outcome.gain, rel=0.06 + 1.96 * gain.error)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_after_a_restart_it_drafts_in_the_first_step(tmp_path: Path) -> None:
     wait_until(memory.path.exists)
     assert Policy(MOST, 64, LONGEST).choose(1, 400) == 0
     again = restart(policy, tmp_path)
-    assert again.choose(1, 400) == policy.choose(1, 400) > 0
+    assert again.choose(1, 400) == policy.base[SEEN] > 0
     for cell, arm in itertools.product((Cell(1, 1024), Cell(8, LONGEST)), policy.arms):
         ours, theirs = again.speed(cell, arm), policy.speed(cell, arm)
         assert (ours.mean, ours.error) == pytest.approx((theirs.mean, theirs.error))
