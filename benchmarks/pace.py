@@ -123,6 +123,7 @@ class Server:
             str(folder / "token"),
             "--",
             *list_arguments(self.url, dtype, kv_bytes),
+            "--no-enable-prefix-caching",  # it would favor the later pace
         ]
         self._process = start_group(
             command, log=folder / "server.log", env={"VLLM_NO_USAGE_STATS": "1"}

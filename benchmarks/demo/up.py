@@ -2,7 +2,7 @@
 
 Speed against the same server without drafts, over time.
 
-    $ make demo-up                                # SmolLM2-135M-Instruct, 25 minutes on two cores: outputs/demo-up/
+    $ make demo-up                                # SmolLM2-135M-Instruct, 40 minutes on two cores: outputs/demo-up/
     $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target \
     tests/assets/tiny-target
 
@@ -10,10 +10,12 @@ One command starts server and learner. Clients, 1 to 8 at once, ask for function
 library, and the learner trains on the answers. No question is asked twice: counted answers would
 draft a repeated one whole. Speed is measured in pairs of blocks of further questions of this kind:
 one at the server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the
-server with itself at 0 draft tokens, the learner beside both and the prefix cache off: not with a
-plain vLLM. While a version is rolled out nothing is measured. In the middle SIGKILL ends all
-processes, and the same command continues. At the end it starts again with `--draft head`, which
-measures the head without counted answers, and the answers are compared with the target's.
+server with itself at 0 draft tokens, the learner beside both: not with a plain vLLM. While a
+version is rolled out nothing is measured. In the middle SIGKILL ends all processes, and the same
+command continues. Then the workloads of `benchmarks.workloads` compare it with a plain `vllm serve`,
+beside which the learner rests: `never_slower`. At the end the command starts again with
+`--draft head`, which measures the head without counted answers, and the answers are compared with
+the target's.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +38,18 @@ import psutil
 
 from benchmarks.demo.delays import account
 from benchmarks.demo.fleet import MAX_NUM_SEQS, Traffic, begin_report, measure_tokens_per_s
+from benchmarks.demo.never_slower import Beside, estimate_ratio, learner_stopped
 from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_outputs import compare_with_target, spread
 from benchmarks.demo.online_stage import count_kv_bytes, make_scene, to_torch
+from benchmarks.workloads import list_workloads
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.engine.process import free_port, start_group, stop_group
 from redraft.engine.prompts import Prompt
-from redraft.engine.server import wait_until_healthy
+from redraft.engine.server import vllm_server, wait_until_healthy
 from redraft.engine.target_dtype import TargetDtype
-from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.eval.report.charts import PANEL_HEIGHT, Spec, to_spec
 from redraft.eval.report.page import write_page
 from redraft.files.checkpoint import load_causal_lm
@@ -60,6 +64,9 @@ from redraft.online.tokens import read_token
 from redraft.recipes.cli.run import run_recipe
 
 TEMPLATE = Path(__file__).parent / "templates" / "up.html.j2"
+
+LONGEST = 8192
+"""Longest text of the servers, in tokens, if the target takes so many."""
 
 CLIENTS = (1, 2, 4, 8)
 """Requests at once, in turn."""
@@ -96,6 +103,8 @@ class Config:
     """Folder for the report and for the folder of `redraft up`."""
     overwrite: bool = False
     """Replace the demo in `output`."""
+    workload_pairs: int = 8
+    """Pairs of blocks of each workload, beside a plain server; at least 6, for an interval."""
     pairs: int = 24
     """Pairs of blocks at the start, at the end for one client, and with the head alone; at least 6,
     for an interval.
@@ -108,8 +117,9 @@ class Config:
     """Most answers to compare with the target's greedy tokens."""
 
     def __post_init__(self) -> None:
-        if self.pairs < 6:
-            raise ValueError(f"--pairs {self.pairs} give no 95% interval: 6 or more")
+        for flag, pairs in (("pairs", self.pairs), ("workload-pairs", self.workload_pairs)):
+            if pairs < 6:
+                raise ValueError(f"--{flag} {pairs} give no 95% interval: 6 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +151,10 @@ def main(cfg: Config) -> None:
     questions = held_out_prompts(
         scene.traffic[code], opened.tokenizer, num_prompts=MOST_QUESTIONS, max_length=160, day=day
     )
-    kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
-    play = Play(
-        cfg,
-        scene.target.absolute(),
-        scene.dtype,
-        kv_bytes,
-        questions,
-    )
+    # Twice the longest text of the workloads: a cache of their prefixes fits in beside it.
+    kv_bytes = 2 * count_kv_bytes(opened.text_config, 1, scene.dtype)
+    longest = min(LONGEST, opened.text_config.max_position_embeddings)
+    play = Play(cfg, scene.target.absolute(), scene.dtype, kv_bytes, questions, longest)
     try:
         report["up"] = asyncio.run(play.run())
     finally:
@@ -178,6 +184,8 @@ class Play:
     dtype: TargetDtype
     kv_bytes: int
     questions: Sequence[Prompt]
+    longest: int = MAX_MODEL_LEN
+    """Longest text of the servers, in tokens."""
     pairs: list[Pair] = field(default_factory=list)
     restarts_s: list[float] = field(default_factory=list)
     """Moments of the kill and of the answer after it, in seconds since the server was ready first.
@@ -197,7 +205,7 @@ class Play:
         self._waiting = questions
 
     def command(self, *options: str) -> list[str]:
-        arguments = list_arguments(self.url, self.dtype, self.kv_bytes)
+        arguments = list_arguments(self.url, self.dtype, self.kv_bytes, self.longest)
         given = ["up", str(self.target), "--folder", str(self.folder), "--capture.fraction", "1"]
         return [*given, *options, "--", *arguments]
 
@@ -217,6 +225,7 @@ class Play:
         last = len(self.pairs)
         for number in Progress(range(2 * self.cfg.pairs), desc="last requests", unit="pair"):
             await self.measure(1 if number < self.cfg.pairs else CLIENTS[number % len(CLIENTS)])
+        never_slower = await self.compare_with_plain()
         pace, end = (await self.ask("GET", "status"))["pace"], len(self.pairs)
         one_client = [pair for pair in self.pairs[last:] if pair.clients == 1]
         await self.restart_without_counts()
@@ -236,6 +245,7 @@ class Play:
                 for clients in CLIENTS
             },
             "time_to_gain_s": find_gain(self.pairs),
+            "never_slower": never_slower,
             "explored_share": pace["explored"],
             "requests": len(self.traffic.answers)
             + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs + head_alone),
@@ -275,6 +285,33 @@ class Play:
         await asyncio.to_thread(self.start)
         self.restarts_s = [at_s - self.ready_s, time.monotonic() - self.ready_s]
         return cut
+
+    async def compare_with_plain(self) -> dict[str, Any]:
+        """Each workload beside a plain server of the same target: `never_slower` of the report."""
+        await self.settle()
+        tokenizer = TargetFolder.open(self.target).tokenizer
+        arguments = list_arguments("", self.dtype, self.kv_bytes, self.longest)
+        with vllm_server(
+            self.target,
+            log=self.folder.parent / "plain.log",
+            vllm_defaults=True,
+            mode="compiled",
+            extra_args=arguments,
+        ) as plain:
+            resting = partial(learner_stopped, self._process.pid)
+            beside = Beside(
+                plain=plain.url, up=self.url, resting=resting, count_head=self.count_head
+            )
+            found = {}
+            for workload in list_workloads(tokenizer, self._waiting, self.longest):
+                await self.settle()
+                found[workload.name] = await beside.compare(workload, self.cfg.workload_pairs)
+        return found
+
+    async def count_head(self) -> float:
+        """The accepted tokens of the served version, without lookups."""
+        _, _, *accepted = (await self.ask("GET", "status"))["drafts"]
+        return float(sum(accepted))
 
     async def restart_without_counts(self) -> None:
         """End the command, start it again with the head alone, and warm up."""
@@ -365,26 +402,19 @@ class Play:
         }
 
 
-def list_arguments(url: str, dtype: str, kv_bytes: int) -> list[str]:
-    """Arguments of vLLM for a server that answers the same prompts at several paces."""
+def list_arguments(url: str, dtype: str, kv_bytes: int, longest: int = MAX_MODEL_LEN) -> list[str]:
+    """Arguments of a vLLM server at this address; without one, it has another port already."""
     server = {
-        "port": httpx.URL(url).port, "served-model-name": "m", "dtype": dtype, "max-model-len": MAX_MODEL_LEN,
+        "served-model-name": "m", "dtype": dtype, "max-model-len": longest,
         "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": kv_bytes,
     }  # fmt: skip
-    flags = [text for name, value in server.items() for text in (f"--{name}", str(value))]
-    return [*flags, "--no-enable-prefix-caching"]  # a cache would favor the later pace
+    server |= {"port": httpx.URL(url).port} if url else {}
+    return [text for name, value in server.items() for text in (f"--{name}", str(value))]
 
 
 def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The median ratio of the pairs, with its 95% interval if there are enough for one."""
-    if not pairs:
-        return {"ratio": None, "interval": None, "pairs": 0}
-    ratio, interval = median_interval([pair.ratio for pair in pairs])
-    return {
-        "ratio": ratio,
-        "interval": None if interval == UNBOUNDED else interval,
-        "pairs": len(pairs),
-    }
+    return estimate_ratio([pair.ratio for pair in pairs])
 
 
 def find_gain(pairs: Sequence[Pair]) -> float | None:
@@ -416,6 +446,11 @@ def summarise(up: Mapping[str, Any]) -> str:
             "no gain is shown" if gain is None else f"faster from {gain:.0f} s on",
             f"{up['requests']} requests, {up['failed']} failed, {up['cut_by_kill']} cut off by the "
             f"kill; {up['explored_share']:.2%} of the time lost in probes",
+            *(
+                f"{name} beside plain vLLM: tokens/s {words(found['tokens_s'])}, time to the first "
+                f"token {words(found['first_token'])}, {found['failed']} failed"
+                for name, found in up["never_slower"].items()
+            ),
         ]
     )
 

@@ -62,6 +62,17 @@ def test_the_gain_begins_where_six_pairs_of_one_client_show_one() -> None:
 def test_fewer_pairs_than_an_interval_needs_are_refused() -> None:
     with pytest.raises(ValueError, match="5"):
         Config(pairs=5)
+    with pytest.raises(ValueError, match="--workload-pairs 5"):
+        Config(workload_pairs=5)
+
+
+AGENTS = {
+    "clients": 1, "requests": 64, "failed": 0, "tau": 1.6, "head_share": 0.25, "lookup_share": 0.75,
+    "hit_rate": 0.81, "hit_rate_plain": 0.82,
+    "tokens_s": {"ratio": 1.07, "interval": (0.98, 1.2), "pairs": 8},
+    "first_token": {"ratio": 1.02, "interval": (0.99, 1.05), "pairs": 8},
+    "decoding": {"ratio": 1.3, "interval": None, "pairs": 8},
+}  # fmt: skip
 
 
 def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
@@ -76,6 +87,7 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
         "requests": 900,
         "failed": 0,
         "cut_by_kill": 3,
+        "never_slower": {"agents": AGENTS},
     }
     report = {
         "target": "smollm2", "dtype": "bfloat16", "command": "python -m benchmarks.demo.up", "started": "redraft up M",
@@ -98,6 +110,12 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
     assert "v000002" in page
     assert "kill -9" in page
     assert "faster from 120 s on" in summarise(report["up"])
+    assert "1.07× (95% interval 0.98× to 1.20×)" in page
+    assert "81%, 82%" in page
+    assert summarise(report["up"]).endswith(
+        "agents beside plain vLLM: tokens/s 1.07x [0.98, 1.20], time to the first token 1.02x [0.99, "
+        "1.05], 0 failed"
+    )
     assert "no gain is shown" in summarise({**report["up"], "time_to_gain_s": None})
     assert summarise(report["up"]).startswith("2 versions were promoted\n")
     report["up"]["promoted"] = 0
@@ -193,7 +211,16 @@ def test_one_command_serves_learns_and_continues_after_a_kill(
     tiny_target: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "demo"
-    up.main(Config(target=tiny_target, output=output, pairs=6, learn_s=120, checked_answers=20))
+    up.main(
+        Config(
+            target=tiny_target,
+            output=output,
+            pairs=6,
+            workload_pairs=6,
+            learn_s=120,
+            checked_answers=20,
+        )
+    )
     report = json.loads((output / "report.json").read_text())
     assert report["lossless"]
     assert report["up"]["failed"] == 0
@@ -202,4 +229,12 @@ def test_one_command_serves_learns_and_continues_after_a_kill(
     assert math.isfinite(report["up"]["head_alone"]["ratio"])
     assert report["up"]["promoted"] >= 0
     assert report["up"]["explored_share"] <= 0.02
+    beside = report["up"]["never_slower"]
+    assert [*beside] == ["questions", "agents", "retrieval", "batch-8", "batch-16"]
+    for found in beside.values():
+        assert found["failed"] == 0
+        assert found["tokens_s"]["pairs"] == found["first_token"]["pairs"] == 6
+        assert found["tokens_s"]["interval"] is not None
+        assert found["hit_rate"] is not None
+    assert beside["agents"]["hit_rate"] > 0.5
     assert (output / "report.html").is_file()

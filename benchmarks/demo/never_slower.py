@@ -1,0 +1,233 @@
+"""`redraft up` beside a plain `vllm serve`: the same sessions, in interleaved blocks.
+
+    workload ─► a block of sessions ─┬─► plain vLLM, while the learner rests
+                                     └─► redraft up, as it serves           in turn, one computes at a time
+
+Both servers have vLLM's prefix cache. A block is new to both, beyond the prefixes that its sessions
+share by design.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.demo.fleet import Answer, stream
+from benchmarks.workloads import Session, Workload, extend
+from redraft.engine.counters import find_counts, read_samples
+from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.measure import find_full_load
+from redraft.engine.server import IDLE_S
+from redraft.eval.intervals import UNBOUNDED, median_interval
+from redraft.files.progress import Progress
+
+CACHE = "vllm:prefix_cache_"  # Beginning of the names of vLLM's counters.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A server's counters, or their growth."""
+
+    queries: float
+    """Prompt tokens looked for in the prefix cache."""
+    hits: float
+    drafts: float
+    accepted: float
+    """Draft tokens, looked up or by the head."""
+    by_head: float
+
+    def since(self, before: Counted) -> Counted:
+        return Counted(**{name: at - getattr(before, name) for name, at in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A measurement of one server."""
+
+    tokens_s: float
+    first_s: float
+    """Median time to the first token."""
+    decoding: float
+    """Median over the answers of tokens/s after the first token."""
+
+
+@dataclass(kw_only=True)
+class Beside:
+    """Two servers, and what is needed to measure them in turn."""
+
+    plain: str
+    up: str
+    """Their addresses."""
+    resting: Callable[[], AbstractContextManager[None]]
+    """In this context the learner computes nothing, as if it were not there."""
+    count_head: Callable[[], Awaitable[float]]
+    """The number of the head's tokens that were accepted since its version is served."""
+    failures: list[str] = field(default_factory=list)
+
+    async def compare(self, workload: Workload, pairs: int) -> dict[str, Any]:
+        """`never_slower.NAME` of a report.
+
+        Raises:
+            ValueError: the workload has too few sessions.
+        """
+        urls, failed, requests = (self.plain, self.up), len(self.failures), 0
+        before = [await self._count(url) for url in urls]
+        found: list[tuple[Block, Block]] = []
+        for number in Progress(range(pairs), desc=workload.name, unit="pair"):
+            sessions = list(itertools.islice(workload.sessions, workload.block))
+            if len(sessions) < workload.block:
+                raise ValueError(f"{workload.name} has too few sessions for {pairs} pairs")
+            requests += len(urls) * sum(1 + len(session.results) for session in sessions)
+            blocks = {
+                url: await self._measure(url, workload, sessions)
+                for url in (urls if number % 2 else reversed(urls))
+            }
+            plain, ours = blocks[self.plain], blocks[self.up]
+            if plain and ours:
+                found.append((ours, plain))
+        grown = [
+            (await self._count(url)).since(then) for url, then in zip(urls, before, strict=True)
+        ]
+        about: dict[str, Any] = {"clients": workload.clients, "requests": requests}
+        about["failed"] = len(self.failures) - failed
+        return about | summarise(found) | describe_counts(*reversed(grown))
+
+    async def _measure(
+        self, url: str, workload: Workload, sessions: Sequence[Session]
+    ) -> Block | None:
+        """None if a request failed: then its pair says nothing."""
+        failed = len(self.failures)
+        with self.resting() if url == self.plain else nullcontext():
+            await asyncio.sleep(IDLE_S)  # the worker of the one before spins
+            answers = await self._answer(url, workload, sessions)
+        if len(self.failures) > failed:
+            return None
+        full_s, num_tokens = find_full_load(
+            [list(zip(a.times_s, a.counts, strict=True)) for a in answers]
+        )
+        firsts, speeds = [], []
+        for answer in answers:
+            first_s, first_tokens = find_first(answer)
+            firsts.append(first_s)
+            decode_s = answer.times_s[-1] - answer.times_s[0] - first_s
+            if (later := sum(answer.counts) - first_tokens) and decode_s > 0:
+                speeds.append(later / decode_s)
+        return Block(
+            tokens_s=num_tokens / full_s,
+            first_s=statistics.median(firsts),
+            decoding=statistics.median(speeds) if speeds else 0.0,
+        )
+
+    async def _answer(
+        self, url: str, workload: Workload, sessions: Sequence[Session]
+    ) -> list[Answer]:
+        waiting, answers = iter(sessions), list[Answer]()
+
+        async def ask(http: httpx.AsyncClient, session: Session) -> None:
+            prompt = session.prompt
+            for result in (*session.results, None):
+                answer = await stream(http, url, prompt, workload.max_tokens, captured=True)
+                answers.append(answer)
+                if result is not None:
+                    prompt = extend(prompt, answer.token_ids, result)
+
+        async def client(http: httpx.AsyncClient) -> None:
+            for session in waiting:
+                try:
+                    await ask(http, session)
+                except (httpx.HTTPError, ValueError) as error:
+                    self.failures.append(repr(error))
+
+        async with httpx.AsyncClient(timeout=300) as http:
+            await asyncio.gather(*(client(http) for _ in range(workload.clients)))
+        return answers
+
+    async def _count(self, url: str) -> Counted:
+        await asyncio.sleep(
+            IDLE_S
+        )  # /metrics has the last step shortly after the client its tokens
+        async with httpx.AsyncClient(timeout=60) as http:
+            page = (await http.get(f"{url}/metrics")).raise_for_status().text
+        counts = find_counts(page) or AcceptanceCounts.zero()
+        cached: Counter[str] = Counter()
+        for sample in read_samples(page, CACHE):
+            cached[sample.name] += int(sample.value)
+        return Counted(
+            queries=cached[f"{CACHE}queries_total"],
+            hits=cached[f"{CACHE}hits_total"],
+            drafts=counts.num_drafts,
+            accepted=counts.num_accepted,
+            by_head=await self.count_head() if url == self.up else 0.0,
+        )
+
+
+def find_first(answer: Answer) -> tuple[float, int]:
+    """Seconds until the first token, and the number of tokens that came then."""
+    at = next(place for place, count in enumerate(answer.counts) if count)
+    return answer.times_s[at] - answer.times_s[0], answer.counts[at]
+
+
+def summarise(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
+    """Ratios of a server's blocks to the plain one's, their medians with 95% intervals."""
+    found: dict[str, Any] = {}
+    for key, name in (("tokens_s", "tokens_s"), ("first_token", "first_s"), ("decoding",) * 2):
+        ratios = [
+            getattr(ours, name) / getattr(plain, name)
+            for ours, plain in pairs
+            if getattr(plain, name)
+        ]
+        found[key] = estimate_ratio(ratios)
+    return found
+
+
+def estimate_ratio(ratios: Sequence[float]) -> dict[str, Any]:
+    """The median, with its 95% interval if there are enough ratios for one."""
+    if not ratios:
+        return {"ratio": None, "interval": None, "pairs": 0}
+    ratio, interval = median_interval(ratios)
+    bounded = None if interval == UNBOUNDED else interval
+    return {"ratio": ratio, "interval": bounded, "pairs": len(ratios)}
+
+
+def describe_counts(counts: Counted, plain: Counted) -> dict[str, Any]:
+    """Prefix-cache hits, tau, and by what the accepted tokens were drafted.
+
+    The shares are None if a version was swapped in meanwhile, which sets the head's count to 0.
+    """
+    is_known = counts.accepted > 0 and counts.by_head >= 0
+    head = min(1.0, counts.by_head / counts.accepted) if is_known else None
+    return {
+        "hit_rate": counts.hits / counts.queries if counts.queries else None,
+        "hit_rate_plain": plain.hits / plain.queries if plain.queries else None,
+        "tau": 1 + counts.accepted / counts.drafts if counts.drafts else 1.0,
+        "head_share": head,
+        "lookup_share": None if head is None else 1 - head,
+    }
+
+
+@contextmanager
+def learner_stopped(up: int) -> Iterator[None]:
+    """Stop the learner of the `redraft up` with this process id meanwhile."""
+    learners = [
+        process
+        for process in psutil.Process(up).children(recursive=True)
+        if "learner" in process.cmdline()
+    ]
+    stopped = [one for each in learners for one in (each, *each.children(recursive=True))]
+    try:
+        for process in stopped:
+            process.suspend()
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
