@@ -906,15 +906,15 @@ def test_a_tenant_is_forgotten_on_all_ranks_under_the_name_of_its_records(regist
 @pytest.mark.parametrize(
     ("body", "pacer", "code", "taken"),
     [
-        ({"pace": "off"}, {"pace": "3", "sizes": []}, 200, ["off"]),
-        ({"pace": "0"}, {"pace": "0", "sizes": []}, 200, ["0"]),
-        ({"pace": 2}, {"pace": "2", "sizes": []}, 200, ["2"]),
-        ({"pace": "fast"}, {"pace": "2", "sizes": []}, 400, []),
-        ({"number": 2}, {"pace": "2", "sizes": []}, 400, []),
-        ([], {"pace": "2", "sizes": []}, 400, []),
+        ({"pace": "off"}, {"pace": "3", "cells": []}, 200, ["off"]),
+        ({"pace": "0"}, {"pace": "0", "cells": []}, 200, ["0"]),
+        ({"pace": 2}, {"pace": "2", "cells": []}, 200, ["2"]),
+        ({"pace": "fast"}, {"pace": "2", "cells": []}, 400, []),
+        ({"number": 2}, {"pace": "2", "cells": []}, 400, []),
+        ([], {"pace": "2", "cells": []}, 400, []),
         ({"pace": "auto"}, None, 409, ["auto"]),
-        ({"pace": "adaptive"}, {"pace": "auto", "sizes": []}, 409, ["adaptive"]),
-        ({"pace": "2"}, {"pace": "2", "adaptive": True, "sizes": []}, 200, ["2"]),
+        ({"pace": "adaptive"}, {"pace": "auto", "cells": []}, 409, ["adaptive"]),
+        ({"pace": "2"}, {"pace": "2", "adaptive": True, "cells": []}, 200, ["2"]),
     ],
 )
 def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pacer, code, taken):

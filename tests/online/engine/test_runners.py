@@ -463,7 +463,7 @@ def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(
     assert [off["numbers"], most["numbers"], one["numbers"]] == [[0], [3], [1]]
     assert off["calls"] <= 3 < 10 < most["calls"]
     assert 0 in auto["numbers"]
-    assert next(row["steps"] for row in told["pace"]["sizes"] if row["requests"] == 3) > 10
+    assert next(row["steps"] for row in told["pace"]["cells"] if row["requests"] == 3) > 10
     # A step without a draft is recorded like any other: distribution and hidden states of each
     # token.
     by_request = {record.request_id.rpartition("-")[0]: record for record in records}
