@@ -99,7 +99,7 @@ class Config:
     """Verified tokens between two updates."""
     rank: int = 16
     """Rank of `low_rank`."""
-    rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     """Rates to choose from, for each rule."""
     bin_tokens: int = 500
     """Width of a range of positions in the table."""

@@ -2,6 +2,8 @@
 
 $ python -m benchmarks.time_to_tau                       # EAGLE-3 for SmolLM2, eight hours on two cores
 $ python -m benchmarks.time_to_tau --family dflash
+$ pip install --no-deps --target peers nvidia-modelopt==0.47.0 omegaconf antlr4-python3-runtime==4.9.3 pulp nvidia-ml-py
+$ python -m benchmarks.time_to_tau --peers peers --trainers redraft best modelopt --output outputs/modelopt
 $ python -m benchmarks.time_to_tau --minutes 2 --every-minutes 1 --seeds 1 --num-questions 8 \
 --max-tokens 32 --rows 1                                  # a short form, to see it run
 
@@ -101,16 +103,20 @@ SIDES: Mapping[str, Side] = {
     "best": Side(title="redraft, best recipe", rows=1),
     "speculators": Side(title="speculators, default", trainer="speculators"),
     "speculators_small": Side(title="speculators, small steps", trainer="speculators", rows=1),
+    "modelopt": Side(title="ModelOpt", trainer="modelopt"),
 }
 """`best` and `speculators_small` take small steps, of which half an hour on a CPU holds more."""
+
+USUAL = (OURS, "best", "speculators", "speculators_small")
+"""Those that need no further package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     family: Literal["eagle3", "dflash"] = "eagle3"
     """Family of the heads."""
-    trainers: tuple[str, ...] = tuple(SIDES)
-    """Trainers to compare: redraft, best, speculators, speculators_small."""
+    trainers: tuple[str, ...] = USUAL
+    """Trainers to compare: redraft, best, speculators, speculators_small, modelopt."""
     peers: Path | None = None
     """Folder with packages of peers (`pip install --no-deps --target`), unless they are installed."""
     minutes: float = 30.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from redraft.eval.report.charts import Rows, color, panel
+from redraft.eval.report.charts import Rows, legend, panel
 
 COLORS = ("#2b63e3", "#14876c", "#e58a1f", "#a23b8f", "#7a8494")
 """Of the reports' pages in daylight, which are legible on a dark page too."""
@@ -21,17 +21,19 @@ def draw_curves(
     """tau over `x`, with a line and a band (`low` to `high`) for each `series`."""
     base = panel(points, HEIGHT).encode(
         x=alt.X("x:Q", title=x_title, axis=alt.Axis(grid=False)),
-        color=color(list(names), columns=len(names)),
+        color=alt.Color(
+            "series:N",
+            scale=alt.Scale(domain=list(names)),
+            legend=legend(len(names), symbolOpacity=1),
+        ),
     )
     y = alt.Y(
         "value:Q",
         title="tau, tokens per target step",
-        scale=alt.Scale(zero=False, nice=5),
+        scale=alt.Scale(zero=False, nice=False, padding=8),
         axis=alt.Axis(tickCount=5),
     )
-    band = base.mark_area(opacity=0.15).encode(
-        y=alt.Y("low:Q"), y2="high:Q", color=color(list(names), is_shown=False)
-    )
+    band = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q"), y2="high:Q")
     line = base.mark_line(strokeWidth=2.5).encode(y=y)
     dots = base.mark_point(filled=True, size=50, opacity=1).encode(y=y)
     return band + line + dots

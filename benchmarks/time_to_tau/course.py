@@ -136,8 +136,11 @@ class Training:
         """The target's states after `layers`."""
         return InProcessTarget(self.run.model, layers)
 
-    def plan(self, take_step: Callable[[int], object]) -> None:
-        """Take a few steps of a copy, and plan as many as fill the minutes at their speed."""
+    def plan(self, take_step: Callable[[int], object], per: int = 1) -> None:
+        """Take a few steps of a copy, and plan as many as fill the minutes at their speed.
+
+        A call takes `per` steps.
+        """
         take_step(0)
         seconds = []
         for index in range(1, 1 + TIMED_STEPS):
@@ -145,7 +148,7 @@ class Training:
             take_step(index)
             seconds.append(time.perf_counter() - started)
         left_s = 60 * self.course.minutes - self.clock.wall_s
-        self.planned = max(1, round(left_s / statistics.median(seconds)))
+        self.planned = max(1, round(per * left_s / statistics.median(seconds)))
 
     @contextmanager
     def marking(self, export: Callable[[Path], object]) -> Iterator[Callable[..., None]]:

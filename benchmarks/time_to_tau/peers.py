@@ -8,8 +8,14 @@ counted for all. A project's own pipeline would read the states from a server or
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import importlib.metadata
+import importlib.resources
 import importlib.util
+import io
+import itertools
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.time_to_tau.course import Training
-from redraft.heads.draft import Batch, TargetSignal
+from redraft.files.folder import CONFIG
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+from redraft.heads.target import aux_layers
 
 Sample = dict[str, torch.Tensor]
 
@@ -54,18 +64,16 @@ def split_documents(batch: Batch, signal: TargetSignal) -> Iterator[Sample]:
     The last of the target's layers in `signal` is the last one, before the final norm.
     """
     assert signal.aux_BTLD is not None
-    for row, documents_T in enumerate(batch.document_BT):
-        for document in range(int(documents_T.max()) + 1):
-            at = (documents_T == document).nonzero().squeeze(-1)
-            states_TLD = signal.aux_BTLD[row, at]
-            yield {
-                "hidden_states": states_TLD[:, :-1].flatten(1),
-                "verifier_last_hidden_states": states_TLD[:, -1],
-                "input_ids": batch.input_ids_BT[row, at],
-                "loss_mask": batch.loss_mask_BT[row, at],
-                "lengths": torch.tensor([len(at)]),
-                "position_ids": torch.arange(len(at)),
-            }
+    for row, at in list_documents(batch):
+        states_TLD = signal.aux_BTLD[row, at]
+        yield {
+            "hidden_states": states_TLD[:, :-1].flatten(1),
+            "verifier_last_hidden_states": states_TLD[:, -1],
+            "input_ids": batch.input_ids_BT[row, at],
+            "loss_mask": batch.loss_mask_BT[row, at],
+            "lengths": torch.tensor([len(at)]),
+            "position_ids": torch.arange(len(at)),
+        }
 
 
 class _Rows:
@@ -170,11 +178,175 @@ def train_speculators(training: Training) -> None:
         trainer.train_epoch(0, step_callback=lambda: done(feed.latest))
 
 
+def train_modelopt(training: Training) -> None:
+    """ModelOpt's EAGLE-3 model in the trainer of transformers, as its example does, by its recipe.
+
+    A step is a document, padded to a row. The sizes of the head are the target's: its defaults are
+    those of a target of 8B. It is exported without YaRN, which it is not trained with, and not
+    compiled: choosing kernels takes longer than that saves in half an hour on a CPU.
+    """
+    import modelopt.torch.speculative as speculative
+    from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    course, config = training.course, training.run.opened.text_config
+    recipe = read_modelopt_recipe()
+    layers = aux_layers((), config.num_hidden_layers)
+    options = recipe["eagle"] | {
+        "eagle_offline": True,
+        "eagle_use_torch_compile": False,
+        "eagle_export_rope_scaling": {},
+        "eagle_architecture_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(layers),
+            "use_last_layernorm": True,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_scaling": {
+                "rope_type": "default",
+                "rope_theta": config.rope_parameters["rope_theta"],
+            },
+        },
+    }
+    rates = recipe["training"]
+    states, rows = training.states(layers), course.rows or 1
+
+    class Documents(torch.utils.data.IterableDataset[Sample]):
+        def __init__(self, first: int) -> None:
+            self.first, self.latest = first, training.batch(first, rows)
+
+        def __iter__(self) -> Iterator[Any]:
+            for index in itertools.count(self.first):
+                batch = training.batch(index, rows)
+                signal = states(batch)
+                for row, at in list_documents(batch):
+                    ids, mask = batch.input_ids_BT[row, at], batch.loss_mask_BT[row, at]
+                    self.latest = Batch.packed([[(ids, mask)]], width=len(ids))
+                    yield take_offline(signal, row, at, ids, course.sequence_length)
+
+    class Done(TrainerCallback):  # type: ignore[misc]
+        def __init__(self, call: Callable[[], object]) -> None:
+            self.call = call
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.call()
+
+    def build(max_steps: int, first: int, call: Callable[[], object]) -> tuple[Any, Any, Documents]:
+        torch.manual_seed(course.seed)
+        model = copy.deepcopy(training.run.model)
+        with contextlib.redirect_stdout(io.StringIO()):
+            speculative.convert(model, [("eagle", options)])
+        # Made at the first step otherwise, with an argument that transformers 5.19 has removed.
+        model.eagle_module.rotary_emb = LlamaRotaryEmbedding(model.eagle_config)
+        arguments = TrainingArguments(
+            output_dir=str(Path(course.output) / "run" / "modelopt"),
+            per_device_train_batch_size=rates["per_device_train_batch_size"],
+            learning_rate=rates["learning_rate"],
+            warmup_steps=rates["warmup_steps"],
+            lr_scheduler_type=rates["lr_scheduler_type"],
+            weight_decay=rates["weight_decay"],
+            bf16=rates["bf16"],
+            max_steps=max_steps,
+            seed=course.seed,
+            use_cpu=True,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        rows_of = Documents(first)
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows_of,
+            data_collator=lambda items: items[0],
+            callbacks=[Done(call)],
+        )
+        return model, trainer, rows_of
+
+    per = 16  # A call of the trainer has a cost of its own.
+    _, trial, seen = build(per, 0, lambda: None)
+
+    def take(step: int) -> None:
+        seen.first = step
+        trial.train()
+
+    training.plan(take, per)
+    training.settings = {
+        "version": importlib.metadata.version("nvidia-modelopt"),
+        "settings": {"training": rates, "eagle": options},
+    }
+    done_with: list[Callable[..., None]] = []
+    training.clock.start()
+    model, trainer, documents = build(training.planned, 0, lambda: done_with[0](documents.latest))
+    training.clock.stop()
+
+    def export(folder: Path) -> None:
+        EagleExporter(model).export(folder, torch.bfloat16)
+        described = json.loads((folder / CONFIG).read_text())
+        # vLLM reads the ids of V2 here alone, and ModelOpt counts layers otherwise.
+        described["eagle_aux_hidden_state_layer_ids"] = list(layers)
+        (folder / CONFIG).write_text(json.dumps(described))
+
+    with training.marking(export) as done:
+        done_with.append(done)
+        trainer.train()
+
+
+def read_modelopt_recipe() -> dict[str, Any]:
+    """Its EAGLE-3 recipe, from the package."""
+    import yaml  # type: ignore[import-untyped]
+
+    files = importlib.resources.files("modelopt_recipes")
+    path = files / "general" / "speculative_decoding" / "eagle3.yaml"
+    return dict(yaml.safe_load(path.read_text()))
+
+
+def list_documents(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
+    """(row, positions) of each document of a batch."""
+    for row, documents_T in enumerate(batch.document_BT):
+        for document in range(int(documents_T.max()) + 1):
+            yield row, (documents_T == document).nonzero().squeeze(-1)
+
+
+def take_offline(
+    signal: TargetSignal, row: int, at: torch.Tensor, ids: torch.Tensor, width: int
+) -> dict[str, Any]:
+    """A document as ModelOpt's offline training reads it, padded to `width`."""
+    assert isinstance(signal.distribution, ExactTarget)
+    assert signal.aux_BTLD is not None
+    room = width - len(ids)
+    last_TD = signal.distribution.hidden_BTD[row, at]
+    states = {
+        "base_model_hidden_states": last_TD,
+        "aux_hidden_states": signal.aux_BTLD[row, at].flatten(1),
+    }
+    return {
+        "input_ids": pad(ids, (0, room))[None],
+        "attention_mask": pad(torch.ones_like(ids), (0, room))[None],
+        "base_model_outputs": {
+            name: pad(state_TD, (0, 0, 0, room))[None] for name, state_TD in states.items()
+        },
+    }
+
+
 PEERS = {
     "speculators": Peer(
         package="speculators",
         distribution="speculators==0.9.0",
         families=("eagle3", "dflash"),
         train=train_speculators,
+    ),
+    "modelopt": Peer(
+        package="modelopt",
+        distribution="nvidia-modelopt==0.47.0 omegaconf antlr4-python3-runtime==4.9.3 pulp "
+        "nvidia-ml-py",
+        families=("eagle3",),
+        train=train_modelopt,
     ),
 }

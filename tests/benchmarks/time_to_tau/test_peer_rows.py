@@ -11,7 +11,8 @@ import pytest
 import torch
 from make_heads import VOCAB, make_batch, make_ids, make_random, make_signal, make_target
 
-from benchmarks.time_to_tau.peers import PEERS, split_documents
+from benchmarks.time_to_tau.peers import PEERS, list_documents, split_documents, take_offline
+from redraft.heads.draft import ExactTarget
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 
@@ -74,3 +75,23 @@ def test_a_missing_package_is_one_line_that_says_what_to_do(
     PEERS["speculators"].require("eagle3", tmp_path)
     with pytest.raises(ValueError, match="eagle3, dflash"):
         PEERS["speculators"].require("medusa", tmp_path)
+
+
+def test_modelopt_gets_each_document_alone_padded_to_a_row() -> None:
+    model = make_target()
+    batch = make_batch([[make_ids(9), make_ids(7, seed=2)]], loss_from=3)
+    signal = make_signal(model, batch, AUX)
+    (_, _), (row, at) = list_documents(batch)
+    assert (row, at.tolist()) == (0, list(range(9, 16)))
+    fed = take_offline(signal, row, at, batch.input_ids_BT[row, at], width=20)
+    assert fed["input_ids"].tolist() == [[*make_ids(7, seed=2), *[0] * 13]]
+    assert fed["attention_mask"].sum() == 7
+    alone = make_signal(model, make_batch([[make_ids(7, seed=2)]]), AUX)
+    assert isinstance(alone.distribution, ExactTarget)
+    assert alone.aux_BTLD is not None
+    states = fed["base_model_outputs"]
+    torch.testing.assert_close(
+        states["base_model_hidden_states"][:, :7], alone.distribution.hidden_BTD
+    )
+    torch.testing.assert_close(states["aux_hidden_states"][:, :7], alone.aux_BTLD.flatten(2))
+    assert not states["aux_hidden_states"][:, 7:].any()
