@@ -13,8 +13,10 @@ import torch
 
 from benchmarks.time_to_tau import bench
 from benchmarks.time_to_tau.bench import Config, Judged, main, make_course, report, require_same
-from benchmarks.time_to_tau.course import Finished, Mark
+from benchmarks.time_to_tau.course import Finished, Mark, make_settings
+from redraft.distill.train.run_config import make_config
 from redraft.files.checkpoint import load_causal_lm
+from redraft.heads.catalog import find_family
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.target import Target
 
@@ -75,6 +77,17 @@ def test_a_finished_training_with_other_settings_is_refused(tmp_path: Path) -> N
     require_same(course)
     with pytest.raises(ValueError, match="give another --output"):
         require_same(replace(course, minutes=29.0))
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash"])
+def test_the_flags_of_every_side_are_understood(family: Any, tmp_path: Path) -> None:
+    cfg = Config(family=family, output=tmp_path)
+    found = {name: make_settings(make_course(cfg, "target", name, 0)) for name in bench.SIDES}
+    default = found["redraft"]
+    assert default.loop.batch_size == make_config(find_family(family)).loop.batch_size
+    assert default.loop.sequence_length == cfg.sequence_length
+    assert found["best"].loop.batch_size == 1
+    assert found["best"].head != default.head
 
 
 def test_an_unknown_trainer_is_refused() -> None:
