@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
 from redraft.engine.parity.run import run_engine
-from redraft.engine.server import require_runner
+from redraft.engine.server import describe_hits, require_runner
 from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import notes, static_findings
@@ -84,6 +84,7 @@ def check_folder(
     checked.facts |= {
         "target": str(pair.target.folder),
         "draft": f"{pair.draft}: {pair.family.name}, {num_tokens} tokens a step",
+        "prefix cache": describe_hits(method or pair.family.method),
         **({} if row.name == "vllm" else {"engine": row.proof}),
     }
     _check_labels(pair, checked)

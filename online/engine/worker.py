@@ -20,6 +20,7 @@ from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.files.windows import count_states
 from redraft.heads.catalog import find_method
+from redraft.online.engine.cache_costs import describe_cache
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.feed import find_owner, name_owner
@@ -221,6 +222,8 @@ def install(worker: Any) -> None:
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
             _prepare_staging(worker)
+    with suppress(Exception):  # a line of the log
+        _tell_cache(worker)
     what = "records" if state.capture else "records nothing"
     logger.info(
         "redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none"
@@ -332,6 +335,13 @@ def _prepare_staging(worker: Any) -> None:
         logger.info(
             "redraft: the draft takes %.3f GB for weights and %.3f GB of the KV cache", *sizes
         )
+
+
+def _tell_cache(worker: Any) -> None:
+    draft, target = worker.model_runner.get_draft_model(), worker.model_runner.get_model()
+    if draft is not None and _is_recording_rank():
+        mine, others = count_cache(draft, target), count_cache(target, draft)
+        logger.info("redraft: %s", describe_cache(worker.vllm_config, mine / (mine + others)))
 
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:

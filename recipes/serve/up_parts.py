@@ -33,7 +33,9 @@ from redraft.online.page.headline import shorten_version
 LONGEST_PAUSE_S = 60  # before a learner that died is started again
 PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
 
-TOLD = re.compile(r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes) .*|warning: (?!--).*)")
+TOLD = re.compile(
+    r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes|the prefix cache) .*|warning: (?!--).*)"
+)
 """A line about a draft and its costs, in the log of a server that starts. Warnings of flags are said
 before.
 """

@@ -163,10 +163,32 @@ def vllm_keys(
     # Adaptive verification reads the whole row, and vLLM refuses the two together.
     if family is not None and family.chooses_locally and is_greedy and not config.get(adaptive.KEY):
         config.setdefault("use_local_argmax_reduction", True)
-    has_lookahead = version is not None and Version(version).release[:2] >= (0, 33)
-    if config.get("method") in DROPS_A_BLOCK and not has_lookahead:
+    if config.get("method") in DROPS_A_BLOCK and not hashes_ahead(version):
         config.setdefault("disable_eagle_block_drop", True)
     return config
+
+
+def hashes_ahead(version: str | None) -> bool:
+    """Whether the hash of a cached block covers the token after it."""
+    return version is not None and Version(version).release[:2] >= (0, 33)
+
+
+def describe_hits(
+    method: str | None, version: str | None = VLLM_VERSION, *, on_cpu: bool = ENGINE_IS_CPU
+) -> str:
+    """What a draft of this method costs a hit of the prefix cache, for people."""
+    if method not in DROPS_A_BLOCK:
+        return "a hit of the prefix cache loses nothing to this draft"
+    block = f"{128 if on_cpu else 16} tokens by default"
+    if hashes_ahead(version):
+        return (
+            f"a hit of the prefix cache loses nothing to this draft; beside a KV connector its last "
+            f"block, {block}"
+        )
+    return (
+        f"a hit of the prefix cache loses nothing to this draft as redraft serves it; with vLLM "
+        f"alone its last block, {block}"
+    )
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:

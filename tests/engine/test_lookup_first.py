@@ -12,7 +12,7 @@ import pytest
 
 from redraft.engine.lookup_first import HeadLimits, is_mixed, mix, read_mix
 from redraft.engine.lookups import install, lookup_env
-from redraft.engine.server import DROPS_A_BLOCK, vllm_keys
+from redraft.engine.server import DROPS_A_BLOCK, describe_hits, vllm_keys
 from redraft.engine.settings import write_settings
 from redraft.eval.forecast.ngram import Ngram
 
@@ -59,6 +59,27 @@ def test_beside_a_head_the_last_cached_block_of_a_prompt_is_read_too() -> None:
         assert made.use_eagle()
         assert not made.use_eagle_block_drop()
     assert "disable_eagle_block_drop" not in vllm_keys({"method": "draft_model", "model": "small"})
+
+
+def test_where_vllm_hashes_the_token_after_a_block_it_is_not_told_to_keep_the_block() -> None:
+    for version, is_told in (("0.32.1", True), ("0.33.0", False), (None, True)):
+        told = vllm_keys({"method": "mtp", "model": "head"}, version)
+        assert ("disable_eagle_block_drop" in told) == is_told
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "on_cpu", "said"),
+    [("eagle3", "0.32.0", True, "with vLLM alone its last block, 128 tokens"),
+     ("mtp", "0.32.0", False, "with vLLM alone its last block, 16 tokens"),
+     ("eagle3", "0.33.0", False, "beside a KV connector its last block, 16 tokens"),
+     ("draft_model", "0.32.0", True, "loses nothing to this draft")],
+)  # fmt: skip
+def test_a_line_tells_what_a_hit_of_the_prefix_cache_loses(
+    method: str, version: str, on_cpu: bool, said: str
+) -> None:
+    line = describe_hits(method, version, on_cpu=on_cpu)
+    assert said in line
+    assert "loses nothing" in line
 
 
 @pytest.mark.parametrize(

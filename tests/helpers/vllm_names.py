@@ -260,7 +260,10 @@ TEXTS = {
             counters.ACCEPTED_PER_POSITION,
         )
     ),
-    "v1/metrics/loggers.py": (counters.DECODE_TIME.rstrip("_"),),
+    "v1/metrics/loggers.py": (
+        counters.DECODE_TIME.rstrip("_"),
+        counters.PREFILL_TIME.rstrip("_"),
+    ),
     "model_executor/layers/utils.py": ("layer.cpu_linear =",),
     "config/vllm.py": ("VLLM_USE_V2_MODEL_RUNNER", "per_request_spec_decode_metrics"),
     "envs.py": ("VLLM_CPU_OMP_THREADS_BIND", RAY_PREFIXES),

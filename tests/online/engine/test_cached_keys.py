@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from real_server import running_server
 
 from benchmarks.fleet import Config, make_registry, parse_prefix_cache
+from redraft.online.engine.cache_costs import describe_cache
+from redraft.recipes.serve.up_parts import TOLD
 
 BLOCK_TOKENS = 128  # of vLLM on a CPU
+
+
+@pytest.mark.parametrize(
+    ("drops", "ahead", "is_on", "said"),
+    [(True, 0, True, "loses its last block, 16 tokens, beside"), (False, 0, True, "loses nothing"),
+     (True, 1, True, "loses nothing"), (True, 0, False, "is off")],
+)  # fmt: skip
+def test_a_line_tells_what_the_draft_costs_the_cache(
+    drops: bool, ahead: int, is_on: bool, said: str
+) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=is_on, block_size=16),
+        speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: drops),
+        num_hash_lookahead_tokens=ahead,
+    )
+    line = describe_cache(config, 0.031)
+    assert said in line
+    assert "the draft's keys take 3.1% of the cache" in line
+    assert TOLD.match(f"redraft: {line}")
 
 
 @pytest.mark.slow
@@ -31,6 +53,7 @@ def test_a_block_is_found_by_requests_of_the_draft_that_wrote_its_keys_alone(
             )
             return parse_prefix_cache(after).hits - parse_prefix_cache(before).hits
 
+        assert f"blocks of {BLOCK_TOKENS} tokens; a hit loses nothing" in server.log.read_text()
         assert [count_hits(), count_hits()] == [0, 2 * BLOCK_TOKENS]
         server.swap("v000002")
         assert [count_hits(), count_hits()] == [0, 2 * BLOCK_TOKENS]
