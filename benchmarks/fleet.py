@@ -40,7 +40,7 @@ from benchmarks.demo.fleet import Server, measure_rates, start_server
 from benchmarks.demo.online_report import describe_cost, estimate_overhead
 from benchmarks.results import write_results
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.engine.counters import parse_counts, read_samples
+from redraft.engine.counters import parse_counts, parse_prefix_cache
 from redraft.engine.machine import environment
 from redraft.engine.process import free_port
 from redraft.engine.prompts import Prompt
@@ -58,7 +58,6 @@ from redraft.recipes.plan.hook_work import count_work, format_work, make_step, o
 RUNNER_TESTS = Path("tests/online/engine/test_runners.py")
 
 NUM_TOKENS = 3
-PREFIX_CACHE = "vllm:prefix_cache_"
 BLOCK_SIZE = 32
 """Tokens of a block of the cache."""
 
@@ -85,27 +84,6 @@ class Config:
     """Swaps of each draft with each setting of --swap.cache."""
     clients: int = 4
     """Requests at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixCache:
-    """Tokens of prompts looked up in the cache, and those found there.
-
-    Both are counted since the engine started.
-    """
-
-    queries: int
-    hits: int
-
-
-def parse_prefix_cache(metrics: str) -> PrefixCache:
-    """Sums over a server's engines; 0 if there are no such counters."""
-    sums = dict.fromkeys(("queries", "hits"), 0.0)
-    for sample in read_samples(metrics, PREFIX_CACHE):
-        name = sample.name.removeprefix(PREFIX_CACHE).removesuffix("_total")
-        if name in sums:
-            sums[name] += sample.value
-    return PrefixCache(queries=int(sums["queries"]), hits=int(sums["hits"]))
 
 
 def count_queued(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:

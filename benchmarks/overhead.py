@@ -37,9 +37,9 @@ import psutil
 from benchmarks.demo.online_config import SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_stage import make_scene
-from benchmarks.fleet import parse_prefix_cache
 from benchmarks.overhead_capture import profile_capture
 from redraft.distill.data.samples import held_out_prompts
+from redraft.engine.counters import parse_prefix_cache
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import engine_environment, environment
 from redraft.engine.measure import measure

@@ -20,9 +20,9 @@ from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.files.windows import count_states
 from redraft.heads.catalog import find_method
-from redraft.online.engine.cache_costs import describe_cache
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
+from redraft.online.engine.draft_costs import describe_cache, list_losses
 from redraft.online.engine.feed import find_owner, name_owner
 from redraft.online.engine.request_log import KEPT_STATES
 from redraft.online.engine.reread import Rereader
@@ -222,8 +222,8 @@ def install(worker: Any) -> None:
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
             _prepare_staging(worker)
-    with suppress(Exception):  # a line of the log
-        _tell_cache(worker)
+    with suppress(Exception):  # lines of the log
+        _tell_costs(worker)
     what = "records" if state.capture else "records nothing"
     logger.info(
         "redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none"
@@ -337,11 +337,16 @@ def _prepare_staging(worker: Any) -> None:
         )
 
 
-def _tell_cache(worker: Any) -> None:
+def _tell_costs(worker: Any) -> None:
+    config = worker.vllm_config
+    if not config.speculative_config or not _is_recording_rank():
+        return
+    for line in list_losses(config, on_cpu=worker.device.type == "cpu"):
+        logger.info("redraft: %s", line)
     draft, target = worker.model_runner.get_draft_model(), worker.model_runner.get_model()
-    if draft is not None and _is_recording_rank():
+    if draft is not None:
         mine, others = count_cache(draft, target), count_cache(target, draft)
-        logger.info("redraft: %s", describe_cache(worker.vllm_config, mine / (mine + others)))
+        logger.info("redraft: %s", describe_cache(config, mine / (mine + others)))
 
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:

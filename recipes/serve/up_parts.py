@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from redraft.engine.counters import find_counts, read_samples
+from redraft.engine.counters import PrefixCache, find_counts, parse_prefix_cache, read_samples
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.engine_log import read_line, split_lines, why_ended
 from redraft.engine.process import start_group, stop_group
@@ -34,7 +34,7 @@ LONGEST_PAUSE_S = 60  # before a learner that died is started again
 PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
 
 TOLD = re.compile(
-    r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes|the prefix cache) .*|warning: (?!--).*)"
+    r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes|the prefix cache|plain vLLM may) .*|warning: (?!--).*)"
 )
 """A line about a draft and its costs, in the log of a server that starts. Warnings of flags are said
 before.
@@ -217,6 +217,7 @@ class Meter:
     is_ready: bool = False
     _tokens: float = 0.0
     _counts: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
+    _prompts: PrefixCache = field(default_factory=PrefixCache)
     _read_s: float = 0.0
 
     def read(self, now_s: float) -> str:
@@ -249,6 +250,11 @@ class Meter:
             parts.append(
                 f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s"
             )
+        cached, read = parse_prefix_cache(text), self._prompts
+        if self.is_ready and cached.queries > read.queries:
+            share = (cached.hits - read.hits) / (cached.queries - read.queries)
+            parts.append(f"{share:.0%} of the prompts cached")
+        self._prompts = cached
         parts += [f"{new.tau:.2f} tokens per drafted step"] if new.num_drafts else []
         parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
         self._tokens, self._counts, self._read_s = tokens, counts, now_s

@@ -28,6 +28,7 @@ NO_COUNTERS = (
     "the server runs without a draft, without its /metrics, or with --disable-log-stats: "
     "leave out that flag"
 )
+PREFIX_CACHE = "vllm:prefix_cache_"
 DECODE_TIME, PREFILL_TIME = (
     "vllm:request_decode_time_seconds_",
     "vllm:request_prefill_time_seconds_",
@@ -102,6 +103,24 @@ def _add_up(metrics: str, histogram: str) -> dict[str, float]:
         if kind in sums:  # the histogram's buckets have the same prefix
             sums[kind] += sample.value
     return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCache:
+    """Tokens of prompts looked up in the prefix cache and found there, since the engine started."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+def parse_prefix_cache(metrics: str) -> PrefixCache:
+    """Sums over a server's engines; 0 if there are no such counters."""
+    sums = dict.fromkeys(("queries", "hits"), 0.0)
+    for sample in read_samples(metrics, PREFIX_CACHE):
+        name = sample.name.removeprefix(PREFIX_CACHE).removesuffix("_total")
+        if name in sums:
+            sums[name] += sample.value
+    return PrefixCache(queries=int(sums["queries"]), hits=int(sums["hits"]))
 
 
 def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:

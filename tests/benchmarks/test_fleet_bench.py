@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 from benchmarks import fleet
 from benchmarks.fleet import (
     Config,
-    PrefixCache,
     Sent,
     Stream,
     Swapped,
@@ -24,10 +23,10 @@ from benchmarks.fleet import (
     describe_records,
     lines,
     make_registry,
-    parse_prefix_cache,
     summarize,
     turn_keys,
 )
+from redraft.engine.counters import PrefixCache, parse_prefix_cache
 from redraft.files import artifact
 
 EAGLE3 = Path(__file__).parents[1] / "assets/tiny-eagle3"

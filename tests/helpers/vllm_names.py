@@ -263,6 +263,7 @@ TEXTS = {
     "v1/metrics/loggers.py": (
         counters.DECODE_TIME.rstrip("_"),
         counters.PREFILL_TIME.rstrip("_"),
+        *(f"{counters.PREFIX_CACHE}{name}" for name in ("queries", "hits")),
     ),
     "model_executor/layers/utils.py": ("layer.cpu_linear =",),
     "config/vllm.py": ("VLLM_USE_V2_MODEL_RUNNER", "per_request_spec_decode_metrics"),

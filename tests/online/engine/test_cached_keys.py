@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from real_server import running_server
 
-from benchmarks.fleet import Config, make_registry, parse_prefix_cache
-from redraft.online.engine.cache_costs import describe_cache
+from benchmarks.fleet import Config, make_registry
+from redraft.engine.counters import parse_prefix_cache
+from redraft.online.engine.draft_costs import describe_cache, list_losses
 from redraft.recipes.serve.up_parts import TOLD
 
 BLOCK_TOKENS = 128  # of vLLM on a CPU
@@ -32,6 +33,28 @@ def test_a_line_tells_what_the_draft_costs_the_cache(
     assert said in line
     assert "the draft's keys take 3.1% of the cache" in line
     assert TOLD.match(f"redraft: {line}")
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "is_ahead", "has_graphs", "said"),
+    [(False, True, True, []), (True, False, False, []), (False, False, True, ["--draft head"]),
+     (False, False, False, ["--draft head", "no full CUDA graphs (PIECEWISE)"])],
+)  # fmt: skip
+def test_what_vllm_does_without_beside_a_draft_is_said_with_the_remedy(
+    on_cpu: bool, is_ahead: bool, has_graphs: bool, said: list[str]
+) -> None:
+    mode = SimpleNamespace(name="PIECEWISE", has_full_cudagraphs=lambda: has_graphs)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_ahead),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        model_config=SimpleNamespace(enforce_eager=False),
+    )
+    lines = list(list_losses(config, on_cpu=on_cpu))
+    assert len(lines) == len(said)
+    for line, part in zip(lines, said, strict=True):
+        assert part in line
+        assert "redraft bench" in line
+        assert TOLD.match(f"redraft: {line}")
 
 
 @pytest.mark.slow

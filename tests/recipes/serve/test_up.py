@@ -611,11 +611,15 @@ def test_the_status_line_counts_since_the_last_reading():
     PaceMetrics(registry).show({"pace": "auto", "cells": [cell], "gain": gain, "explored": 0.005})
     page = generate_latest(registry).decode()
 
-    def metrics(tokens, drafts, accepted):
+    def metrics(tokens, drafts, accepted, cached=0):
         named = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted_tokens": accepted}
         lines = [
             f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}'
             for name, value in named.items()
+        ]
+        lines += [
+            f"vllm:prefix_cache_{name}_total {n}"
+            for name, n in (("queries", 4 * cached), ("hits", cached))
         ]
         return "\n".join(
             [*lines, f"vllm:generation_tokens_total {tokens}", "vllm:request_success_total 7", page]
@@ -626,6 +630,8 @@ def test_the_status_line_counts_since_the_last_reading():
     meter.describe(metrics(1000, 100, 100), 10)
     meter.is_ready = True
     shown = meter.describe(metrics(1100, 140, 160), 12)
+    assert "cached" not in shown
+    assert "| 25% of the prompts cached |" in meter.describe(metrics(1100, 140, 160, 100), 13)
     assert shown.startswith(
         "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 "
         "tokens at 1; 1.20x [1.10, 1.30] as fast as without drafts in this server, prompts included; "

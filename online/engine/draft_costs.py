@@ -1,0 +1,42 @@
+"""What a draft costs a server apart from its own work, in lines of the log at the server's start."""
+
+from collections.abc import Iterator
+from typing import Any
+
+MEASURE = "`redraft bench` measures this draft against plain vLLM"
+
+
+def describe_cache(vllm_config: Any, share: float) -> str:
+    """Blocks that a hit loses beside the draft, and the `share` of the cache that its keys take."""
+    cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
+    taken = f"the draft's keys take {share:.1%} of the cache"
+    if not cache.enable_prefix_caching:
+        return f"the prefix cache is off; {taken}"
+    # vLLM 0.33 hashes the token after a block with it, and then drops none.
+    looks_ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+    drops = speculative.use_eagle_block_drop() and not looks_ahead
+    lost = f"its last block, {cache.block_size} tokens," if drops else "nothing"
+    return (
+        f"the prefix cache has blocks of {cache.block_size} tokens; a hit loses {lost} beside "
+        f"this draft; {taken}"
+    )
+
+
+def list_losses(vllm_config: Any, *, on_cpu: bool) -> Iterator[str]:
+    """What vLLM does without beside this draft and plain vLLM has on a GPU, each with the remedy.
+
+    A CPU has neither.
+    """
+    if on_cpu:
+        return
+    if not vllm_config.scheduler_config.async_scheduling:
+        yield (
+            "plain vLLM may be faster: steps are not scheduled ahead, because a lookup reads each "
+            f"token before the next step: leave the lookup out (--draft head); {MEASURE}"
+        )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if not vllm_config.model_config.enforce_eager and not mode.has_full_cudagraphs():
+        yield (
+            f"plain vLLM may be faster: steps have no full CUDA graphs ({mode.name}): serve a draft "
+            f"of another family, or none; {MEASURE}"
+        )
