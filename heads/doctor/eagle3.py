@@ -22,11 +22,10 @@ DEFAULT_NUM_AUX = 3  # vLLM's, without `num_aux_hidden_states` and a nested list
 WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same offset in d2t
 
 
-def aux_layers(pair: Pair) -> Iterator[Finding]:
-    """The engine feeds the layers of training, named at the top level of the config."""
-    top, nested = pair.config.get(AUX_LAYERS), _nested_ids(pair)
-    num_layers = pair.target_config.num_hidden_layers
-    if not top and nested:
+def nested_ids(pair: Pair) -> Iterator[Finding]:
+    """The layers are named at the top level of the config, where they have one meaning."""
+    nested = _nested_ids(pair)
+    if nested and not pair.config.get(AUX_LAYERS):
         above = [layer + 1 for layer in nested]
         yield Finding(
             f"the aux layer ids {nested} are nested in another section of config.json: vLLM's V1 "
@@ -35,6 +34,13 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
             f'"{AUX_LAYERS}": {above} if for SGLang or TensorRT-LLM (SpecForge, ModelOpt), {nested} '
             "if for vLLM",
         )
+
+
+def aux_layers(pair: Pair) -> Iterator[Finding]:
+    """The engine feeds the layers of training."""
+    top, nested = pair.config.get(AUX_LAYERS), _nested_ids(pair)
+    num_layers = pair.target_config.num_hidden_layers
+    if not top and nested:
         yield from _number_of_aux_layers(pair, nested)
         return
     # vLLM's default, if config.json names none.
@@ -210,6 +216,7 @@ CHECKS: tuple[Check, ...] = (
     *shared.LLAMA_LAYER,
     shared.shared_weights,
     shared.fc_bias,
+    nested_ids,
     aux_layers,
     options,
     vocabulary_map,
