@@ -110,6 +110,7 @@ def main(cfg: Config) -> None:
                 "or benchmark requests without penalties with --temperature"
             )
         finished = give_acceptance(finished, cfg.acceptance, sampling)
+        finished = [drop_curve(candidate, cfg, name) for candidate in finished]
     questions = load_questions(cfg)
     first, rest = render_prompts(cfg, target, questions)
     making = prepare(cfg, target, questions)
@@ -190,6 +191,12 @@ def require_pace(cfg: Config, target: str) -> None:
     if "" not in obstacles:
         obstacle = obstacles[0] if obstacles else adaptive.UNSURE
         raise ValueError(f"--pace adaptive {obstacle}, or give --pace off")
+
+
+def drop_curve(candidate: Candidate, cfg: Config, target: str) -> Candidate:
+    """The same draft without advice on adaptive verification, if these servers cannot have it."""
+    obstacle = adaptive.find_obstacle(read_flags(cfg.vllm_args), target, candidate.config)
+    return replace(candidate, curve=()) if obstacle else candidate
 
 
 def verify_adaptively(candidate: Candidate) -> Candidate:

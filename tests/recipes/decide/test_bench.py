@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import GREEDY
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.bench_report import make_schema
+from redraft.eval.serving.cost import AdaptivePoint
 from redraft.eval.serving.prediction import Candidate
 from redraft.eval.serving.rounds import PLAIN, Plan, Results
 from redraft.files.folder import fingerprint, read_config
@@ -649,3 +651,7 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
     assert found.given is None
     ngram = Candidate("n", "n", {"method": "ngram"}, 2)
     assert bench.verify_adaptively(ngram) == ngram
+    curve = (AdaptivePoint(threshold=0.0, tau=2.0, rows=3.0),)
+    told = replace(model, curve=curve)
+    assert bench.drop_curve(told, Config(), str(tiny_target)).curve == curve
+    assert bench.drop_curve(told, lora, str(tiny_target)).curve == ()
