@@ -58,3 +58,16 @@ def test_a_server_without_a_draft_is_told_from_one_without_traffic():
         parse_counts("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n")
     with pytest.raises(ValueError, match="without a draft"):
         parse_counts("<html>not found</html>")
+
+
+def test_llama_cpps_counters_are_read_too():
+    """As its server writes them (`server_task_result_metrics::to_metrics`)."""
+    values = {"draft_tokens": 30, "accepted_tokens": 7, "drafts": 10}
+    text = "".join(
+        f"# HELP llamacpp:spec_decode_num_{name}_total Speculative\n"
+        f"# TYPE llamacpp:spec_decode_num_{name}_total counter\n"
+        f"llamacpp:spec_decode_num_{name}_total {value}\n"
+        for name, value in values.items()
+    )
+    expected = AcceptanceCounts(num_drafts=10, num_accepted=7, num_draft_tokens=30)
+    assert parse_counts(text) == expected

@@ -112,6 +112,40 @@ def test_the_last_block_counts_beyond_the_end_of_the_output():
     assert simulate_blocks(match_TK, 2) == AcceptanceCounts.from_blocks([4], 4)
 
 
+def walk_as_llama_cpp(match_TK: torch.Tensor, num_output: int, max_tokens: int) -> AcceptanceCounts:
+    """One step after the other, as its server loops (`get_n_draft_max` and what follows it)."""
+    emitted, drafts, drafted, at = 1, 0, 0, [0] * match_TK.shape[1]
+    while emitted < num_output:
+        tokens = min(match_TK.shape[1], max_tokens - emitted - 1)
+        accepted = 0
+        # The last token ends the answer, and is the target's own whatever was drafted.
+        while (
+            accepted < tokens
+            and match_TK[emitted - 1, accepted]
+            and emitted + accepted < num_output - 1
+        ):
+            at[accepted] += 1
+            accepted += 1
+        drafts, drafted = drafts + (tokens > 0), drafted + max(tokens, 0)
+        emitted += accepted + 1
+    return AcceptanceCounts(
+        num_drafts=drafts,
+        num_accepted=sum(at),
+        num_draft_tokens=drafted,
+        accepted_per_position=tuple(at),
+    )
+
+
+@given(st.integers(0, 2**32), st.integers(2, 40), st.integers(0, 5), st.integers(1, 5))
+def test_llama_cpp_drafts_no_further_than_to_the_end(
+    seed: int, num_output: int, room: int, k: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    match_TK = torch.rand(num_output - 1, k, generator=generator) < 0.7
+    counts = simulate_blocks(match_TK, num_output, num_output + room)
+    assert counts == walk_as_llama_cpp(match_TK, num_output, num_output + room)
+
+
 def test_an_output_of_one_token_has_no_drafts():
     assert simulate_blocks(torch.ones(0, 3, dtype=torch.bool), 1) == AcceptanceCounts.zero(3)
 
