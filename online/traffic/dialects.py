@@ -1,4 +1,4 @@
-"""What the tap asks of an engine and reads in its answers, engine by engine.
+"""Fields that the tap adds to a request and reads in the answer, engine by engine.
 
                 paths with answers                                  added fields
     vLLM        /v1/completions, /v1/chat/completions               ids and log-probabilities
