@@ -1,4 +1,4 @@
-"""What a draft costs a server apart from its own work, in lines of the log at the server's start."""
+"""Costs of a draft beyond its own work, as lines of the log at the server's start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,10 +23,7 @@ def describe_cache(vllm_config: Any, share: float) -> str:
 
 
 def list_losses(vllm_config: Any, *, on_cpu: bool) -> Iterator[str]:
-    """What vLLM does without beside this draft and plain vLLM has on a GPU, each with the remedy.
-
-    A CPU has neither.
-    """
+    """Features of plain vLLM on a GPU that this draft costs, each with the remedy; none on a CPU."""
     if on_cpu:
         return
     if not vllm_config.scheduler_config.async_scheduling:

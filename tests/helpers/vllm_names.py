@@ -252,7 +252,7 @@ CALLABLES = tuple(dict.fromkeys((*(name for hook in TABLE for name in hook.names
 TEXTS = {
     "plugins/__init__.py": ("vllm.general_plugins", "vllm.endpoint_plugins"),
     "v1/spec_decode/metrics.py": tuple(
-        name.removesuffix("_total")
+        f"{counters.SPEC_DECODE}{name.removesuffix('_total')}"
         for name in (
             counters.DRAFTS,
             counters.DRAFT_TOKENS,
