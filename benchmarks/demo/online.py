@@ -55,6 +55,7 @@ from benchmarks.demo.online_report import (
     count_records_to_adapt,
     estimate_overhead,
     estimate_speed,
+    find_minutes,
     summarise_report,
     summarise_traffic,
 )
@@ -168,12 +169,16 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         report["tokens_per_s"] = {name: run.tokens_per_s for name, run in moments.items()}
         # The learner has ended, and with it the lock on the buffer.
         report["gap"] = await asyncio.to_thread(replay, cfg, stage)
-        report["versions"] = await measure_versions(cfg, stage, servers, records_at_shift)
+        minutes = find_minutes(journal, shifted_s)
+        report["versions"] = [
+            {**row, "minutes": minutes.get(row["version"])}
+            for row in await measure_versions(cfg, stage, servers, records_at_shift)
+        ]
         report["tau"]["b_offline"] = next(
             v["tau"] for v in report["versions"] if v["origin"] == CEILING
         )
         report["records_to_adapt"] = count_records_to_adapt(report)
-        report["minutes_to_adapt"] = count_minutes_to_adapt(report, journal, shifted_s)
+        report["minutes_to_adapt"] = count_minutes_to_adapt(report)
 
         # 5. the speed, and the cost of capture
         report["speed"] = await compare_speed(cfg, stage, servers[0])

@@ -68,23 +68,27 @@ ENOUGH = 0.9
 """Share of the offline draft's tau that is to be reached soon after a shift."""
 
 
-def count_minutes_to_adapt(
-    report: dict[str, Any], journal: Sequence[Entry], shifted_s: float
-) -> float | None:
-    """Minutes from the shift to the first swap to a version with 90% of the offline tau on B.
+def find_minutes(journal: Sequence[Entry], shifted_s: float) -> dict[str, float]:
+    """Minutes from the shift to the first swap to each version."""
+    minutes: dict[str, float] = {}
+    for entry in journal:
+        if isinstance(entry, SwapEntry) and entry.outcome == "swapped":
+            minutes.setdefault(entry.version, (entry.time_s - shifted_s) / 60)
+    return minutes
+
+
+def count_minutes_to_adapt(report: dict[str, Any]) -> float | None:
+    """Minutes from the shift to the first version with 90% of the offline tau on B.
 
     None if no version has it.
     """
     wanted = ENOUGH * report["tau"]["b_offline"]
-    learned = {
-        v["version"] for v in report["versions"] if v["origin"] == "learned" and v["tau"] >= wanted
-    }
-    swapped_s = [
-        entry.time_s
-        for entry in journal
-        if isinstance(entry, SwapEntry) and entry.version in learned and entry.outcome == "swapped"
+    served = [
+        v["minutes"]
+        for v in report["versions"]
+        if v["origin"] == "learned" and v["tau"] >= wanted and v["minutes"] is not None
     ]
-    return (min(swapped_s) - shifted_s) / 60 if swapped_s else None
+    return min(served, default=None)
 
 
 def build_timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]:

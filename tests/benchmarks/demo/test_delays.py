@@ -6,6 +6,7 @@ import pytest
 from make_delays import A, make_delays, make_entries
 
 from benchmarks.demo.delays import PARTS, account
+from benchmarks.demo.online_report import count_minutes_to_adapt, find_minutes
 from redraft.online.journal import StateEntry, SwapEntry, TrainingEntry
 
 
@@ -58,3 +59,17 @@ def test_a_restarted_count_begins_at_zero() -> None:
 
 def test_without_a_rollout_there_is_no_mean() -> None:
     assert account([])["mean"] is None
+
+
+def test_a_version_is_served_from_its_first_swap_after_the_shift() -> None:
+    minutes = find_minutes(make_entries(), shifted_s=-13)
+    assert minutes == {"v000002": pytest.approx(1.0)}
+    versions = [
+        {"version": "v000001", "origin": "offline on A", "tau": 3.0, "minutes": None},
+        {"version": "v000002", "origin": "learned", "tau": 1.79, "minutes": 1.0},
+        {"version": "v000003", "origin": "learned", "tau": 1.80, "minutes": 4.0},
+        {"version": "v000004", "origin": "learned", "tau": 1.95, "minutes": 6.0},
+    ]
+    report = {"tau": {"b_offline": 2.0}, "versions": versions}
+    assert count_minutes_to_adapt(report) == 4.0
+    assert count_minutes_to_adapt({**report, "versions": versions[:2]}) is None
