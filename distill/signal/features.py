@@ -24,12 +24,11 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
     Description,
-    StatesLostError,
     Storage,
     Use,
 )
 from redraft.distill.signal.sources import EndpointTarget, say_once
-from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
+from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat, StatesLostError
 from redraft.distill.signal.transfer import host_zeros
 from redraft.files.checkpoint import new_model
 from redraft.files.target_folder import TargetFolder

@@ -34,7 +34,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from redraft.distill.signal.storage import StatesFormat
+from redraft.distill.signal.storage import StatesFormat, StatesLostError
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 
 BLOCK_BYTES = 4 << 20  # Bytes read or written at a time.
@@ -60,10 +60,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Use = Callable[[int, Tensor, Sequence[int]], None]
 """Receives (first row, rows [t, L, D], layers). Rows sent in 8 bits are float32."""
-
-
-class StatesLostError(OSError):
-    """The states are missing or damaged; the server can be asked for them again."""
 
 
 @dataclass(frozen=True, kw_only=True)

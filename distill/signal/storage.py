@@ -10,3 +10,7 @@ HiddenDtype = Literal["bfloat16", "float32", "float8"]  # Types of cached hidden
 StatesFormat = Literal["exact", "float8"]  # States as the server computes them, or in 8 bits.
 
 DEFAULT_STORAGE = "/dev/shm/redraft-features"  # Storage of server and trainer on one machine.
+
+
+class StatesLostError(OSError):
+    """The states are missing or damaged; the server can be asked for them again."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -22,10 +22,13 @@ from redraft.distill.data.messages import Message, Tool, conversation_hash, read
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, take_results
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
-from redraft.distill.signal.features_store import StatesLostError, Storage
+from redraft.distill.signal.storage import StatesLostError
 from redraft.files.artifact import naming
 from redraft.files.progress import Progress
 from redraft.files.replaced import PREVIOUS, drop_previous, keep_previous, undo_move
+
+if TYPE_CHECKING:
+    from redraft.distill.signal.features_store import Storage
 
 SKIPPED_STATUS = {
     200,
@@ -126,7 +129,7 @@ def regenerate(
     target: str = "",
     *,
     overwrite: bool = False,
-    states: tuple[Storage, Storage] | None = None,
+    states: "tuple[Storage, Storage] | None" = None,
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, and append to `output` (JSONL).
 
@@ -158,7 +161,7 @@ class _Regeneration:
         sampling: Sampling,
         *,
         replaces: bool,
-        states: tuple[Storage, Storage] | None,
+        states: "tuple[Storage, Storage] | None",
     ) -> None:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
         self.replaces, self.states = replaces, states

@@ -278,6 +278,7 @@ ELSEWHERE = {
     *("--default-chat-template-kwargs", "--override-generation-config.min_p", "--root-path"),
     *("--tensor-parallel-size",),  # all of these are vLLM flags
     "--num_processes",  # accelerate launch
+    *("--max-steps", "--trainers"),  # benchmarks
     "--full-attention-indices",  # speculators
     "--speculative-use-rejection-sampling",  # SGLang
     "--help-all",

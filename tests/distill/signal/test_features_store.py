@@ -21,11 +21,11 @@ from torch import Tensor
 
 from redraft.distill.signal.features_store import (
     BLOCK_BYTES,
-    StatesLostError,
     Storage,
     absolute,
     write_states,
 )
+from redraft.distill.signal.storage import StatesLostError
 
 
 def make_states(tokens: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -31,12 +31,12 @@ from redraft.distill.run.inputs import live_signal
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
 from redraft.distill.signal.features_store import (
-    StatesLostError,
     Storage,
     name_states,
     write_states,
 )
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.signal.storage import StatesLostError
 from redraft.distill.signal.target_answers import Sampling, regenerate
 from redraft.distill.train.run_config import Signal
 from redraft.engine.server import vllm_server
