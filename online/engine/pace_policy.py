@@ -38,7 +38,7 @@ from redraft.online.engine.pace_evidence import (
     list_requests,
 )
 
-SHARE = 0.008  # Part of the busy time for probes.
+SHARE = 0.0082  # Part of the busy time for probes.
 MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.
@@ -255,8 +255,10 @@ class Policy:
 
     def _cost(self, cell: Cell, arm: int) -> float:
         """Time that a step with the arm may lose, relative to one with the base."""
-        # Not the mean: an arm one error worse than it looks.
-        loss = self.speed(cell, self.base[cell]).mean / max(0.2, self.speed(cell, arm).at(-1)) - 1
+        own = self.speed(cell, self.base[cell])
+        # Not the mean: an arm one error worse than it looks. Off loses what the base gains: one error
+        # less, or a base in doubt would be too dear to leave.
+        loss = own.mean / max(0.2, self.speed(cell, arm).at(-1)) - 1 if arm else own.at(-1) - 1
         return max(0.03, loss)
 
     def _can_pay(self, cell: Cell, arm: int) -> bool:
