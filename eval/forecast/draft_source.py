@@ -1,6 +1,6 @@
 """A draft by its name on a command line: what it is, and how vLLM serves it.
 
-    DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft retrieval`)
+    DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft data count`)
     ngram, suffix    a lookup in the text, without a folder
     live             a lookup in the text and in this server's earlier answers, counted
     mtp              the layers in the target's own folder

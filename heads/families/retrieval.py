@@ -40,7 +40,7 @@ Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
 Row = int  # token << 5 | votes; in fewer than `min_texts` texts also texts * TEXTS
 
 LIVE = "live"  # name of the draft that counts its server's answers
-MEASURE_COUNTED = "measure counted answers instead (redraft retrieval)"
+MEASURE_COUNTED = "measure counted answers instead (redraft data count)"
 FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft, or LIVE.
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
@@ -210,7 +210,7 @@ class Retrieval:
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(
-                f"{folder} holds no counted answers: `redraft retrieval` writes such a folder"
+                f"{folder} holds no counted answers: `redraft data count` writes such a folder"
             )
         tensors = load_file(folder / WEIGHTS)
         entries = Entries(*(tensors[f"ngrams.{name}"] for name in ("runs", "token", "probability")))
@@ -234,7 +234,7 @@ def require_answers(folder: Path) -> None:
             if "ngrams.runs" in tensors.keys() and tensors.get_slice("ngrams.runs").get_shape()[0]:  # noqa: SIM118
                 return
     raise ValueError(
-        f"{folder} holds no answers: count some (`redraft retrieval --target TARGET --data FILE`), or "
+        f"{folder} holds no answers: count some (`redraft data count --target TARGET --data FILE`), or "
         f"let the server count its own (--draft {LIVE})"
     )
 

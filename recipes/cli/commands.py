@@ -74,6 +74,16 @@ COMMANDS = {
                 "Write offline data that the learner mixes with traffic",
                 "redraft data anchors --target TARGET --data answers.jsonl",
             ),
+            "count": Part(
+                "redraft.recipes.data.count_answers",
+                "Count the target's answers: a draft without training",
+                "redraft data count --target TARGET --data answers.jsonl",
+            ),
+            "score": Part(
+                "redraft.recipes.data.score",
+                "Read recorded ids again with the target, for any engine",
+                "redraft data score ids --target TARGET --spool spool",
+            ),
             "import-gguf": Part(
                 "redraft.recipes.data.import_gguf",
                 "Turn a GGUF file into a folder for training and vLLM",
@@ -81,12 +91,6 @@ COMMANDS = {
             ),
         },
         default="show",
-    ),
-    "retrieval": Command(
-        Group.TRAIN,
-        "redraft.recipes.data.count_answers",
-        "Count the target's answers: a draft without training",
-        "redraft retrieval --target TARGET --data answers.jsonl",
     ),
     "regenerate": Command(
         Group.TRAIN,
@@ -153,12 +157,6 @@ COMMANDS = {
         "redraft.recipes.serve.tap",
         "Record from a vLLM that you cannot change, as a proxy",
         "redraft tap --help",
-    ),
-    "score": Command(
-        Group.SERVE,
-        "redraft.recipes.serve.score",
-        "Read recorded ids again with the target, for any engine",
-        "redraft score ids --target TARGET --spool spool",
     ),
     "serve-features": Command(
         Group.SERVE,

@@ -3,7 +3,7 @@
 A draft that needs no training, no GPU and no pass of a model to propose tokens.
 
     $ redraft regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl     # or logged answers
-    $ redraft retrieval --target TARGET --data answers.jsonl --output drafts/answers
+    $ redraft data count --target TARGET --data answers.jsonl --output drafts/answers
     $ redraft eval --target TARGET --draft drafts/answers --draft ngram                    # how much is accepted?
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
     $ redraft serve TARGET --draft drafts/answers+HEAD:2 --num-speculative-tokens 6

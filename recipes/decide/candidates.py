@@ -67,9 +67,9 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
     """The drafts that need no training: n-grams, and counted answers if there are answers."""
     yield Candidate(NGRAM, "n-grams", DraftSource(source=NGRAM).speculative(), LOOKUP_TOKENS[NGRAM])
     if making.answers:
-        # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
+        # A folder with a config.json is whole: `redraft data count` publishes with one rename.
         counted = making.cfg.output / RETRIEVAL
-        module = ("-m", "redraft.recipes.cli", "retrieval")
+        module = ("-m", "redraft.recipes.cli", "data", "count")
         command = [
             *module,
             "--target",

@@ -235,7 +235,7 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
         raise ValueError(f"--live... is for live counts (--draft {LIVE}), which {draft} has not")
     if cfg.verify_cost is not None and not draft.has_answers:
         raise ValueError(
-            f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not"
+            f"--verify-cost is for counted answers (`redraft data count`), which {draft} has not"
         )
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(

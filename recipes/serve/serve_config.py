@@ -33,7 +33,7 @@ class Config:
     """Further arguments of vLLM's server, after `--`."""
     draft: str | None = None
     """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer.
-    `live` counts this server's answers, as `redraft retrieval` counts a file.
+    `live` counts this server's answers, as `redraft data count` counts a file.
     `LOOKUP+HEAD:2` looks tokens up first, and takes at most 2 tokens per step from HEAD
     (EAGLE-1, EAGLE-3 or MTP) if none is found. LOOKUP is `ngram` (the last 2 to 4 tokens),
     `live` or a folder of counted answers. By default the current version of the registry.
@@ -67,7 +67,7 @@ class Config:
     verify_cost: float | None = None
     """For counted answers: cost of verifying one more token, in target steps of one request. A
     token is proposed if its probability is at least this times the requests in the step. By
-    default as for `redraft retrieval`, else 0.05.
+    default as for `redraft data count`, else 0.05.
     """
     token_file: Path | None = None
     """File with the bearer token that protects /redraft/... Without it, the variable REDRAFT_TOKEN

@@ -276,7 +276,7 @@ ELSEWHERE = {
     ),
     *("--hf-overrides", "--enable-eplb", "--weight-transfer-config", "--host", "--api-key"),
     *("--default-chat-template-kwargs", "--override-generation-config.min_p", "--root-path"),
-    *("--tensor-parallel-size",),  # all of these are vLLM flags
+    *("--tensor-parallel-size", "--enable-server-load-tracking"),  # all of these are vLLM flags
     "--num_processes",  # accelerate launch
     *("--max-steps", "--trainers"),  # benchmarks
     "--full-attention-indices",  # speculators

@@ -319,5 +319,5 @@ def test_bad_input_is_refused_in_a_line(tmp_path: Path) -> None:
         Config(verify_cost=2)
     (tmp_path / CONFIG).write_text('{"redraft": {"family": "eagle3"}}')
     assert not is_retrieval(tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path} .*`redraft retrieval`"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*`redraft data count`"):
         Retrieval.read(tmp_path)

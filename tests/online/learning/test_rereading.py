@@ -1,4 +1,4 @@
-"""`redraft score`: records of ids become what capture would have recorded in the server."""
+"""`redraft data score`: records of ids become what capture would have recorded in the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ids_alone(record: Record) -> Record:
 
 def score(target: Path, records: list[Record], tmp_path: Path, *flags: str) -> list[Record]:
     SpoolWriter(tmp_path / "ids", "tap", 1 << 30).write([encode_frame(r) for r in records])
-    args = ["score", str(tmp_path / "ids"), "--target", str(target), "--logprobs", str(K)]
+    args = ["data", "score", str(tmp_path / "ids"), "--target", str(target), "--logprobs", str(K)]
     args += ["--spool", str(tmp_path / "spool"), "--target-dtype", "float32"]
     assert dispatch([*args, *flags]) == 0
     assert spool_files(tmp_path / "ids") == []
@@ -112,13 +112,13 @@ def test_score_refuses_in_one_line(
     random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["--target", str(random_target), "--spool", str(tmp_path / "spool")]
-    assert dispatch(["score", str(tmp_path / "none"), *args]) == 2
+    assert dispatch(["data", "score", str(tmp_path / "none"), *args]) == 2
     assert "there is no folder" in capsys.readouterr().err
     (tmp_path / "spool").mkdir()
-    assert dispatch(["score", str(tmp_path / "spool"), *args]) == 2
+    assert dispatch(["data", "score", str(tmp_path / "spool"), *args]) == 2
     assert "give another one" in capsys.readouterr().err
     (tmp_path / "ids").mkdir()
     gguf = ["--target", str(tmp_path / "target.gguf"), "--spool", str(tmp_path / "spool")]
-    assert dispatch(["score", str(tmp_path / "ids"), *gguf]) == 2
+    assert dispatch(["data", "score", str(tmp_path / "ids"), *gguf]) == 2
     assert "import-gguf" in capsys.readouterr().err
     assert fingerprint(random_target)

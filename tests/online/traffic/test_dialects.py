@@ -92,7 +92,15 @@ def test_llama_cpps_clients_get_their_answers_and_score_completes_the_records(
     assert [len(record.positions) for record in records] == [0, 0, 0]
     assert records[2].context_ids.tolist() == [20, 30, 40]
     assert {record.sampling.temperature for record in records} == {0.0}
-    args = ["score", str(tmp_path / "ids"), "--target", str(random_target), "--logprobs", "8"]
+    args = [
+        "data",
+        "score",
+        str(tmp_path / "ids"),
+        "--target",
+        str(random_target),
+        "--logprobs",
+        "8",
+    ]
     assert dispatch([*args, "--spool", str(tmp_path / "spool"), "--target-dtype", "float32"]) == 0
     model = load_causal_lm(random_target)
     for record in read_records(tmp_path / "spool"):

@@ -433,7 +433,7 @@ def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
 def test_finished_drafts_forget_what_they_answered() -> None:
     (suffix,) = finished_drafts(Config(draft=("suffix",)))
     assert suffix.speculative_config["suffix_decoding_max_cached_requests"] == 0
-    with pytest.raises(ValueError, match="redraft retrieval"):
+    with pytest.raises(ValueError, match="redraft data count"):
         list(finished_drafts(Config(draft=("live",))))
 
 

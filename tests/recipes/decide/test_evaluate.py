@@ -353,7 +353,7 @@ def test_live_counts_depend_on_earlier_answers_and_are_not_measured(
     run: Run, draft: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--no-engine", "--draft", draft) == 2
-    assert "redraft retrieval" in capsys.readouterr().err
+    assert "redraft data count" in capsys.readouterr().err
 
 
 def test_suffix_decoding_needs_its_package_and_the_engine(
@@ -608,7 +608,7 @@ def test_the_real_engine_drafts_from_counted_answers_as_forecast(
         )
     )
     flags = ["--target", str(tiny_target), "--data", str(answers), "--output", str(counted)]
-    assert dispatch(["retrieval", *flags, "--retrieval.verify-cost", "0.01"]) == 0
+    assert dispatch(["data", "count", *flags, "--retrieval.verify-cost", "0.01"]) == 0
     more = (
         "--target",
         str(tiny_target),

@@ -1,4 +1,4 @@
-"""`redraft retrieval`: a folder that every command takes as a draft."""
+"""`redraft data count`: a folder that every command takes as a draft."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_counted_answers_are_a_draft_for_every_command(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "counted"
-    command = ["retrieval", "--target", TARGET, "--data", str(source), "--output", str(folder)]
+    command = ["data", "count", "--target", TARGET, "--data", str(source), "--output", str(folder)]
     assert dispatch(command) == 0
     assert "runs of up to 6 tokens ->" in capsys.readouterr().out
     assert Retrieval.read(folder).entries
@@ -63,7 +63,8 @@ def test_a_target_on_the_hub_is_there_before_the_counting(source: Path, tmp_path
         "import sys; from redraft.recipes.cli.run import dispatch; sys.exit(dispatch(sys.argv[1:]))"
     )
     command = [
-        "retrieval",
+        "data",
+        "count",
         "--target",
         NAME,
         "--data",

@@ -1,7 +1,7 @@
 """Read recorded token ids again with the target, so that any engine's traffic trains a draft.
 
     $ redraft tap http://127.0.0.1:8080 --engine llama.cpp --target TARGET --spool ids --port 8001
-    $ redraft score ids --target TARGET --draft DRAFT --spool spool
+    $ redraft data score ids --target TARGET --draft DRAFT --spool spool
     $ redraft learner --config learner.toml              # spool = "spool"
 
 One pass of the target over each record gives the distributions at every token of the answer, and the
