@@ -30,7 +30,7 @@ OFFSET, SLOPE = 0.06, 0.1
 SPREAD_OFFSET, SPREAD_SLOPE = 0.12, 0.15
 """Standard deviations of both."""
 
-OCTAVES, CONTEXT_OCTAVES = 1.5, 2.0
+OCTAVES, CONTEXT_OCTAVES = 1.5, 2.5
 """The requests and the context lengths over which both change."""
 
 SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # of a number's distance from that line, e.g. by tiles
