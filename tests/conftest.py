@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerators import reset_accelerator
+from make_tokenizers import make_byte_tokenizer
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -221,3 +222,8 @@ def engine_with_draft(
         max_model_len=256,
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    return make_byte_tokenizer()

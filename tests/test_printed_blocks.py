@@ -38,7 +38,7 @@ LEFT_OUT = {
     "the tutorial",
     r"kill %1": "the test ends the jobs",
     r"redraft fleet (watch|probe) ": "names machines",
-    r"redraft (tap|score) ": "needs a server, or what was recorded of one",
+    r"redraft (tap|data score) ": "needs a server, or what was recorded of one",
     r"docs/online.md: (redraft learner --config|until)": "reads settings that the reader has "
     "edited",
     r"cd recipes/deploy|for image|kubectl": "needs a registry and a cluster",

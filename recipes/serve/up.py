@@ -76,7 +76,7 @@ COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
-SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
+SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.92
 NICENESS = 19  # of a learner on the server's cores; 0 is the server's, and Linux has no higher one
 MICRO_BATCHES = 4  # of a step on a CPU: the learner can pause between them
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written

@@ -18,9 +18,10 @@ import ast
 import datetime
 import hashlib
 import json
+import operator
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,27 @@ def find_literal(node: ast.AST, name: str) -> Any:
     raise ValueError(f"the source no longer has {name}")
 
 
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv}
+
+
+def calculate(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    """The value of an expression of whole numbers and lists, without running code of the source."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return names[name]
+        case ast.List(elts=parts):
+            return [calculate(part, names) for part in parts]
+        case ast.BinOp(left=left, op=op, right=right):
+            return OPERATIONS[type(op)](calculate(left, names), calculate(right, names))
+        case ast.ListComp(
+            elt=part, generators=[ast.comprehension(target=ast.Name(id=name), iter=of)]
+        ):
+            return [calculate(part, {**names, name: one}) for one in calculate(of, names)]
+    raise ValueError(f"the source computes layers by {ast.unparse(node)}")
+
+
 def compute_layers(node: ast.AST) -> dict[str, Any]:
     """The streams that a target feeds, computed by the expressions of its function."""
     told, untold = [0, 1, 3], {}
@@ -230,11 +252,10 @@ def compute_layers(node: ast.AST) -> dict[str, Any]:
             isinstance(each, ast.Assign) and "layers_to_capture" in ast.unparse(each.targets[0])
         ):
             continue
-        code = compile(ast.Expression(each.value), "layers", "eval")
         if isinstance(each.value, ast.ListComp):
-            fed = eval(code, {"layer_ids": told})
+            fed = calculate(each.value, {"layer_ids": told})
         else:
-            untold = {str(n): eval(code, {"num_layers": n}) for n in (7, 32, 36)}
+            untold = {str(n): calculate(each.value, {"num_layers": n}) for n in (7, 32, 36)}
     return {"told": [told, fed], "untold": untold}
 
 

@@ -411,7 +411,11 @@ def test_images_are_named_by_digest_and_the_readme_puts_them_in():
 
 def test_every_base_of_the_images_has_a_slot_for_its_digest():
     docker = (DEPLOY / "Dockerfile").read_text()
-    bases = re.findall(r"^FROM (\S+)", docker, re.MULTILINE)
+    images = dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)", docker, re.MULTILINE))
+    bases = [
+        re.sub(r"\$\{(\w+_IMAGE)\}", lambda slot: images[slot.group(1)], base)
+        for base in re.findall(r"^FROM (\S+)", docker, re.MULTILINE)
+    ]
     assert len(bases) == 3
     slots = set()
     for base in bases:

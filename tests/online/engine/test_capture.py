@@ -1324,7 +1324,12 @@ def test_headers_label_the_record_and_keep_it_out(server):
 @pytest.mark.vllm
 def test_a_chat_requests_arguments_and_its_structured_output_are_in_its_record(server):
     prompt = {"model": "m", "messages": [{"role": "user", "content": "why"}], "max_tokens": 8}
-    asked = {"chat_template_kwargs": {"enable_thinking": False, "documents": ["long"]}}
+    asked = {
+        "chat_template_kwargs": {
+            "enable_thinking": False,
+            "documents": [{"title": "a", "text": "long"}],
+        }
+    }
     bound = {"structured_outputs": {"choice": ["yes", "no"]}}
     answers = []
     for more in ({}, asked, bound):

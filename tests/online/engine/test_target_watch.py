@@ -17,6 +17,7 @@ from waiting import in_event_loop
 from redraft.files.folder import lineage
 from redraft.files.target_folder import TARGET_VERSION
 from redraft.online.engine import swap, target_watch
+from redraft.online.engine.calibration import Calibration
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.swap_transaction import Move, Swaps
@@ -54,7 +55,9 @@ class Worker:
             parallel_config=SimpleNamespace(**parallel), additional_config={}
         )
         self.model_runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: None)
-        self.redraft = WorkerState(server_id="boot", capture=SimpleNamespace(target_version=""))
+        self.redraft = WorkerState(
+            server_id="boot", capture=SimpleNamespace(target_version="", calibration=Calibration())
+        )
         self._weight_update_active = False
         self.steps = []
         """The target's version in records of each step."""

@@ -950,7 +950,12 @@ def test_a_request_that_is_not_finite_counts_only_against_the_candidate():
     candidate = dict(
         zip(keys[:3], [RequestScore("code", counts) for counts in (nan, nan, fine)], strict=True)
     )
-    assert pair_scores(candidate, incumbent, {"code": "code"}) == ([nan], [fine], ["code"])
+    assert pair_scores(candidate, incumbent, {"code": "code"}) == (
+        [nan],
+        [fine],
+        ["code"],
+        ["default mode"],
+    )
 
 
 def test_a_record_is_as_large_as_its_arrays():
