@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
 MAX_LABEL_CHARS = 64  # of a tenant or domain: column of the buffer, label of metrics
 MAX_ARGUMENTS_CHARS = 200  # of the template's arguments, as JSON; longer ones are left out
-NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}
-"""Names that vLLM passes with the arguments of each request."""
+NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "cohere_format"}
+"""Names that vLLM passes with the arguments of each request; the last chooses a renderer of its own."""
 
 
 class Origin(NamedTuple):

@@ -1203,7 +1203,9 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
         await socket.close()
 
     chat = SimpleNamespace(
-        _effective_chat_template_kwargs=lambda asked: {"add_generation_prompt": True} | asked
+        _effective_chat_template_kwargs=lambda asked: (
+            {"add_generation_prompt": True, "cohere_format": "cmd4"} | asked
+        )
     )
     note_arguments(chat)
     note_arguments(None)  # of a server without a chat API
