@@ -1212,7 +1212,7 @@ def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
 
     @app.get("/chat")
     async def answer_chat() -> None:
-        assert len(chat._effective_chat_template_kwargs({"enable_thinking": False})) == 2
+        assert len(chat._effective_chat_template_kwargs({"enable_thinking": False})) == 3
         generate()
 
     client, headers = TestClient(app), {"X-Redraft-Tenant": "acme", "X-Redraft-Opt-Out": "1"}
