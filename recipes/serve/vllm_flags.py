@@ -219,12 +219,12 @@ BESIDE_A_DRAFT = (
 
 LOOKUP_WAITS = "a lookup reads each token before vLLM schedules the next step, so asynchronous scheduling is off"
 SHARED_COUNTS = (
-    "clients without tenant (X-Redraft-Tenant), cache_salt or LoRA adapter share their live counts: "
-    "each may read from the sizes of streamed events what the others were answered"
+    "clients that set no X-Redraft-Tenant, cache_salt or LoRA adapter share live counts, so one of "
+    "them can infer another's answers from the sizes of streamed events"
 )
 SHARED_BY_TENANTS = (
-    "all tenants share live counts (--live.shared): each may read from the sizes of streamed events "
-    "what the others were answered"
+    "all tenants share live counts (--live.shared), so one of them can infer another's answers from "
+    "the sizes of streamed events"
 )
 
 READ = (
