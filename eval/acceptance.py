@@ -13,7 +13,7 @@ from torch import Tensor
 def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
     """softmax(logits / temperature), float32 or wider, [N, V].
 
-    One-hot at the first maximum for temperature 0.
+    At temperature 0, each row is one-hot at its first maximum.
     """
     if temperature == 0:
         # The limit of the softmax, spelled out: dividing by 0 would give NaN.
@@ -26,9 +26,10 @@ def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
 
 
 def alpha(p_NV: Tensor, q_NV: Tensor, out: Tensor | None = None) -> Tensor:
-    """sum_v min(p, q), [N]: the acceptance rate of speculative sampling (Leviathan et al., arXiv
+    """sum_v min(p, q), [N]: the acceptance rate of speculative sampling.
 
-    2211.17192). `out`, [N, V], is scratch memory, to reuse from call to call.
+    See Leviathan et al., arXiv 2211.17192. `out`, [N, V], is scratch memory that can be reused
+    across calls.
     """
     return torch.minimum(p_NV, q_NV, out=out).sum(-1)
 
@@ -36,7 +37,7 @@ def alpha(p_NV: Tensor, q_NV: Tensor, out: Tensor | None = None) -> Tensor:
 def alpha_greedy(p_NV: Tensor, q_NV: Tensor) -> Tensor:
     """p(argmax q), [N]: the acceptance rate of greedy drafting.
 
-    The definition. Forecast and fused loss know argmax q already and read p there; the tests
-    compare both with this.
+    This is the definition. The forecast and the fused loss already have argmax q and look up p
+    there; the tests compare both with this function.
     """
     return p_NV.gather(-1, q_NV.argmax(-1, keepdim=True)).squeeze(-1)

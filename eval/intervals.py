@@ -30,7 +30,7 @@ UNBOUNDED = (-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio of sums over prompts, or a difference of two."""
+    """A ratio of sums over prompts, or a difference between two such ratios."""
 
     value: float
     error: float
@@ -41,7 +41,7 @@ class Estimate:
     def interval(
         self, confidence: float = CONFIDENCE, bounds: tuple[float, float] = UNBOUNDED
     ) -> tuple[float, float]:
-        """The two-sided interval, cut at `bounds`, the range of possible values."""
+        """The two-sided interval, clipped to `bounds`, the range of possible values."""
         margin = student_t_quantile((1 + confidence) / 2, self.freedom) * self.error
         low, high = bounds
         return max(low, self.value - margin), min(high, self.value + margin)
@@ -58,9 +58,9 @@ def estimate_ratio(over_N: Array, under_N: Array) -> Estimate:
 
 
 def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
-    """Ratio of column 0 minus ratio of column 1, both over the same prompts.
+    """The ratio of column 0 minus the ratio of column 1, both over the same prompts.
 
-    How hard a prompt is cancels out.
+    The difficulty of a prompt cancels out.
 
     Raises:
         ValueError: if the arrays differ in shape or are empty.
@@ -75,7 +75,7 @@ def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
 
 
 def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
-    """`one` - `other`, measured on different prompts (Welch 1947)."""
+    """`one` - `other`, where the two were measured on different prompts (Welch 1947)."""
     return sum_weighted([one, other], [1, -1])
 
 
@@ -102,8 +102,8 @@ def paired_interval(
 ) -> tuple[float, float]:
     """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows).
 
-    That is a difference of rates between 0 and 1. `ours` and `theirs` [N] are the sums of two
-    drafts over the rows of each prompt, `rows` [N] the number of rows.
+    This is a difference between rates that lie in [0, 1]. `ours` and `theirs` [N] are the sums of
+    two drafts over the rows of each prompt, and `rows` [N] is the number of rows per prompt.
 
     Raises:
         ValueError: if the sequences differ in length or are empty.
@@ -120,8 +120,8 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
     """The median and its 95% interval from order statistics (the sign test).
 
     It holds for any distribution. With fewer than six values the interval is infinite: the smallest
-    and the largest then enclose the median in less than 95% of cases. For rounds on a shared
-    machine, where the mean follows single disturbed rounds.
+    and the largest then enclose the median in less than 95% of cases. Use it for rounds on a shared
+    machine, where single disturbed rounds shift the mean.
     """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
@@ -137,9 +137,9 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
 def estimate_tau_gain(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> Estimate:
-    """`estimate_gain` in tau of one draft over another.
+    """`estimate_gain` for the gain in tau of one draft over another.
 
-    The counts are those on each of the same prompts.
+    `ours` and `theirs` hold the counts per prompt, on the same prompts.
     """
     over_N2, under_N2 = (
         np.array(
@@ -155,7 +155,7 @@ def estimate_tau_gain(
 
 
 def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
-    """(ratio, the ratio without each of the prompts [N], degrees of freedom)."""
+    """(ratio, the ratio with each prompt left out [N], degrees of freedom)."""
     if not len(over_N) or over_N.shape != under_N.shape:
         raise ValueError(f"the sums must pair up, got {over_N.shape} and {under_N.shape}")
     over, under = over_N.sum(), under_N.sum()
@@ -169,7 +169,7 @@ def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
 
 
 def _error(deviation_N: Array, under_N: Array) -> float:
-    """The jackknife's standard error. Prompts without any rows say nothing and do not count."""
+    """The jackknife standard error. Prompts without rows carry no information and do not count."""
     num_prompts = np.count_nonzero(under_N)
     if num_prompts == 0:
         return 0.0
@@ -183,8 +183,8 @@ def _error(deviation_N: Array, under_N: Array) -> float:
 def student_t_quantile(probability: float, freedom: float) -> float:
     """The `probability` quantile of Student's t with `freedom` degrees of freedom.
 
-    `freedom` is at least 1, `probability` above 0.5. Hill (1970), Algorithm 396. scipy has the
-    exact one, but is not among the dependencies.
+    `freedom` must be at least 1 and `probability` above 0.5. This is Algorithm 396 of Hill (1970).
+    scipy has the exact quantile, but is not a dependency.
     """
     two_sided = 2 * (1 - probability)
     if (

@@ -39,13 +39,13 @@ def serve_and_count(
     options: EngineOptions,
     folder: Path,
 ) -> CountsByTemperature:
-    """The engine's counts of every prompt.
+    """The engine's counts for every prompt.
 
-    They are cached in `folder`, so a killed run does not serve it again.
+    They are cached in `folder`, so a run resumed after a kill does not serve the draft again.
 
     Raises:
-        ChildProcessError: the engine died; the message is the engine's, with the cure if the
-            draft's folder shows one.
+        ChildProcessError: the engine died; the message is the engine's, with a cure if the draft's
+            folder suggests one.
         ConnectionError: the server went away.
     """
     assert draft.speculative is not None, "vLLM can serve it"
@@ -107,18 +107,18 @@ def serve_and_count(
 
 
 def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
-    """The counts of one request.
+    """The counts for one request.
 
-    They are compared with a forecast draft by draft; others are `by_step`.
+    Counts to be compared with a forecast are per draft; all others are `by_step`.
     """
     assert output.counts is not None, "the server speculates"
     return count_steps(output) if by_step else output.counts
 
 
 def count_steps(output: Output) -> AcceptanceCounts:
-    """The counts of one request, with an empty draft for each target step without one.
+    """The counts for one request, with an empty draft for each target step that had none.
 
-    VLLM does not count those.
+    vLLM does not count those steps.
     """
     counts = output.counts or AcceptanceCounts.zero()
     # The prefill gives one token, and every step its accepted tokens and one more. The last block

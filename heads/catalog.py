@@ -249,10 +249,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(name: str) -> Family:
-    """The row of a family with weights; dashes may stand in its name.
+    """Return the row for a family that has weights; `name` may contain dashes for underscores.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such family exists.
     """
     known = {family.name: family for family in FAMILIES if not family.is_lookup}
     if (row := known.get(name.replace("-", "_"))) is None:
@@ -263,7 +263,7 @@ def find_family(name: str) -> Family:
 
 
 def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:
-    """The row with this vLLM method and `parallel_drafting` beside it; None if there is none."""
+    """Return the row for a vLLM method, preferably with this `parallel_drafting` flag, or None."""
     rows = [family for family in FAMILIES if family.method == method]
     # Only the flag tells P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark, whose
     # rows do not ask for it.
@@ -272,14 +272,14 @@ def find_method(method: str | None, *, parallel_drafting: bool = False) -> Famil
 
 
 def find_speculative(config: Mapping[str, Any]) -> Family | None:
-    """The row of a --speculative-config; None if there is none."""
+    """Return the row for a `--speculative-config`, or None if there is none."""
     return find_method(
         config.get("method"), parallel_drafting=bool(config.get("parallel_drafting"))
     )
 
 
 def list_lookups() -> list[str]:
-    """Names of the families without a folder, which look tokens up in the text."""
+    """Names of the families that need no folder because they look tokens up in the text."""
     return [family.name for family in FAMILIES if family.is_lookup and not family.tensors]
 
 
@@ -289,12 +289,12 @@ def list_methods() -> list[str]:
 
 
 def list_trained() -> list[str]:
-    """Names of the families that are trained, as on the command line, in alphabetical order."""
+    """Names of the trainable families, spelled as on the command line, in alphabetical order."""
     return sorted(family.name.replace("_", "-") for family in FAMILIES if family.training)
 
 
 def list_learning() -> list[str]:
-    """Names of the families with online learning, in alphabetical order."""
+    """Names of the families that support online learning, in alphabetical order."""
     return sorted(family.name for family in FAMILIES if family.learns_online)
 
 
@@ -308,22 +308,22 @@ else:
 
 
 def detect_family(folder: Path) -> Family:
-    """The family of a draft's folder, by its tensors.
+    """Detect a draft's family from the tensors in its folder.
 
-    The config.json may claim another.
+    The `config.json` may name a different family.
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: no row matches, or the draft is of a kind without a module here.
+        ValueError: no row matches, or redraft has no module for this kind of draft.
     """
     return detect_family_by_tensors(tensor_files(folder), folder)
 
 
 def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
-    """`detect_family` of a folder whose tensors are known by name.
+    """Detect a draft's family as `detect_family` does, from tensor names that are already known.
 
     Raises:
-        ValueError: as it does.
+        ValueError: as for `detect_family`.
     """
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     if (foreign := find_foreign(config, names)) is not None:
@@ -354,7 +354,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
 
 
 def match_tensors(names: Collection[str]) -> Family | None:
-    """The first row with one of these tensors; None if there is none."""
+    """Return the first row whose pattern matches one of these tensor names, or None."""
     for family in FAMILIES:
         if family.tensors and any(re.fullmatch(family.tensors, name) for name in names):
             return family
@@ -362,13 +362,11 @@ def match_tensors(names: Collection[str]) -> Family | None:
 
 
 def require_head(folder: Path, name: str, target: TargetFolder) -> None:
-    """Refuse a folder without a head of family `name` for this target's lineage.
-
-    Raises ValueError then.
+    """Reject a folder unless it contains a head of family `name` for this target's lineage.
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: it is a head of another family, or was trained for another target
+        ValueError: the head belongs to another family, or was trained for another target
             (`require_trained_for`).
     """
     if (found := detect_family(folder).name) != name:
@@ -379,10 +377,13 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
 
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
-    """Refuse a draft whose provenance names a target of another lineage.
+    """Reject a draft whose provenance names a target of another lineage.
 
-    `files.folder.lineage` defines it. A draft of another trainer names none. Another version of the
-    target, such as a fine-tune, passes. Raises ValueError otherwise.
+    `files.folder.lineage` defines the lineage. A draft from another trainer names no target and
+    passes. Another version of the target, such as a fine-tune, passes too.
+
+    Raises:
+        ValueError: the draft was trained for a target of another lineage.
     """
     made = read_provenance(folder)
     if made.target_fingerprint not in ("", target.fingerprint) and not made.names_lineage(

@@ -56,7 +56,7 @@ class Batch:
         width: int,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """The documents of each row, as (token ids, loss mask), laid end to end.
+        """Lay the documents of each row, given as (token ids, loss mask), end to end.
 
         Rows are padded on the right to `width`.
         """
@@ -88,10 +88,10 @@ class Batch:
         *,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """One document per row, padded on the right to the longest.
+        """Make one row per document, padded on the right to the longest document.
 
-        The tokens after the prompt are labels. `num_prompt_tokens` is each row's, or one for all
-        rows.
+        The tokens after the prompt are labels. `num_prompt_tokens` is one number per row, or one
+        number for all rows.
         """
         if isinstance(num_prompt_tokens, int):
             num_prompt_tokens = [num_prompt_tokens] * len(texts)
@@ -102,7 +102,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTarget:
-    """The target's whole distribution at every row: p = softmax(rule(head @ hidden))."""
+    """The target's full distribution at every row: p = softmax(rule(head @ hidden))."""
 
     hidden_BTD: Tensor
     """After the final norm, exactly the input of the target's head."""
@@ -110,9 +110,9 @@ class ExactTarget:
     rule: LogitRule = PLAIN
 
     def logits(self, rows_N: Tensor) -> Tensor:
-        """The target's logits in `rows_N` of the flattened batch, [N, V].
+        """The target's logits at `rows_N` of the flattened batch, [N, V].
 
-        They have the target's dtype, as it is served.
+        They have the target's dtype, as in serving.
         """
         return self.rule.apply_(F.linear(self.hidden_BTD.flatten(0, 1)[rows_N], self.head_VD))
 
@@ -121,7 +121,7 @@ class ExactTarget:
 class TopKTarget:
     """The target's largest probabilities at every row.
 
-    The rest of the probability is one tail bucket.
+    The remaining probability forms one tail bucket.
     """
 
     ids_BTK: Tensor
@@ -132,7 +132,7 @@ class TopKTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSignal:
-    """Everything for a draft to learn from at each row."""
+    """Everything that a draft can learn from at each row."""
 
     distribution: ExactTarget | TopKTarget
     aux_BTLD: Tensor | None = None
@@ -147,7 +147,7 @@ class TargetSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """A low-rank part of a draft's logits: code @ head.T is added to them."""
+    """A low-rank term in a draft's logits: code @ head.T is added to them."""
 
     code_BTR: Tensor
     head_WR: Tensor
@@ -158,7 +158,7 @@ class DraftStep:
     """One draft step over a batch.
 
     Row t of `hidden` predicts what the target's row t + shift predicts. A standalone draft has one
-    step of shift 0. The first step of a head has shift 1, the second shift 2.
+    step with shift 0. The first step of a head has shift 1, and the second has shift 2.
     """
 
     hidden_BTD: Tensor
@@ -188,9 +188,9 @@ class DraftStep:
     """
 
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The draft's logits in `rows_N` of the flattened batch, [N, W].
+        """The draft's logits at `rows_N` of the flattened batch, [N, W].
 
-        Computed in `dtype`, by default the head's.
+        They are computed in `dtype`, which defaults to that of the head.
         """
         # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower
         # than a trained layer.
@@ -206,10 +206,10 @@ class DraftStep:
 
 
 class Draft(Protocol):
-    """The module of a draft family.
+    """The interface of a draft module.
 
-    Training, forecast, doctor and learner use these members and no others. Every draft is also an
-    `nn.Module`, to which the last three methods belong.
+    Training, forecast, doctor and learner use only these members. Every draft is also an
+    `nn.Module`, which provides the last three methods.
     """
 
     is_autoregressive: bool
@@ -229,31 +229,32 @@ class Draft(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens it can propose; None for any number."""
+        """The maximum number of tokens that the draft can propose; None if there is no limit."""
         ...
 
     @property
     def engine_output(self) -> int:
-        """Which output of vLLM's drafter is `DraftStep.hidden_BTD`, counted from 0."""
+        """The index, from 0, of the vLLM drafter's output that is `DraftStep.hidden_BTD`."""
         ...
 
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Teacher-forced draft steps, the first draft token's first.
+        """Return teacher-forced draft steps, beginning with that of the first draft token.
 
-        `num_steps`, or as many as are trained; a draft with fewer returns those it has.
+        There are `num_steps` of them, by default as many as are trained. A draft with fewer steps
+        returns all that it has.
 
         Raises:
-            ValueError: the signal, with the streams after `aux_layer_ids`, is incomplete for this
-                draft.
+            ValueError: the signal, which must include the streams after `aux_layer_ids`, is
+                incomplete for this draft.
         """
         ...
 
     def feature(self, signal: TargetSignal) -> Tensor | None:
-        """Input from the target in the first pass of an engine, [B, T, D].
+        """The input from the target in an engine's first pass, [B, T, D].
 
-        None for a draft without one.
+        It is None for a draft that has no such input.
         """
         ...
 
@@ -265,19 +266,19 @@ class Draft(Protocol):
         weights: Weights = None,
         like: Path | None = None,
     ) -> None:
-        """Write a folder for an engine to load.
+        """Write a folder that an engine can load.
 
-        `dtype` is by default the module's; `weights` is the state dict gathered from all ranks, if
-        they shard it. Of `like`, an earlier export, layout and further files are taken over.
+        `dtype` defaults to that of the module. `weights` is the state dict gathered from all ranks,
+        if they shard it. `like` is an earlier export, whose layout and additional files are kept.
         """
         ...
 
     @staticmethod
     def load(folder: Path, target: Target) -> Draft:
-        """The draft of an exported folder.
+        """Load the draft from an exported folder.
 
         Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
+            ValueError: a tensor is missing, unknown or has the wrong shape.
         """
         ...
 
@@ -287,10 +288,10 @@ class Draft(Protocol):
 
 
 def final_hidden(signal: TargetSignal) -> Tensor:
-    """The target's last hidden state, after the final norm, [B, T, D].
+    """The target's last hidden state after the final norm, [B, T, D].
 
     Raises:
-        ValueError: the signal has none.
+        ValueError: the signal does not contain it.
     """
     if isinstance(signal.distribution, ExactTarget):
         return signal.distribution.hidden_BTD
@@ -306,7 +307,7 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
     """The target's residual streams after these layers, [B, T, L, D].
 
     Raises:
-        ValueError: the signal has another number of layers, or none.
+        ValueError: the signal has a different number of layers, or none.
     """
     aux_BTLD = signal.aux_BTLD
     if aux_BTLD is None or aux_BTLD.shape[2] != len(aux_layer_ids):
@@ -318,9 +319,9 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
 
 
 def label_rows(batch: Batch, shift: int) -> Tensor:
-    """Rows with a label for a step of this shift, bool [B, T].
+    """Mark the rows that have a label for a step with this shift, bool [B, T].
 
-    Their x[t + 1 + shift] is in the loss mask and belongs to row t's document.
+    Their x[t + 1 + shift] is in the loss mask and belongs to the document of row t.
     """
     # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
     ahead = shift + 1
@@ -334,9 +335,9 @@ def label_rows(batch: Batch, shift: int) -> Tensor:
 
 
 def attention_mask(batch: Batch) -> Tensor:
-    """Causal mask within each document, bool [B, 1, T, T].
+    """Make the causal mask within each document, bool [B, 1, T, T].
 
-    True lets a query see a key; padding sees itself only.
+    True means that a query attends to a key. Padding attends only to padding.
     """
     tokens = batch.document_BT.shape[1]
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=batch.document_BT.device).tril()

@@ -45,7 +45,7 @@ Decoder = Literal["v1", "v2"]
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """The number of draft tokens is fixed by the checkpoint. This says where config.json has it."""
+    """The keys of config.json with the number of draft tokens, which the checkpoint fixes."""
 
     keys: tuple[str, ...]
     """Keys of config.json, of which the first one present counts. Dots lead into nested sections.
@@ -57,7 +57,7 @@ class FixedTokens:
     """Key of config.json by which the unused positions propose too, unless it is false there."""
 
     def read(self, config: Mapping[str, Any]) -> int | None:
-        """The most tokens of a draft with this config.json; None if none of the keys is there."""
+        """The maximum number of draft tokens under this config.json; None if no key is present."""
         # DFlash, block_size 16: 16 - 1 = 15 tokens. DSpark, block_size 7 and sample_from_anchor: 7.
         count = next(filter(None, (_read_key(config, key) for key in self.keys)), None)
         unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
@@ -66,7 +66,7 @@ class FixedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a family is trained: the choices that it has, and its defaults."""
+    """How a family is trained: its choices and its defaults."""
 
     starts: tuple[str, ...] = ("random",)
     """Initial weights to choose from (`distill.run.start`); the first is the default."""
@@ -87,7 +87,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row of the table."""
+    """One row of the table of draft families."""
 
     name: str
     """In flags, TOML files and the `redraft` section of an exported config.json."""
@@ -159,7 +159,7 @@ class Family:
 
     @property
     def is_lookup(self) -> bool:
-        """A lookup of tokens in the text: there is nothing to train, and no pass of a model."""
+        """Whether it looks tokens up in the text, with nothing to train and no pass of a model."""
         return not self.draft
 
     @property
@@ -170,7 +170,7 @@ class Family:
 
     @property
     def takes_lookup(self) -> bool:
-        """Whether a server can look tokens up first, and ask this draft if it finds none.
+        """Whether a server can look tokens up first, and use this draft if the lookup finds none.
 
         `engine.lookup_first` does so.
         """
@@ -178,20 +178,20 @@ class Family:
 
     @property
     def algorithm(self) -> str:
-        """The library `speculators` calls it so, in `speculators_model_type`."""
+        """The family's name in the library `speculators`, for `speculators_model_type`."""
         return self.name if self.is_parallel else self.method
 
     @property
     def is_head(self) -> bool:
         """Whether the draft reads hidden states and borrows embeddings.
 
-        Loading one then takes the target too.
+        Loading such a draft also requires the target.
         """
         return self.reads != "nothing"
 
     @property
     def can_recompute(self) -> bool:
-        """Training can compute activations again in the backward pass. Loads torch."""
+        """Whether training can recompute activations in the backward pass. Loads torch."""
         return hasattr(self.draft_class(), "recomputes")
 
     def draft_class(self) -> Any:
@@ -208,12 +208,13 @@ class Family:
     def load(
         self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None
     ) -> Draft:
-        """The draft of a folder, in `dtype` (None: a head in float32, a whole model as stored).
+        """Load the draft from a folder, in `dtype`.
 
-        `target` is called only for a head, because reading a target takes time.
+        None means float32 for a head, and the stored dtype for a whole model. `target` is called
+        only for a head, because reading a target takes time.
 
         Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
+            ValueError: a tensor is missing, unknown or has the wrong shape.
         """
         draft: Draft
         if not self.is_head:
@@ -225,10 +226,10 @@ class Family:
         return draft if dtype is None else draft.to(dtype)
 
     def extract(self, target: Path, folder: Path) -> None:
-        """Write the draft in a target's weights to a folder of its own, in the target's type.
+        """Write the draft in a target's weights to a folder of its own, in the target's dtype.
 
         Raises:
-            ValueError: the target holds no such draft, or in another layout.
+            ValueError: the target contains no such draft, or one in another layout.
         """
         from redraft.heads.target import Target  # here, because it imports torch
 
@@ -236,9 +237,9 @@ class Family:
         self.load(target, lambda: borrowed).export(folder, borrowed.config.dtype)
 
     def read_layers(self, config: Mapping[str, Any]) -> list[int]:
-        """The target layers read by an export with this config.json, from `layers_key`.
+        """The target layers that an export with this config.json reads, from `layers_key`.
 
-        K stands for the stream after k layers.
+        Layer k stands for the stream after k layers.
         """
         if self.speculators_layers_key and "speculators_model_type" in config:
             return list(config[self.speculators_layers_key])
@@ -259,7 +260,7 @@ class Family:
         return tuple(_import(self.checks)) if self.checks else ()
 
     def max_tokens(self, config: Mapping[str, Any]) -> int | None:
-        """The most draft tokens of an export with this config.json; None for any number."""
+        """The maximum number of draft tokens under this config.json; None for any number."""
         return None if self.fixed_tokens is None else self.fixed_tokens.read(config)
 
 

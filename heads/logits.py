@@ -18,7 +18,7 @@ the rule of a config with the logits of its class.
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRule:
-    """logits = cap * tanh(scale * head @ hidden / cap); without a cap scale * head @ hidden."""
+    """logits = cap * tanh(scale * head @ hidden / cap); without a cap, scale * head @ hidden."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -39,7 +39,7 @@ class LogitRule:
         return (logits / self.cap).tanh() * self.cap if self.cap else logits
 
     def scaled(self, states: Tensor) -> Tensor:
-        """States whose logits need no scale."""
+        """Scale the states, so that their logits need no scale."""
         return states if self.scale == 1 else states * self.scale
 
     def apply_(self, logits: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from redraft.files.windows import View, make_views
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a head's layers.
+    """The sizes of a head's layers.
 
-    By default they are those of the target's layers, or the usual ones if these are not like
-    Llama's.
+    By default they are those of the target's layers, or the usual sizes if the target's layers are
+    not like Llama's.
     """
 
     intermediate_size: int | None = None
@@ -36,7 +36,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """How far the layers of a head look back."""
+    """How far back the layers of a head attend."""
 
     num_layers: int = 1
     """Layers of the draft."""
@@ -53,7 +53,7 @@ class Windows:
         return make_views(self.num_layers, self.window, self.full_layers, is_causal=True)
 
     def require_reach(self, num_ahead: int) -> None:
-        """Raise ValueError unless the last draft token sees something that the target has read."""
+        """Raise ValueError unless the last draft token attends to a token the target has read."""
         if self.window is not None and self.window <= num_ahead:
             raise ValueError(
                 f"a window of {self.window} is not larger than the {num_ahead} positions of a "
@@ -64,7 +64,7 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Unrolled:
-    """A head that drafts step by step, each step from the output of the one before."""
+    """A head that drafts step by step, each step using the output of the previous one."""
 
     num_steps: int = 1
     """Draft steps trained at once."""
@@ -73,7 +73,7 @@ class Unrolled:
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
+        """The number of draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -161,7 +161,7 @@ class DFlash(Windows, LayerSizes):
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The view of each layer, of the context and of its block."""
+        """Each layer's view of the context and of its block."""
         return make_views(self.num_layers, self.window, self.full_layers, self.is_causal)
 
     @property
@@ -171,7 +171,7 @@ class DFlash(Windows, LayerSizes):
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens of a block."""
+        """The number of draft tokens per block."""
         return self.block_size - self.first_slot
 
 
@@ -240,13 +240,13 @@ class PEagle(LayerMix):
         self.require_reach(self.num_steps)
 
     def as_eagle3(self) -> Eagle3:
-        """The same options of an EAGLE-3 head, which has the same layers."""
+        """The same options for an EAGLE-3 head, which has the same layers."""
         shared = ("num_steps", "norm_before_residual", *(field.name for field in fields(LayerMix)))
         return Eagle3(**{name: getattr(self, name) for name in shared})
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
+        """The number of draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -263,7 +263,7 @@ class Medusa:
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
+        """The number of draft tokens that the head learns."""
         return self.num_heads
 
 
@@ -279,7 +279,7 @@ class Mtp(Unrolled):
 
 @dataclass(frozen=True, kw_only=True)
 class Standalone:
-    """The weights to start from. `layers` or `num_layers` replaces `checkpoint` if it is given."""
+    """The weights to start from; `layers` or `num_layers`, if given, replaces `checkpoint`."""
 
     checkpoint: str | None = None
     """Folder or hub name of a causal LM to start from."""

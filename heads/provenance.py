@@ -33,7 +33,7 @@ class Prove(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of a training."""
+    """The flags of a training run."""
 
     data: Data = Data()
     loop: Loop = Loop()
@@ -68,18 +68,18 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     downloaded_from: dict[str, Any] = {}
 
     def names_lineage(self, lineage: str) -> bool:
-        """Whether the draft is for this lineage of a target.
+        """Whether the draft is for this lineage of targets.
 
-        Empty means unknown and matches nothing.
+        An empty lineage is unknown and matches nothing.
         """
         return bool(lineage) and self.target_lineage == lineage
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """The provenance of a folder; without a file, all is unknown.
+    """Read the provenance of a folder; without a file, everything is unknown.
 
     Raises:
-        ValueError: if it is corrupt.
+        ValueError: the file is corrupt.
     """
     path = folder / PROVENANCE
     return read_as(path, Provenance) if path.is_file() else Provenance()

@@ -23,7 +23,7 @@ OUTER = re.compile(r"^((model|language_model|backbone)\.)+")
 def short_name(name: str) -> str:
     """The name of a tensor within its language model.
 
-    It is the same in files of text alone, and of text and images.
+    It is the same in text-only files and in files for text and images.
     """
     short = OUTER.sub("", name)
     return EMBEDDINGS if short == "embeddings.weight" else short  # Nemotron-H
@@ -33,8 +33,8 @@ def short_name(name: str) -> str:
 class Target:
     """The embeddings and the output head of a target.
 
-    A draft head reads them, and neither trains nor saves them. A draft head keeps references to
-    these tensors without registering them, so they follow the target's updates.
+    A draft head reads them, but neither trains nor saves them. It keeps references to these tensors
+    without registering them, so they follow the target's updates.
     """
 
     config: Any
@@ -47,7 +47,7 @@ class Target:
     """
 
     def is_copy(self, held: Tensor, rows: Tensor) -> bool:
-        """Whether a draft's tensor equals these rows of the target, in the type of the copy.
+        """Whether a draft's tensor equals these rows of the target, in the dtype of the copy.
 
         An export in bfloat16 rounds the rows of a float32 target.
         """
@@ -64,7 +64,7 @@ class Target:
 
     @staticmethod
     def from_folder(folder: Path) -> Target:
-        """Borrow from a model folder, of which only these two tensors are read.
+        """Borrow from a model folder, reading only these two tensors.
 
         Raises:
             ValueError: the folder has no embeddings.
@@ -89,7 +89,8 @@ class Target:
 def norm_scale(norm: Any) -> Tensor | None:
     """The factors of an RMS norm, [D].
 
-    Gemma stores them less 1. None for any other module, or one without values.
+    Gemma stores each factor minus 1. The result is None for any other module, or for one without
+    values.
     """
     weight = getattr(norm, "weight", None)
     if (
@@ -116,12 +117,12 @@ def norm_scale(norm: Any) -> Tensor | None:
 
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a target's layer or norm, for a draft of Llama's layout to start with.
+    """The tensors of a target's layer or norm, as a start for a draft in Llama's layout.
 
-    Norms have their factors. In that layout `post_attention_layernorm` comes before the MLP. In
-    OLMo 2 and Gemma 2 and 3 a tensor of this name norms the output of attention; Gemma's norm
-    before the MLP has another name, and OLMo 2 has none. Tensors on `meta`, which were not read
-    from the target's files, are left out.
+    For norms, they are the factors. In that layout, `post_attention_layernorm` comes before the
+    MLP. In OLMo 2 and in Gemma 2 and 3, a tensor of this name norms the output of attention.
+    Gemma's norm before the MLP has another name, and OLMo 2 has none. Tensors on `meta`, which were
+    not read from the target's files, are left out.
     """
     scales = {
         f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()
@@ -136,10 +137,10 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The aux layers of a target with `num_layers` layers: the chosen ones, or 2, n // 2 and n - 3.
+    """The aux layers of a target with `num_layers` layers: those chosen, or 2, n // 2 and n - 3.
 
     Raises:
-        ValueError: a layer does not exist, or they are not ascending.
+        ValueError: a layer does not exist, or the layers are not ascending.
     """
     # vLLM's default for EAGLE-3. For 4 layers it is (2, 2, 1), and refused below.
     layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)

@@ -65,9 +65,9 @@ class _Entry(
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
-    """Acceptance since the previous entry of the same server and domain.
+    """Acceptance since the previous entry for the same server and domain.
 
-    Without a domain, these are the engine's counters of all traffic. With a domain, they are
+    Without a domain, these are the engine's counters for all traffic. With a domain, they are
     counted on captured records.
     """
 
@@ -160,7 +160,7 @@ class StateEntry(_Entry, frozen=True, kw_only=True, tag="state"):
 
 
 class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
-    """The served draft on new held-out requests against the same draft at its promotion."""
+    """The served draft on new held-out requests, compared with the same draft at its promotion."""
 
     version: Identifier
     tau_then: float | None = None  # at the promotion, in today's mix; None: not comparable
@@ -230,10 +230,10 @@ class Journal:
         self._lock = threading.Lock()
 
     def write(self, entry: E) -> E:
-        """Write an entry with the present time, and return it as it was written.
+        """Write an entry with the current time, and return it as it was written.
 
-        Non-finite numbers become None, and long reasons are cut. If the disk is full, the entry is
-        lost and counted, and learning continues; observers get it all the same.
+        Non-finite numbers become None, and long reasons are truncated. If the disk is full, the
+        entry is lost and counted, but learning continues and observers still receive the entry.
 
         Raises:
             ValueError: if a field is neither a number nor an identifier; the message names it.
@@ -266,10 +266,10 @@ class Journal:
         return entry
 
     def read(self, after: int = 0) -> Entries:
-        """All entries after offset `after`, in the order of writing, and the offset after the last.
+        """Return the entries after offset `after`, in writing order, and the offset after the last.
 
-        Torn, damaged or unknown lines are skipped. An offset beyond the end belongs to a removed
-        journal, and reading starts from the beginning.
+        Torn, damaged or unknown lines are skipped. An offset beyond the end belongs to a journal
+        that was removed, so reading starts from the beginning.
         """
         files = self._files()
         if not files or after > files[-1][0] + files[-1][1].stat().st_size:
@@ -310,9 +310,10 @@ class Journal:
 
 
 def to_stderr(entry: Entry) -> None:
-    """An observer that makes the journal the log of the process.
+    """An observer that writes the journal to stderr, as the log of the process.
 
-    The same lines in ASCII, for any log collector: clients choose the names of domains.
+    The lines are the same, but in ASCII for any log collector, because clients choose the domain
+    names.
     """
     line = _encoder.encode(entry).decode()
     sys.stderr.write(_NOT_ASCII.sub(lambda char: json.dumps(char[0])[1:-1], line) + "\n")
@@ -337,7 +338,7 @@ def _file_name(begin: int) -> str:
 
 
 def _read_complete_lines(path: Path, begin: int) -> list[bytes]:
-    """The lines from byte `begin`, without the last one if it is incomplete."""
+    """Read the lines from byte `begin` on, without the last one if it is incomplete."""
     try:
         with path.open("rb") as file:
             file.seek(begin)
@@ -355,16 +356,16 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _seal(line: bytes) -> bytes:
-    """The JSON object with a CRC-32 as the last field, and the end of the line."""
+    """Append a CRC-32 to the JSON object as its last field, and end the line."""
     # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}: still one JSON object. The CRC is that of
     # {"a":1}.
     return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
 
 
 def decode(line: bytes) -> Entry | None:
-    """The entry; None if the line is damaged or unknown.
+    """Decode one line; None if it is damaged or of an unknown kind.
 
-    Lines of earlier releases have no checksum.
+    Lines from earlier releases have no checksum.
     """
     if sealed := _CHECKSUM.search(line):
         line = line[: sealed.start()] + b"}"

@@ -24,7 +24,7 @@ def read_token(path: Path) -> str:
 
 
 def read_key(path: Path) -> str:
-    """The key of a server in `path`. It is not ours, so it may be short.
+    """Read the key for a server from `path`. It is not one of ours, so it may be short.
 
     Raises:
         ValueError: if the file holds no key, or others can read it.
@@ -44,10 +44,10 @@ def _read_private(path: Path) -> str:
 
 
 def check_token(token: str, source: str) -> str:
-    """The token, which `source` holds.
+    """Return the token, which comes from `source`, if it is valid.
 
     Raises:
-        ValueError: if it is none, or a short one.
+        ValueError: if it is not a token, or is too short.
     """
     if not token.strip():
         raise ValueError(f"{source} is empty: `redraft fleet token FILE` makes a token")
@@ -62,10 +62,12 @@ def check_token(token: str, source: str) -> str:
 
 
 def require_private(path: Path) -> None:
-    """Refuse a file that users outside its group can read, or others can change.
+    """Refuse a file that its group can change, or that users outside its group can access.
 
-    The group may read: with an fsGroup, Kubernetes mounts secrets with mode 0440. Raises
-    ValueError.
+    The group may read it: with an fsGroup, Kubernetes mounts secrets with mode 0440.
+
+    Raises:
+        ValueError: if the mode is more permissive.
     """
     _require_private(path, path.stat().st_mode)
 

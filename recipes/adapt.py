@@ -35,10 +35,10 @@ EVAL_EVERY = 50  # Steps between two evaluations: an adapted draft needs a fract
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe for the draft of the first argument, and the other arguments.
+    """The recipe for the draft named by the first argument, and the other arguments.
 
     Raises:
-        FileNotFoundError, ValueError: it is none.
+        FileNotFoundError, ValueError: the first argument is not a trained draft.
         SystemExit: after the help.
     """
     if not args or args[0] in ("-h", "--help", "--help-all"):
@@ -94,7 +94,7 @@ def _defaults(family: Family, old: Path) -> Any:
 
 
 def _count_vocabulary(old: Path) -> int:
-    """Size of a head's own vocabulary; 0 for the target's."""
+    """The size of a head's own vocabulary; 0 if it has the target's."""
     from redraft.files.artifact import safetensors_header
 
     path = tensor_files(old).get("d2t")
@@ -102,7 +102,11 @@ def _count_vocabulary(old: Path) -> int:
 
 
 def main(family: Family, old: Path, cfg: Any) -> None:
-    """Adapt. Raises: as `adapt`; ValueError without a target, or without data that OLD names."""
+    """Adapt the draft `old`.
+
+    Raises the same errors as `adapt`, and ValueError if there is no target, or no data and `old`
+    does not name its own.
+    """
     from redraft.distill.run.adaptation import adapt  # here, because they import torch
     from redraft.distill.run.training_run import refuse
 
@@ -117,7 +121,7 @@ def main(family: Family, old: Path, cfg: Any) -> None:
 def _answer(old: Path, cfg: Any) -> Path:
     """Have the new target answer the questions that `old` was trained on.
 
-    A killed run continues there.
+    A killed run continues with the answers that it already has.
     """
     from redraft.files.kept import hash_key
     from redraft.recipes.data import regenerate

@@ -49,20 +49,21 @@ class Config:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of tokens that are new in the answer."""
+    """The share of distinct tokens in each answer."""
     return [len({*ids}) / max(1, len(ids)) for ids in completion_ids]
 
 
 def main(cfg: Config) -> None:
-    """Raises: as TRL, httpx and the loaders.
+    """Train the policy.
 
-    ValueError with the answer of a server that refuses a policy.
+    Raises the errors of TRL, httpx and the loaders, and ValueError, with the server's answer, if it
+    refuses a policy.
     """
     make_trainer(cfg).train()
 
 
 def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
-    """TRL's trainer; `training` are further settings of GRPOConfig. The server has to be ready."""
+    """TRL's trainer. `training` are further settings of GRPOConfig. The server must be ready."""
     import httpx
     import torch
     import trl.generation.vllm_generation as vllm_generation
@@ -85,7 +86,7 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
     ]
 
     class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
-        """TRL's, with a checkpoint in place of NCCL. The server empties the cache by itself."""
+        """TRL's client, with checkpoints instead of NCCL. The server empties its own cache."""
 
         def init_communicator(self, device: Any = 0) -> None:
             self.num_pushes = 0

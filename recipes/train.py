@@ -47,10 +47,10 @@ COMMON = frozenset(
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe of the family that the first argument names, and the other arguments.
+    """The recipe for the family that the first argument names, and the other arguments.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the first argument names no family.
         SystemExit: after the help without a family.
     """
     names = list_trained()
@@ -77,7 +77,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
 
 
 def main(family: Family, cfg: Config) -> None:
-    """Train. Raises: as `run`."""
+    """Train a draft of the family. Raises the same errors as `run`."""
     from redraft.distill.run.training_run import run  # here, because it imports torch
 
     run(family, cfg)

@@ -61,7 +61,11 @@ def list_files(root: Path) -> list[Path]:
         ["git", "ls-files", "*.py", "*.md"], cwd=root, capture_output=True, text=True, check=True
     )
     names = [Path(name) for name in listed.stdout.splitlines()]
-    wanted = (name for name in names if name.suffix == ".md" or name.parts[0] in PACKAGES)
+    wanted = (
+        name
+        for name in names
+        if name.suffix == ".md" or name.as_posix().startswith(tuple(f"{one}/" for one in PACKAGES))
+    )
     return [root / name for name in wanted if (root / name).is_file()]
 
 

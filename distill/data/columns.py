@@ -41,7 +41,7 @@ OURS = ("key", "settings")  # Columns of `redraft regenerate` about its own run.
 
 @dataclass(kw_only=True)
 class Columns:
-    """Numbers of rows by column, and by the keys of their messages, as `messages.weight`."""
+    """Row counts by column, and by the keys of messages, such as `messages.weight`."""
 
     read: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Columns:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a table has no value in a place: pandas writes NaN there."""
+    """Whether a table cell has no value; pandas writes NaN there."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -63,14 +63,14 @@ class RowReader:
         self.unread_keys: set[str] = set()
 
     def take(self, columns: Collection[str]) -> tuple[str, Any] | None:
-        """(name, value) of the first of these columns with a value in the row."""
+        """Return (name, value) for the first of these columns that has a value in the row."""
         if not (name := first_key(self.row, columns)):
             return None
         self.used.add(name)
         return name, self.row[name]
 
     def _take_filled(self, column: str) -> tuple[str, Any] | None:
-        """`take`, but for an empty text, which is no JSON."""
+        """Like `take`, but ignore an empty text, which is not JSON."""
         found = self.take((column,))
         return None if found and found[1] == "" else found
 
@@ -80,10 +80,10 @@ class RowReader:
         columns.unread.update(self.unread_keys)
 
     def read(self) -> tuple[list[Message], list[Tool]]:
-        """(messages, tools) of the row.
+        """Return the row's (messages, tools).
 
         Raises:
-            UnusableRowError: without a conversation to learn.
+            UnusableRowError: if the row has no conversation to learn.
         """
         self._refuse()
         messages = join_turns(self._messages())
@@ -105,10 +105,10 @@ class RowReader:
         return bool(cut and cut[1]) or any(is_cut_reason(reason) for _, reason in reasons)
 
     def arguments(self) -> Arguments:
-        """The template arguments of the request that got the answers; empty if the row has none.
+        """Return the template arguments of the request that produced the answers; empty if unknown.
 
         Raises:
-            UnusableRowError: they are not an object.
+            UnusableRowError: if they are not an object.
         """
         settings = self.row.get("settings")
         ours = settings.get("template_options") if isinstance(settings, dict) else None
@@ -119,10 +119,10 @@ class RowReader:
         return dict(value or {})
 
     def token_turns(self, num_answers: int) -> list[StoredTurn]:
-        """The ids of all answers, as `redraft regenerate` has written them; else none.
+        """Return the ids of all answers as `redraft regenerate` wrote them, or else an empty list.
 
         Raises:
-            UnusableRowError: they are not whole.
+            UnusableRowError: if they are incomplete.
         """
         found = self.row.get(TOKEN_IDS)
         first = found[0] if isinstance(found, list) and found else None
@@ -195,7 +195,7 @@ class RowReader:
         return self._read(*found, "assistant") if found else []
 
     def _history(self) -> Iterator[Message]:
-        """Earlier turns: messages, or pairs of a question and an answer."""
+        """Yield the earlier turns, given as messages or as pairs of a question and an answer."""
         found = self._take_filled(HISTORY)
         for turn in parse_list(found[1], f"a column {HISTORY}") if found else []:
             if isinstance(turn, list) and len(turn) == 2:

@@ -16,7 +16,7 @@ ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn as served: the text read and the text written by the model."""
+    """One assistant turn as served: the text that the model reads, and the text that it writes."""
 
     prompt: str
     answer: str
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """Parts of a conversation required in a turn."""
+    """The parts of a conversation that must appear in a turn."""
 
     systems: tuple[str, ...] = ()
     """Texts of the system prompts, also of those between two turns."""
@@ -50,10 +50,10 @@ def broken_condition(
     form: ReasoningForm | None,
     ends: Collection[str] | None,
 ) -> str | None:
-    """The reason why a turn cannot be learned; None if it can.
+    """Return the reason why a turn cannot be learned, or None if it can be.
 
-    `rendered` is the conversation up to the answer, `form` that for reasoning, `ends` the texts of
-    the stop tokens.
+    `rendered` is the rendered conversation through the answer, `form` is the form of the reasoning,
+    and `ends` contains the texts of the stop tokens.
     """
     end = next((text for text in ends or () if turn.answer.endswith(text)), "")
     written = turn.answer.removesuffix(end)
@@ -82,7 +82,7 @@ def broken_condition(
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
-    """The reason why a prompt lacks a text on which the answer depends; None if it lacks none."""
+    """Return the reason if a prompt lacks a text on which the answer depends, or else None."""
     for name, text in (
         ("question", content.question),
         *(("system prompt", text) for text in content.systems),
@@ -95,14 +95,14 @@ def missing_question(prompt: str, content: Content) -> str | None:
 
 
 def broken_thought(turn: Turn, content: Content, form: ReasoningForm | None) -> str | None:
-    """The reason why the tags of prompt and answer are not those of one thought; None if they are."""
+    """Return the reason if the tags in prompt and answer do not form one thought, or else None."""
     if form is None or _thinks_once(turn, content, form):
         return None
     return "whose reasoning does not open and close once after the prompt"
 
 
 def dense(text: str) -> str:
-    """`text` without whitespace: templates trim and reflow."""
+    """Return `text` without whitespace, because templates trim and reflow text."""
     return "".join(text.split())
 
 
@@ -111,12 +111,15 @@ def is_in(part: str, text: str) -> bool:
 
 
 def _has_words(result: str, text: str) -> bool:
-    """Whether `text` shows a tool's result, which templates escape as JSON or markup."""
+    """Whether `text` contains a tool result, which templates escape as JSON or markup."""
     return is_in(result, text) or all(word in text for word in ASCII_WORD.findall(result))
 
 
 def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
-    """Whether one thought opens and closes, or none, from the state in which the prompt ends."""
+    """Whether exactly one thought opens and closes, or none does.
+
+    The check starts from the state in which the prompt ends.
+    """
     opening, closing = form.tags
     answer, said = turn.answer, content.said.strip()
     if said and said in answer:
@@ -137,7 +140,7 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
 def _is_rendered(
     turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None
 ) -> bool:
-    """Whether the turn is rendered but for its reasoning, which many templates drop from answers."""
+    """Whether the turn is rendered, but for reasoning, which many templates drop from answers."""
     texts = (
         form.pattern.sub("", text) if form else text for text in (rendered, turn.prompt, written)
     )

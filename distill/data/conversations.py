@@ -51,10 +51,11 @@ class Conversation(TypedDict):
 def split_held_out(
     conversations: Iterable[Conversation], fraction: float
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """(train, held out).
+    """Split the conversations into (train, held out).
 
-    `fraction` of all first questions, by their hashes alone, with every conversation that begins
-    with one of them: each process holds out the same.
+    A `fraction` of all first questions is held out, with every conversation that begins with one of
+    them. Only the hashes of the questions decide, so every process holds out the same
+    conversations.
     """
     train: list[Conversation] = []
     held_out: list[Conversation] = []
@@ -66,7 +67,11 @@ def split_held_out(
 
 
 def split_key(conversation: Conversation) -> str:
-    """The hash (hex) for `split_held_out`: of the first user message, or else of the first."""
+    """Return the hash (hex) for `split_held_out`, which is that of the first user message.
+
+    Without a user message, it is the hash of the first message. A conversation with a `split_key`
+    uses that key instead.
+    """
     if "split_key" in conversation:
         return conversation["split_key"]
     messages = conversation["messages"]
@@ -75,7 +80,7 @@ def split_key(conversation: Conversation) -> str:
 
 @dataclass(kw_only=True)
 class Overlap:
-    """Text found twice in the training part, or in both parts, and taken out of training."""
+    """Text that occurs twice in the training part, or in both parts, and is not trained on."""
 
     held_out_answers: int = 0
     """Different held-out answers longer than MIN_SHARED_CHARS."""
@@ -100,9 +105,10 @@ class Overlap:
 def remove_overlap(
     train: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> tuple[list[Conversation], Overlap]:
-    """Take repetitions and held-out answers out of the training conversations.
+    """Remove repetitions and held-out answers from the training conversations.
 
-    Returns the conversations and the counts. Short answers ("Yes.") are shared by chance and stay.
+    Returns the conversations that are left, and the counts. Short answers ("Yes.") are shared by
+    chance, and are kept.
     """
     held_out_texts = {text for conversation in held_out for text in _answers(conversation)}
     overlap = Overlap(held_out_answers=len(held_out_texts))
@@ -134,7 +140,10 @@ def _answers(conversation: Conversation) -> Iterator[str]:
 def load_conversations(
     source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False
 ) -> list[Conversation]:
-    """The conversations of `load_source`, whose counts are printed. Raises as `load_source`."""
+    """Return the conversations from `load_source`, and print its counts.
+
+    Raises the same errors as `load_source`.
+    """
     loaded = load_source(source, split=split, domain_column=domain_column, strict=strict)
     for line in loaded.lines():
         print(f"{source}: {line}")
@@ -144,26 +153,26 @@ def load_conversations(
 def load_source(
     source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False
 ) -> Loaded:
-    """Every conversation of `source`, which is one of
+    """Load every conversation from `source`.
 
-    - `stdlib`: made from the Python standard library's sources; `stdlib-functions`: its functions
-      with a docstring, to
-      complete, without answers;
+    `source` is one of:
+
+    - `stdlib`: conversations made from the Python standard library's sources; `stdlib-functions`:
+      its functions with a docstring, to complete, without answers;
     - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a
-      folder of such files, of which those of other splits are not read;
-      or one `split` of a data set on the hub. The module `columns` lists the names read. The domain
-      is read from
-      `domain_column`, or from `domain` if a row has it; otherwise it is the first folder under
+      folder of such files, of which those of other splits are not read; or one `split` of a data
+      set on the hub. The module `columns` lists the names read. The domain is read from
+      `domain_column`, or from `domain` if a row has it; otherwise, it is the first folder under
       `source`;
-    - a folder with `.txt` and `.md` files only: one document each.
+    - a folder that contains only `.txt` and `.md` files: one document each.
 
-    Rows that cannot be used are skipped and counted by reason, and files that are not read by
-    suffix.
+    Rows that cannot be used are skipped and counted by reason; files that are not read are counted
+    by suffix.
 
     Raises:
-        FileNotFoundError: for a missing file.
+        FileNotFoundError: if a file is missing.
         ValueError: if a file is corrupt or no row can be used; with `strict`, for the first row
-        that cannot be used.
+            that cannot be used.
     """
     path = Path(source)
     if source in MADE:
@@ -185,12 +194,18 @@ def load_source(
 
 
 def identify_conversations(source: str, split: str) -> list[Any]:
-    """The identity of the data of `source`, unread, for JSON. Raises as `load_conversations`."""
+    """Return the identity of the data in `source`, for JSON, without reading the data.
+
+    Raises the same errors as `load_conversations`.
+    """
     return [source, sys.version] if source in MADE else identify_source(source, split)
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:
-    """By whole conversations: the demos' small target was trained on one side of this split."""
+    """Let the whole conversation decide the split, not only its first question.
+
+    The demos' small target was trained on one side of this split.
+    """
     conversation = cast(Conversation, row)
     return {**conversation, "split_key": conversation_hash(conversation["messages"])}
 
@@ -236,7 +251,7 @@ class Skipped:
 
 @dataclass(kw_only=True)
 class Loaded:
-    """The conversations of a source, and everything about it that is not in them."""
+    """The conversations from a source, and everything about it that they do not contain."""
 
     conversations: list[Conversation] = field(default_factory=list)
     columns: Columns = field(default_factory=Columns)
@@ -298,12 +313,12 @@ def read_conversation(
     domain_column: str | None = None,
     columns: Columns | None = None,
 ) -> Conversation:
-    """The conversation in a row of any of the known shapes.
+    """Read the conversation in a row of any known shape.
 
-    What is read and what is not is counted in `columns`.
+    Columns and keys that are read, and those that are not, are counted in `columns`.
 
     Raises:
-        UnusableRowError: if there is none.
+        UnusableRowError: if there is no conversation.
     """
     reader = RowReader(row)
     messages, tools = reader.read()

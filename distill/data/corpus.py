@@ -31,7 +31,7 @@ Conversation = dict[str, object]
 
 
 def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
-    """Conversations made from the sources of Python's standard library.
+    """Yield conversations made from the sources of Python's standard library.
 
     Each is `{"domain": "code" | "prose", "messages": [...]}`.
     """
@@ -49,10 +49,10 @@ def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
 
 
 def function_questions(root: Path | None = None) -> Iterator[Conversation]:
-    """Conversations of one question.
+    """Yield conversations that consist of one question.
 
-    The standard library's functions with a docstring, for a model to complete, in the order of
-    their hashes.
+    Each asks a model to complete one of the standard library's functions that have a docstring.
+    They are in the order of their hashes.
     """
     found = set()
     for module, tree, _ in _modules(root or Path(sysconfig.get_path("stdlib"))):
@@ -89,7 +89,7 @@ def _questions(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
-    """(name, syntax tree, source) of the library's modules, without tests."""
+    """Yield (name, syntax tree, source) for each of the library's modules, without tests."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3"} & set(
@@ -156,7 +156,7 @@ def _topics(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _cut(text: str, max_chars: int = MAX_ANSWER_CHARS) -> list[str]:
-    """`text` in parts of at most `max_chars` characters, cut at line ends.
+    """Cut `text` at line ends into parts of at most `max_chars` characters.
 
     A longer line stays whole.
     """

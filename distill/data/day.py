@@ -10,7 +10,9 @@ from redraft.files.artifact import write_whole
 
 
 def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
-    """The day given as YYYY-MM-DD, or today: read once, midnight may pass.
+    """Return the day given as YYYY-MM-DD, or today.
+
+    The clock is read only once, because midnight may pass during a run.
 
     Raises:
         ValueError
@@ -24,9 +26,9 @@ def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
 
 
 def keep_day(path: Path) -> datetime.date:
-    """The date in a file, which gets today's if it is not there.
+    """Return the date stored in a file, which is created with today's date if it is missing.
 
-    A run that is continued keeps the first day.
+    A run that is continued therefore keeps its first day.
     """
     if not path.exists():
         write_whole(path, choose_day().isoformat())

@@ -69,7 +69,10 @@ gpt-oss's template.
 
 
 def conversation_hash(messages: Sequence[Message]) -> str:
-    """SHA-256 (hex) of the messages: the identity of a conversation. Other columns do not count."""
+    """Return the SHA-256 (hex) of the messages, which identifies a conversation.
+
+    Other columns do not count.
+    """
     canonical = json.dumps(
         [_identity(m) for m in messages], ensure_ascii=False, separators=(",", ":")
     )
@@ -82,10 +85,10 @@ def _identity(message: Message) -> list[Any]:
 
 
 def parse_list(value: Any, name: str) -> list[Any]:
-    """A list from its JSON, or as it is.
+    """Return a list, parsed from JSON if necessary.
 
     Raises:
-        UnusableRowError: for anything else.
+        UnusableRowError: if the value is anything else.
     """
     values = parse_json(value, name)
     if not isinstance(values, list):
@@ -94,7 +97,7 @@ def parse_list(value: Any, name: str) -> list[Any]:
 
 
 def begins_with_question(value: Any) -> bool:
-    """Whether a value is a list of messages, or its JSON, that does not begin with the assistant."""
+    """Whether a value is a list of messages, or its JSON, that a user or system turn begins."""
     messages = _parse_messages(value)
     first = messages[0] if isinstance(messages, list) and messages else None
     return isinstance(first, dict) and ROLES.get(_speaker(first), _speaker(first)) in (
@@ -119,15 +122,15 @@ def _speaker(raw: Mapping[str, Any]) -> str:
 
 
 def first_key(values: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """The first of these keys with a value, if possible not an empty one; "" if there is none."""
+    """Return the first key with a value, preferably not an empty one; "" if there is none."""
     there = [key for key in keys if values.get(key) is not None]
     return next((key for key in there if values[key]), there[0] if there else "")
 
 
 def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
-    """Keys with a value that is not read.
+    """Return the keys with a value that is not read.
 
-    Of several names for one thing, those with another value.
+    If several keys name the same thing, this includes those whose value differs from the one read.
     """
     read = {key for keys in known for key in keys if raw.get(key) == raw.get(first_key(raw, keys))}
     return {
@@ -138,12 +141,12 @@ def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
 def read_messages(
     value: Any, role: str, unread: set[str] | None = None, name: str = "a conversation"
 ) -> list[Message]:
-    """Messages from a list in any dialect or its JSON, or one of `role` from bare text.
+    """Read messages from a list in any dialect or its JSON, or one of `role` from plain text.
 
-    Names that are not read are added to `unread`.
+    The names of unread keys are added to `unread`.
 
     Raises:
-        UnusableRowError: no text.
+        UnusableRowError: if the value contains no text.
     """
     value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str) or _is_whole_number(value):
@@ -156,17 +159,20 @@ def read_messages(
 
 
 def _is_whole_number(value: Any) -> bool:
-    """Whether a value has one text. `2.0` may be the 2 of a table with missing values."""
+    """Whether a value is an integer, which has only one textual form.
+
+    A `2.0`, in contrast, may be the 2 of a table with missing values.
+    """
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_message(raw: Any, unread: set[str] | None = None) -> Message:
-    """A message in the words of the chat API, of ShareGPT, or both.
+    """Read a message that uses the keys of the chat API, of ShareGPT, or of both.
 
-    Names that are not read are added to `unread`.
+    The names of unread keys are added to `unread`.
 
     Raises:
-        UnusableRowError: it is no text, or its calls no JSON.
+        UnusableRowError: if the message has no text, or its calls are not JSON.
     """
     role = _speaker(raw) if isinstance(raw, dict) else ""
     unread = set() if unread is None else unread
@@ -211,9 +217,9 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
 
 
 def join_turns(messages: Iterable[Message]) -> list[Message]:
-    """The messages, with those of an assistant in a row joined to the one turn that a server writes.
+    """Join consecutive assistant messages into the single turn that a server writes.
 
-    Some data has the thought, the text and each call of a turn in a message of its own.
+    Some data sets store the thought, the text and each call of a turn in separate messages.
     """
     joined: list[Message] = []
     for message in messages:
@@ -252,16 +258,17 @@ def is_cut_reason(value: Any) -> bool:
 def refuse_media(names: Iterable[str]) -> None:
     """Refuse a row whose text is about an image or a sound.
 
-    Raises UnusableRowError if a column or key of these names has one.
+    Raises:
+        UnusableRowError: if one of these columns or keys contains images or sound.
     """
     if media := next(filter(MEDIA.fullmatch, names), None):
         raise UnusableRowError("with images or sound, which are not read", f"under {media}")
 
 
 def _content(raw: Mapping[str, Any]) -> Any:
-    """The text of a message, or its parts.
+    """Return the text of a message, or its parts.
 
-    None for an empty one, and for calls or reasoning alone.
+    Return None for an empty message, and for one that has only calls or reasoning.
     """
     has_place = any(key in raw for key in (*TEXT_KEYS, *CALL_KEYS, *REASONING_FIELDS))
     texts = [
@@ -291,10 +298,10 @@ def _add_reasoning_and_calls(
 
 
 def read_text(content: Any) -> str:
-    """A message's content as one text, without thinking.
+    """Return a message's content as a single text, without thinking.
 
     Raises:
-        UnusableRowError: it is no text.
+        UnusableRowError: if the content is not text.
     """
     if content is None:
         return ""
@@ -318,9 +325,9 @@ def _texts(parts: list[Any]) -> list[str]:
 
 
 def with_parts(message: Message) -> Message:
-    """The message as in a request.
+    """Return the message in the form that a request has.
 
-    Several texts in the content stay parts, which some templates read one by one.
+    Several texts in the content remain separate parts, because some templates read them one by one.
     """
     if "parts" not in message:
         return message
@@ -342,7 +349,7 @@ def _is_thinking(part: Any) -> bool:
 
 
 def _thinking_parts(content: Any) -> list[Any]:
-    """The reasoning in Mistral's content parts, a text or a list of parts each."""
+    """Return the reasoning in Mistral's content parts; each is a text or a list of parts."""
     parts = (
         [part.get("thinking") for part in content if _is_thinking(part)]
         if isinstance(content, list)
@@ -352,9 +359,9 @@ def _thinking_parts(content: Any) -> list[Any]:
 
 
 def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
-    """Tool calls as a chat template reads them, from one or a list, as JSON or parsed.
+    """Read one tool call or a list, as JSON or parsed, into the form that a template expects.
 
-    Names that are not read are added to `unread`.
+    The names of unread keys are added to `unread`.
 
     Raises:
         UnusableRowError
@@ -387,9 +394,10 @@ def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
 
 
 def read_tools(value: Any, unread: set[str]) -> list[Tool]:
-    """Definitions of functions as vLLM gives them to a template, from a list or its JSON.
+    """Read function definitions, from a list or its JSON, into the form that templates expect.
 
-    Names that are not read are added to `unread`.
+    The form is the one in which vLLM passes them to a template. The names of unread keys are added
+    to `unread`.
 
     Raises:
         UnusableRowError

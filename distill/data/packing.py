@@ -13,12 +13,12 @@ from redraft.heads.draft import Batch
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
-    """The indices of the samples in each row, best fit.
+    """Return the sample indices for each row, assigned by best fit.
 
-    In an order drawn from `seed`, each goes into the fullest row with room.
+    In an order drawn from `seed`, each sample goes into the fullest row that has room for it.
 
     Raises:
-        ValueError: one exceeds `capacity`.
+        ValueError: if a sample exceeds `capacity`.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
@@ -41,7 +41,7 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
 
 
 def collate(rows: Sequence[Sequence[Sample]], width: int) -> Batch:
-    """The samples of each row, laid end to end and padded to `width` tokens."""
+    """Lay the samples of each row end to end, padded to `width` tokens."""
     documents = [[(sample.input_ids, sample.loss_mask) for sample in row] for row in rows]
     return Batch.packed(documents, width=width)
 
@@ -49,7 +49,7 @@ def collate(rows: Sequence[Sequence[Sample]], width: int) -> Batch:
 class PackedDataset:
     """Rows of `sequence_length` tokens.
 
-    A run's position in the data is one integer, the index of the next batch.
+    A run's position in the data is a single integer, the index of the next batch.
     """
 
     def __init__(self, samples: Sequence[Sample], *, sequence_length: int, seed: int = 0) -> None:
@@ -63,7 +63,7 @@ class PackedDataset:
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def num_batches(self, batch_size: int, num_ranks: int = 1) -> int:
-        """Batches per rank in one epoch.
+        """Return the number of batches per rank in one epoch.
 
         Raises:
             ValueError: if the rows do not fill one batch.
@@ -79,9 +79,9 @@ class PackedDataset:
         return batches
 
     def batch(self, index: int, *, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Batch `index` of this rank, counted from the start of the run across epochs.
+        """Return batch `index` of this rank, counted across epochs from the start of the run.
 
-        Its salt is the epoch.
+        The salt of the batch is the epoch.
         """
         epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
         # Batches of all ranks side by side: with 2 ranks of 4 rows, rank 1 begins with row 4, then
@@ -93,9 +93,10 @@ class PackedDataset:
         return replace(batch, salt=epoch)
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        """The order of the rows, from the seed: a resumed run or another rank computes the same.
+        """Return the order of the rows, which is computed from the seed.
 
-        The last one is kept, because a permutation of 500,000 rows takes 60 ms.
+        A resumed run or another rank computes the same order. The last one is cached, because a
+        permutation of 500,000 rows takes 60 ms.
         """
         if epoch != self._epoch:
             self._epoch = epoch
@@ -106,7 +107,10 @@ class PackedDataset:
     def in_order(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, first: int = 0
     ) -> Iterator[Batch]:
-        """Every row from `first` on once; all ranks get as many batches and shapes, padded."""
+        """Yield each row from `first` on once, in batches.
+
+        All ranks receive the same number of batches with the same shapes; padding fills the gaps.
+        """
         for start in range(first, len(self.rows), batch_size * num_ranks):
             share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
             # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is

@@ -23,7 +23,7 @@ PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "
 class PieceEncoder:
     """Encodes texts that contain special tokens.
 
-    The result is that of `tokenizer(texts, add_special_tokens=False)`.
+    The result equals that of `tokenizer(texts, add_special_tokens=False)`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ class PieceEncoder:
         return encoded
 
     def cut(self, text: str) -> list[str]:
-        """The text in pieces that each begin with a special token, but for the first."""
+        """Cut the text into pieces, all of which except the first begin with a special token."""
         if not self._borders:
             return [text]
         found = self._tokens.finditer(text)
@@ -70,7 +70,7 @@ class PieceEncoder:
 
 
 class Pieces:
-    """Texts to encode in one call, as the places of their pieces.
+    """Texts to encode in a single call, stored as the places of their pieces.
 
     A fast tokenizer works in parallel, and the prompts of a conversation share most pieces.
     """
@@ -81,7 +81,7 @@ class Pieces:
         self._ids: list[NDArray[np.int32]] = []
 
     def add(self, text: str) -> NDArray[np.int32]:
-        """The places of a text's pieces, for `ids` after `encode`."""
+        """Return the places of a text's pieces, to be passed to `ids` after `encode`."""
         places = self._places
         return np.array(
             [places.setdefault(p, len(places)) for p in self._encoder.cut(text)], np.int32
@@ -99,9 +99,9 @@ class Pieces:
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """(a pattern of the tokens that a tokenizer finds first, those at which it may be cut).
+    """Return (pattern of the tokens that a tokenizer matches first, those where a text may be cut).
 
-    None if one is found or not by the words beside it.
+    Both match nothing if the words next to a token decide whether the tokenizer matches it.
     """
     added = list(tokenizer.added_tokens_decoder.values())
     # Found in the text as it stands: by a tokenizer in Python all of them.

@@ -29,12 +29,13 @@ def map_in_processes(
     chunks: Sequence[Chunk],
     cores: int | None = None,
 ) -> Iterator[Result]:
-    """`work(tool, chunk)` for every chunk, in order, each process with a tool; all picklable.
+    """Yield `work(tool, chunk)` for every chunk, in order, from processes with one tool each.
 
-    Few chunks, or one core, stay here.
+    `work`, `make`, the chunks and the results must be picklable. If there are few chunks or only
+    one core, the work is done in this process.
 
     Raises:
-        RuntimeError: a process was killed.
+        RuntimeError: if a process was killed.
     """
     cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
     tool = make()  # also where the chunks go to processes: a wrong argument shows here

@@ -9,7 +9,7 @@ from redraft.distill.data.messages import Message
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """The text around a model's reasoning and the answer after it."""
+    """The text around a model's reasoning and around the answer that follows it."""
 
     before: str
     between: str
@@ -17,7 +17,7 @@ class ReasoningForm:
 
     @cached_property
     def tags(self) -> tuple[str, str]:
-        """The text before and after the reasoning, without line ends."""
+        """The text before and after the reasoning, without line breaks."""
         return self.before.strip(), self.between.strip()
 
     @cached_property
@@ -26,7 +26,7 @@ class ReasoningForm:
 
     @cached_property
     def empty(self) -> re.Pattern[str]:
-        """Matches the tags around no reasoning, or the closing one alone, at the start of a text."""
+        """Matches tags without reasoning, or only the closing tag, at the start of a text."""
         opening, closing = map(re.escape, self.tags)
         return re.compile(rf"\s*(?:{opening})?\s*{closing}\s*")
 
@@ -44,9 +44,9 @@ class ReasoningForm:
         return f"{self.before}{thought.strip()}{self.between}{said}{self.after}"
 
     def read(self, content: str) -> tuple[str, str] | None:
-        """(reasoning, answer) of a text in this form.
+        """Return (reasoning, answer) for a text in this form.
 
-        None for any other text, and without reasoning.
+        Return None for any other text, and if there is no reasoning.
         """
         opening, closing = self.tags
         if closing not in content:
@@ -60,7 +60,7 @@ class ReasoningForm:
         return thought.strip(), said.removesuffix(self.after) if self.after else said.lstrip()
 
     def read_open(self, content: str) -> str:
-        """The reasoning in a text that ends before its closing tag; empty for any other text."""
+        """Return the reasoning in a text that ends before its closing tag; otherwise empty."""
         opening, text = self.tags[0], content.lstrip()
         is_open = text.startswith(opening) and not any(tag in content for tag in CLOSING_TAGS)
         return text.removeprefix(opening).strip() if is_open else ""
@@ -80,10 +80,10 @@ CLOSING_TAGS = ("</think>", *(form.tags[1] for form in REASONING_FORMS))
 
 
 def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] | None:
-    """(reasoning, answer, form in which they stand in the content) of an assistant's message.
+    """Return (reasoning, answer, the form used in the content) for an assistant message.
 
-    None without reasoning. The form is None if the reasoning stands in a field. Of a thought that
-    does not close, the answer is empty.
+    Return None if there is no reasoning. The form is None if the reasoning is in a field. If a
+    thought does not close, the answer is empty.
     """
     if message["role"] != "assistant":
         return None
@@ -100,7 +100,7 @@ def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] |
 
 
 def is_cut(message: Message) -> bool:
-    """Whether the server cut an assistant's message: it is marked so, or its thought is open."""
+    """Whether the server cut an assistant message: it is marked as cut, or its thought is open."""
     opens = any(form.read_open(message["content"]) for form in REASONING_FORMS)
     return message["role"] == "assistant" and (message.get("cut", False) or opens)
 

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Renderer:
-    """Applies a tokenizer's chat template as a server does, on one day."""
+    """Applies a tokenizer's chat template as a server does, with a fixed date."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Renderer:
         day: datetime.date | None = None,
         ends: Collection[int] | None = None,
     ) -> None:
-        """`day` is the date for a template that writes today's.
+        """`day` is the date for a template that writes today's date.
 
-        `ends` are the stop ids; without them the first special token after an answer is its end.
+        `ends` are the stop ids; without them, the first special token after an answer is its end.
         """
         self.tokenizer, self.template_options = tokenizer, template_options
         if writes_date(tokenizer):
@@ -84,13 +84,14 @@ class Renderer:
         tools: list[Tool] | None = None,
         arguments: Arguments | None = None,
     ) -> str:
-        """`messages` as text, followed by the generation prompt if they are a `prompt`.
+        """Render `messages` as text, followed by the generation prompt if `prompt` is true.
 
-        A request's `arguments` give way to the template options of this renderer.
+        The template options of this renderer take precedence over a request's `arguments`.
 
         Raises:
-            ValueError: without a chat template, and jinja2.TemplateError if it refuses them or
-                fails: a server then answers with status 400.
+            ValueError: if there is no chat template.
+            jinja2.TemplateError: if the template refuses the messages or fails; a server then
+                answers with status 400.
         """
         if self.tokenizer.chat_template is None:
             raise ValueError(
@@ -110,9 +111,9 @@ class Renderer:
         return text
 
     def tokenise(self, texts: list[str]) -> list[list[int]]:
-        """Ids of rendered texts.
+        """Return the token ids of rendered texts.
 
-        No special tokens are added, because a template writes them itself.
+        No special tokens are added, because the template writes them itself.
         """
         return self._encode(texts)
 
@@ -122,9 +123,12 @@ class Renderer:
     def turns(
         self, conversation: Conversation, keep: Callable[[Turn], T]
     ) -> tuple[list[T], Counter[str]]:
-        """`keep` of every assistant turn that follows a message, and the refused answers by reason.
+        """Return `keep(turn)` for each assistant turn, and the counts of refused answers by reason.
 
-        A last turn that was cut has no end. Raises jinja2.TemplateError.
+        Only turns that follow another message are included. A last turn that was cut has no end.
+
+        Raises:
+            jinja2.TemplateError
         """
         return self.retry_without_opening(
             conversation["messages"], lambda messages: self._turns(messages, conversation, keep)
@@ -136,7 +140,7 @@ class Renderer:
         tools: list[Tool] | None = None,
         arguments: Arguments | None = None,
     ) -> str:
-        """The prompt of an answer to `messages`, of a request with these arguments.
+        """Render the prompt for an answer to `messages`, in a request with these arguments.
 
         Raises:
             jinja2.TemplateError: if the template refuses them.
@@ -155,9 +159,10 @@ class Renderer:
     def retry_without_opening(
         messages: Sequence[Message], work: Callable[[Sequence[Message]], T]
     ) -> T:
-        """`work(messages)`; if the template refuses them, without the opening answers.
+        """Return `work(messages)`; if the template refuses them, retry without the opening answers.
 
-        A third of ShareGPT begins with the assistant's messages, because long chats were cut.
+        A third of ShareGPT's conversations begin with assistant messages, because long chats were
+        cut.
         """
         try:
             return work(messages)
@@ -202,7 +207,7 @@ class Renderer:
 
     @cached_property
     def arguments(self) -> list[Arguments]:
-        """Arguments of a request by which this template starts an answer, the default first."""
+        """The request arguments with which this template starts an answer, the default first."""
         fixed = set(self.template_options)
         return [
             arguments
@@ -211,7 +216,7 @@ class Renderer:
         ]
 
     def known_arguments(self, conversation: Conversation) -> Arguments:
-        """The conversation's own arguments, without those that the template does not read."""
+        """Return the conversation's own arguments, limited to those that the template reads."""
         given = conversation.get("arguments", {})
         return {name: given[name] for name in given.keys() & self._read_names}
 
@@ -220,10 +225,10 @@ class Renderer:
         return read_names(self.tokenizer) - self.template_options.keys()
 
     def arguments_for(self, given: Arguments, *, thinks: bool) -> list[Arguments]:
-        """The arguments by which a request gets an answer with a thought, or without one.
+        """Return the arguments with which a request gets an answer with a thought, or without one.
 
-        `given` are among them all. A template may write a thought after a prompt that switches the
-        reasoning off. The target never does.
+        All of them include `given`. A template may write a thought after a prompt that switches the
+        reasoning off, but the target never does.
         """
         if asks_for_thought(given) is not None:
             return [given]
@@ -235,10 +240,10 @@ class Renderer:
 
     @cached_property
     def _asked_thought(self) -> dict[str, bool | None]:
-        """Whether the prompt of each of `arguments` asks for a thought.
+        """Whether the prompt for each entry of `arguments` asks for a thought.
 
-        None if the prompt of a short question does not show it. Prompts are compared, because the
-        default is one of the others, and some arguments change nothing.
+        The value is None if the prompt for a short question does not show it. Prompts are compared,
+        because the default is the same as one of the others, and some arguments change nothing.
         """
         prompts = dict[str, str]()
         asked: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
@@ -258,9 +263,9 @@ class Renderer:
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """The target's, by the tags in its chat template or its vocabulary.
+        """The target's reasoning form, identified by the tags in its chat template or vocabulary.
 
-        None if they have none.
+        None if neither contains such tags.
         """
         template, vocabulary = str(self.tokenizer.chat_template), self.tokenizer.get_vocab()
         # The template counts before the vocabulary, which may hold tags of other forms too.
@@ -273,7 +278,7 @@ class Renderer:
 
     @cached_property
     def reads_reasoning_from(self) -> Literal["fields", "content"]:
-        """The part of a message with the reasoning that the template writes."""
+        """The part of a message from which the template reads the reasoning."""
         # The template writes the probe if it reads one of the fields.
         answer = {"role": "assistant", "content": "so", **dict.fromkeys(REASONING_FIELDS, PROBE)}
         try:
@@ -282,10 +287,10 @@ class Renderer:
             return "content"
 
     def as_context(self, message: Message) -> Message:
-        """The message as a client sends it back to the server.
+        """Return the message as a client sends it back to the server.
 
-        With its reasoning in the field, or in the content, in which the answer came. A template
-        that does not read the field drops the reasoning.
+        Its reasoning is in the field, or in the content, in which the answer came. A template that
+        does not read the field drops the reasoning.
         """
         if (split := split_reasoning(message)) is None:
             return message
@@ -296,9 +301,9 @@ class Renderer:
         return message if self.reasoning_form in (None, form) else without_reasoning(message, said)
 
     def as_answer(self, message: Message) -> Message:
-        """The message with its reasoning as the template reads it.
+        """Return the message with its reasoning where the template reads it.
 
-        In fields, or in the content in its own tags.
+        The reasoning is in the fields, or in the content between the template's own tags.
         """
         if (split := split_reasoning(message)) is None:
             return message
@@ -308,7 +313,7 @@ class Renderer:
         return without_reasoning(message, self.reasoning_form.write(thought, said))
 
     def through_end(self, tail: str) -> str:
-        """`tail` up to and including the first stop token; empty if other text stands before it."""
+        """Return `tail` through the first stop token; empty if other text precedes this token."""
         found = self._end.search(tail)
         is_next = found and not self.special.sub("", tail[: found.start()]).strip()
         return tail[: found.end()] if found and is_next else ""
@@ -318,7 +323,7 @@ class Renderer:
         return found.group() if found else ""
 
     def read_end(self, answer: str) -> str:
-        """The special token in which an answer ends; empty if it ends in none."""
+        """Return the special token at the end of an answer; empty if there is none."""
         tokens = self.ends or [match.group() for match in self.special.finditer(answer)][-1:]
         return next((token for token in tokens if answer.endswith(token)), "")
 
@@ -328,7 +333,7 @@ class Renderer:
 
 
 class PackedTurn(NamedTuple):
-    """A turn in a batch: texts as the places of pieces."""
+    """A turn in a batch, with its texts stored as the places of pieces."""
 
     prompt: NDArray[np.int32]
     whole: NDArray[np.int32]
@@ -337,7 +342,7 @@ class PackedTurn(NamedTuple):
 
 
 class TurnBatch:
-    """Turns tokenised in one call, because they share most pieces."""
+    """Turns that are tokenised in a single call, because they share most pieces."""
 
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encode, self._pieces = encoder, Pieces(encoder)
@@ -352,10 +357,10 @@ class TurnBatch:
         self._pieces.encode()
 
     def ids(self, turn: PackedTurn) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(prompt ids, answer ids), the prompt tokenised by itself, as by a server.
+        """Return (prompt ids, answer ids), with the prompt tokenised by itself, as by a server.
 
-        Its ids are cut off both as one text; if a token merges across the border, the answer is
-        tokenised alone.
+        The answer's ids are those that follow the prompt's ids in the text as a whole. If a token
+        merges across the border, the answer is tokenised alone.
         """
         prompt, whole = self._pieces.ids(turn.prompt), self._pieces.ids(turn.whole)
         # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
@@ -366,7 +371,10 @@ class TurnBatch:
 
 
 def as_parts(message: Message) -> Message:
-    """The message as vLLM gives it to a template that reads parts: a tool's result stays text."""
+    """Return the message as vLLM passes it to a template that reads parts.
+
+    A tool result remains text.
+    """
     if message["role"] == "tool":
         return message
     texts = message.get("parts") or [message["content"]]
@@ -391,7 +399,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def count_unprompted(messages: Sequence[Message]) -> int:
-    """The number of answers at the beginning of a conversation, with nothing before them to answer."""
+    """Count the answers at the beginning of a conversation, which have nothing to answer."""
     return sum(_is_answer(message) for message in messages[: _num_opening(messages)])
 
 
@@ -408,9 +416,9 @@ def _num_opening(messages: Sequence[Message]) -> int:
 
 
 def _drop_opening(messages: Sequence[Message]) -> list[Message]:
-    """`messages` without the assistant's before the first of another role.
+    """Return `messages` without the assistant messages at the beginning.
 
-    A system prompt stays.
+    A system prompt before them is kept.
     """
     system = [message for message in messages[:1] if message["role"] == "system"]
     rest = messages[len(system) :]

@@ -39,8 +39,8 @@ TEXTS = (".txt", ".md")
 class UnusableRowError(ValueError):
     """A row that is not a conversation to learn from.
 
-    `reason` is short and equal for all rows with the same fault, so they can be counted; `detail`
-    is about one row.
+    `reason` is short and identical for all rows with the same fault, so that they can be counted;
+    `detail` describes the individual row.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -58,11 +58,11 @@ class Row:
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:
-    """All rows of a file, or of one `split` of a folder's data files or of a data set on the hub.
+    """Yield all rows of a file, or of one `split` of a folder or of a data set on the hub.
 
     Raises:
         FileNotFoundError
-        ValueError: a file is corrupt, or there is no such data set.
+        ValueError: if a file is corrupt, or there is no such data set.
     """
     path = Path(source)
     if is_saved(path):
@@ -81,7 +81,10 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
 
 
 def identify_source(source: str, split: str) -> list[Any]:
-    """Names, sizes and times of files, or a hub data set's fingerprint. Raises as `read_rows`."""
+    """Return the files' names, sizes and times, or a data set's fingerprint.
+
+    Raises the same errors as `read_rows`.
+    """
     path = Path(source)
     if is_saved(path):
         return [split, _load_saved(path, split)._fingerprint]
@@ -97,10 +100,10 @@ def identify_source(source: str, split: str) -> list[Any]:
 
 
 def _is_on_hub(path: Path) -> bool:
-    """Whether a source that is no folder is the name of a data set.
+    """Whether a source that is not a folder is the name of a data set.
 
     Raises:
-        ValueError: for a file of another kind.
+        ValueError: if it is a file of another kind.
     """
     if table_format(path) is None and path.is_file():
         cure = (
@@ -144,28 +147,28 @@ def _stamp(path: Path) -> list[Any]:
 
 
 def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The visible files below `folder` with one of these suffixes, compressed or not, sorted."""
+    """Return the visible files below `folder` with these suffixes, compressed or not, sorted."""
     return sorted(path for path in _visible_files(folder) if table_format(path, suffixes))
 
 
 def folder_domain(folder: Path, file: Path) -> str:
-    """The first folder under `folder` above a file that does not name a split; or else `all`."""
+    """Return the first folder between `folder` and a file that names no split, or else `all`."""
     names = file.relative_to(folder).parts[:-1]
     return next((name for name in names if not is_split(name)), "all")
 
 
 def count_others(folder: Path, suffixes: tuple[str, ...]) -> Counter[str]:
-    """The visible files under `folder` with no such suffix, by their own suffix or name."""
+    """Count the visible files below `folder` with none of these suffixes, by suffix or name."""
     others = (path for path in _visible_files(folder) if not table_format(path, suffixes))
     return Counter(path.suffix or path.name for path in others)
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """The files under a folder, and under the folders that its links name.
+    """Yield the files below a folder, and below the folders to which its links point.
 
     Raises:
-        FileNotFoundError: the link to a data file names nothing.
-        OSError: a folder cannot be read.
+        FileNotFoundError: if the link to a data file is broken.
+        OSError: if a folder cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -188,7 +191,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 
 def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
-    """The suffix of a file without its compression, in lower case, if it is one of `suffixes`."""
+    """Return a file's suffix in lower case, without compression, if it is one of `suffixes`."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     suffix = name.suffix.lower()
     return suffix if suffix in suffixes else None
@@ -196,10 +199,10 @@ def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
 
 @contextlib.contextmanager
 def open_plain(path: Path) -> Iterator[BinaryIO]:
-    """A file's content, uncompressed.
+    """Open a file's uncompressed content.
 
     Raises:
-        ValueError: the content is corrupt, or its end is missing.
+        ValueError: if the content is corrupt, or its end is missing.
     """
     try:
         with path.open("rb") as file:
@@ -216,12 +219,12 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames.
+    """Yield the content of all frames.
 
-    zstandard's own reader ends at a frame without its end as at a whole one.
+    zstandard's own reader stops at a frame whose end is missing as it does at a complete one.
 
     Raises:
-        EOFError: the last frame has no end.
+        EOFError: if the last frame has no end.
     """
     block = file.read(ZSTD_BLOCK)
     while True:
@@ -272,7 +275,7 @@ def _numbered(rows: Iterable[Any]) -> Iterator[Row]:
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
-    """Rows of a JSON list. A single object, and JSON Lines under the name .json, are read too."""
+    """Yield the rows of a JSON list; a single object, and JSON Lines named .json, are read too."""
     content = file.read()
     try:
         # JSON Lines under this name fail at the second line, and are read line by line below.
@@ -288,7 +291,10 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
 
 
 def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
-    """`datasets` would fail on a field missing from the first rows, so the lines are read here."""
+    """Yield the rows of JSON Lines.
+
+    The lines are parsed here, because `datasets` would fail on a field that the first rows lack.
+    """
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -319,9 +325,9 @@ def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _load_hub(source: str, split: str) -> datasets.Dataset:
-    """One split of a data set.
+    """Load one split of a data set.
 
-    The data set is named `owner/name` or, with one of several configs, `owner/name:config`.
+    The data set is named `owner/name`, or `owner/name:config` if it has several configs.
     """
     name, _, config = source.partition(":")
     import datasets  # takes a second: not for --help
@@ -340,7 +346,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
 
 
 def _without_missing(value: Any) -> Any:
-    """A table's value without None in it.
+    """Return a table's value without any None in it.
 
     A table gives every struct all fields, e.g. those of another tool's call.
     """

@@ -85,7 +85,7 @@ class SampleStats:
     foreign_ids: int = 0
     """Conversations whose token ids are not of this tokenizer: tokenised again from their text."""
     marked_texts: int = 0
-    """Plain texts with special tokens: rendered chats teach the user's turns."""
+    """Plain texts that contain special tokens: rendered chats would also train on the user's turns."""
     refusals: Counter[str] = field(default_factory=Counter)
     """By the first line of the error."""
 
@@ -155,7 +155,7 @@ COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "in
 def build_samples(
     conversations: Sequence[Conversation], tokenizer: Any, **options: Any
 ) -> tuple[list[Sample], SampleStats]:
-    """The samples with their statistics. `options` and errors are those of `stream_samples`."""
+    """Return the samples and their statistics; options and errors are those of `stream_samples`."""
     stats = SampleStats()
     return list(stream_samples(conversations, tokenizer, stats, **options)), stats
 
@@ -172,18 +172,18 @@ def stream_samples(
     progress: bool = True,
     purpose: str = "to train on",
 ) -> Iterator[Sample]:
-    """Samples of at most `max_length` tokens, counted in `stats`.
+    """Yield samples of at most `max_length` tokens, and count them in `stats`.
 
-    They come in the order of the conversations' hashes. A longer conversation is cut after the last
-    answer that fits, and the rest is dropped. If not even the first answer fits, it is cut in the
-    middle. A longer plain document is cut into several samples. `template_options` reach the chat
-    template as they would in a request, e.g. `enable_thinking`. A template that writes today's date
-    writes `day`, and needs one. `ends` are the stop ids: with them, an answer whose end of turn is
-    another is refused.
+    The samples are in the order of the conversations' hashes. A conversation that is too long is
+    cut after the last answer that fits, and the rest is dropped. If not even the first answer fits,
+    it is cut in the middle. A plain document that is too long is cut into several samples.
+    `template_options` are passed to the chat template as in a request, e.g. `enable_thinking`. A
+    template that writes today's date writes `day` instead, which it then requires. `ends` are the
+    stop ids: if they are given, an answer whose end of turn is another token is refused.
 
     Raises:
-        ValueError: at the end if nothing is left for the `purpose`, or if a chat template is needed
-            and the tokenizer has none.
+        ValueError: if nothing is left for the `purpose` (raised at the end), or if a chat template
+            is needed but the tokenizer has none.
     """
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
@@ -229,15 +229,15 @@ def held_out_prompts(
     day: datetime.date | None = None,
     beside: Iterable[Prompt] = (),
 ) -> list[Prompt]:
-    """Up to `num_prompts` different prompts of the conversations' last assistant turns.
+    """Return up to `num_prompts` different prompts for the conversations' last assistant turns.
 
-    They are taken from each domain in turn, none of them from `beside`, and the conversations'
-    hashes decide which. Repeats are left out: an answer follows from its prompt, so they would
-    count the same evidence again. Prompts longer than `max_length` tokens are left out too; plain
-    documents have no prompt. One line is printed with the number left out for each reason.
-    `template_options` and `day` are those of `stream_samples`. By default a prompt begins with its
-    conversation's own arguments, and else with those of most answers. If the prompts then ask for
-    several thinking modes, each domain is split by them.
+    The prompts are taken from each domain in turn, and the conversations' hashes decide which ones.
+    Prompts that occur in `beside` are excluded, and so are repeats: an answer follows from its
+    prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
+    left out too, and plain documents have no prompt. One line is printed with the number of prompts
+    left out for each reason. `template_options` and `day` are those of `stream_samples`. By
+    default, a prompt uses its conversation's own arguments, or else the arguments of most answers.
+    If the prompts then ask for several thinking modes, each domain is split by mode.
 
     Raises:
         ValueError: if no prompt is left.
@@ -314,7 +314,7 @@ def choose_arguments(
 def _prompt(
     conversation: Conversation, render: Renderer, arguments: Arguments, max_length: int
 ) -> Prompt | str:
-    """The prompt of the last assistant turn as a server renders it, or why it is left out."""
+    """Render the last assistant turn's prompt as a server does, or return why it is left out."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -370,7 +370,10 @@ def _chunk_samples(
 def _exact_turns(
     conversation: Conversation, render: Renderer, stats: SampleStats
 ) -> list[StoredTurn]:
-    """The turns by the server's token ids; none without them, or if another tokenizer made them."""
+    """Return the turns with the server's token ids.
+
+    The list is empty if the data has no token ids, or if another tokenizer produced them.
+    """
     turns = conversation.get("turns", [])
     answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
     written = [_decode(turn, render.tokenizer) for turn in turns]
@@ -386,14 +389,14 @@ def _exact_turns(
 
 
 def _decode(turn: StoredTurn, tokenizer: Any) -> str:
-    """The text of an answer; empty if an id is beyond the vocabulary."""
+    """Return the text of an answer; empty if an id is outside the vocabulary."""
     if max(int(part.max(initial=0)) for part in turn[1:]) >= len(tokenizer):
         return ""
     return str(tokenizer.decode(turn.answer_A.tolist()))
 
 
 def _has_written(text: str, answer: Message) -> bool:
-    """Whether a decoded answer is the one in the data, and so of the same tokenizer."""
+    """Whether a decoded answer is the one in the data, so that both use the same tokenizer."""
     said = [part for part in (answer["content"], answer.get("reasoning", "")) if part.strip()]
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     return bool(text) and all(is_in(part, text) for part in said or names)
@@ -402,7 +405,7 @@ def _has_written(text: str, answer: Message) -> bool:
 def _turns(
     conversation: Conversation, render: Renderer, batch: TurnBatch, stats: SampleStats
 ) -> tuple[list[PackedTurn], list[Arguments]]:
-    """The turns, and the template's arguments of each."""
+    """Return the turns, and the template arguments for each."""
     if is_plain_text(conversation):
         return [], []
 
@@ -434,7 +437,7 @@ def _documents(
     max_length: int,
     stats: SampleStats,
 ) -> list[Document]:
-    """The samples of one conversation, from the (prompt ids, answer ids) of the turns."""
+    """Build the samples of one conversation from the (prompt ids, answer ids) of its turns."""
     documents: list[Document] = []
     num_left_out = num_truncated = 0
     for prompt, answer in turns:
@@ -467,9 +470,9 @@ def _documents(
 def _text_documents(
     text: str, render: Renderer, max_length: int, stats: SampleStats
 ) -> list[Document]:
-    """A plain text as windows of `max_length` tokens.
+    """Split a plain text into windows of `max_length` tokens.
 
-    The first token of each is not a label: nothing precedes it.
+    The first token of each window is not a label, because nothing precedes it.
     """
     tokenizer = render.tokenizer
     # A rendered text has the tokenizer's first token.
@@ -484,7 +487,7 @@ def _text_documents(
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """SHA-256 (hex) over the token ids and masks, in order."""
+    """Return the SHA-256 (hex) over the token ids and masks, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         # The length first: the samples [1], [2, 3] and [1, 2], [3] differ.

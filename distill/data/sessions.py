@@ -18,7 +18,7 @@ KEYS = {"kept", "prompt", "answer"}
 
 
 class TokenTurn(NamedTuple):
-    """The tokens that a server read, and those that the target wrote."""
+    """The tokens of the prompt that a server received, and those that the target wrote."""
 
     prompt_P: NDArray[np.int32]
     answer_A: NDArray[np.int32]
@@ -30,7 +30,7 @@ class TokenTurn(NamedTuple):
 
 
 class StoredTurn(NamedTuple):
-    """A turn in a session, in the memory of what is new in it."""
+    """A turn in a session, stored as only the tokens that are new in it."""
 
     kept: int
     """Number of tokens that the prompt shares with the beginning of the turn before."""
@@ -44,9 +44,9 @@ class StoredTurn(NamedTuple):
 
 
 def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
-    """The turns for JSON: of each prompt, only the tokens after those shared with the turn before.
+    """Convert the turns for JSON, without the prompt prefix shared with the turn before.
 
-    A session of many turns would otherwise repeat its text in each of them.
+    Otherwise, a session with many turns would repeat its text in each of them.
     """
     packed, before = [], np.zeros(0, np.int32)
     for prompt_P, answer_A in turns:
@@ -61,10 +61,10 @@ def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
 
 
 def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
-    """The turns that `pack_turns` has written.
+    """Read the turns that `pack_turns` wrote.
 
     Raises:
-        UnusableRowError: it did not write them.
+        UnusableRowError: if `pack_turns` did not write them.
     """
     turns: list[StoredTurn] = []
     length = 0
@@ -82,7 +82,7 @@ def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
 
 
 def expand_turns(turns: Iterable[StoredTurn]) -> Iterator[TokenTurn]:
-    """The turns with whole prompts, one after the other."""
+    """Yield the turns one by one, with complete prompts."""
     before = np.zeros(0, np.int32)
     for kept, prompt_P, answer_A in turns:
         turn = TokenTurn(np.concatenate([before[:kept], prompt_P]), answer_A)
@@ -97,17 +97,17 @@ def _are_ids(part: NDArray[Any]) -> bool:
 
 
 def take_results(messages: Sequence[Message]) -> list[Message]:
-    """The tools' results at the beginning of `messages`."""
+    """Return the tool results at the beginning of `messages`."""
     return list(takewhile(lambda message: message["role"] == "tool", messages))
 
 
 def fit_results(
     answer: Message, recorded: Message, results: Sequence[Message]
 ) -> list[Message] | str:
-    """The recorded results as those of the target's calls, or the reason why they do not fit.
+    """Fit the recorded results to the target's calls, or return the reason why they do not fit.
 
-    `recorded` is the data's message in place of the target's `answer`. The results name the
-    target's calls, in the order of the calls.
+    `recorded` is the message that the data has in place of the target's `answer`. The returned
+    results refer to the target's calls, and are in the order of these calls.
     """
     ours, theirs = answer.get("tool_calls", []), recorded.get("tool_calls", [])
     reasons = {

@@ -20,12 +20,12 @@ WAY_OUT = "choose one with --data.split (--split)"
 def choose_files(
     folder: Path, files: Sequence[Path], split: str
 ) -> tuple[list[Path], Counter[str]]:
-    """Those of a folder's `files` that belong to `split`, and the numbers of the others by split.
+    """Return the `files` of a folder that belong to `split`, and count the others by split.
 
-    A file of no split belongs to each.
+    A file that belongs to no split is included for each.
 
     Raises:
-        ValueError: the folder has other splits, or several configs.
+        ValueError: if the folder has other splits but not this one, or several configs.
     """
     declared = _declared(folder, files)
     named: dict[Path, str | None] = {**declared} or {
@@ -43,7 +43,7 @@ def choose_files(
 
 
 def _find_split(asked: str, splits: Collection[str]) -> str | None:
-    """The split that is asked for, or else the only one of that kind: `train` for `train_sft`."""
+    """Return the requested split, or else the only one of its kind: `train` for `train_sft`."""
     alike = [name for name in splits if _find_word(name) == _find_word(asked)]
     return asked if asked in splits else alike[0] if len(alike) == 1 else None
 
@@ -53,7 +53,10 @@ def is_split(name: str) -> bool:
 
 
 def _name_split(path: Path, asked: str) -> str | None:
-    """The split in the name of a file, or else of a folder above it; `asked` if it begins so."""
+    """Return the split that the name of a file, or else of a folder above it, contains.
+
+    Return `asked` if the name begins with it.
+    """
     for name in (path.name.partition(".")[0], *reversed(path.parts[:-1])):
         if re.fullmatch(rf"{re.escape(asked)}([-_ \d].*)?", name, re.I):
             return asked
@@ -63,14 +66,14 @@ def _name_split(path: Path, asked: str) -> str | None:
 
 
 def _find_word(name: str) -> str | None:
-    """The split whose word begins or ends a name, as in `test-00000-of-00002` or `my_dev`."""
+    """Return the split that begins or ends a name, as in `test-00000-of-00002` or `my_dev`."""
     words = [word for word in re.split(r"[-_. \d]+", name.lower()) if word]
     found = (WORDS[word] for word in (*words[:1], *words[-1:]) if word in WORDS)
     return next(found, None)
 
 
 def _declared(folder: Path, files: Sequence[Path]) -> dict[Path, str]:
-    """The split of each of the files that the folder's card declares."""
+    """Return the split of each file that the folder's card declares."""
     configs = _read_configs(folder / CARD)
     if not configs:
         return {}
@@ -103,7 +106,7 @@ def _read_configs(card: Path) -> list[dict[str, Any]]:
 
 
 def _patterns(files: Any) -> Iterator[tuple[str, str]]:
-    """(split, pattern) of a config's `data_files`: a pattern, or several, each with its split."""
+    """Yield (split, pattern) for a config's `data_files`: one pattern, or several with splits."""
     if isinstance(files, dict):
         files = [{"split": split, "path": path} for split, path in files.items()]
     for entry in files if isinstance(files, list) else [files]:

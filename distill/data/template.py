@@ -16,9 +16,10 @@ Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 
 
 def find_arguments(tokenizer: Any) -> list[Arguments]:
-    """The arguments with which a request may start an answer.
+    """Return the arguments with which a request may start an answer.
 
-    None, then each switch on and off, then a level of effort and one without any.
+    The order is: no arguments, each switch on and off, a level of effort, and a level without
+    thinking.
     """
     read, trees = read_names(tokenizer), [_parse(text) for text in _templates(tokenizer)]
     found: list[Arguments] = [
@@ -33,13 +34,16 @@ def find_arguments(tokenizer: Any) -> list[Arguments]:
 
 
 def read_names(tokenizer: Any) -> set[str]:
-    """The names that the template reads from a request. As in vLLM, others do not reach it."""
+    """Return the names that the template reads from a request.
+
+    As in vLLM, other names are not passed to it.
+    """
     trees = (_parse(text) for text in _templates(tokenizer))
     return set[str]().union(*map(meta.find_undeclared_variables, trees)) - FIXED
 
 
 def asks_for_thought(arguments: Arguments) -> bool | None:
-    """Whether a request with these arguments switches the reasoning on or off; None if neither."""
+    """Whether these request arguments switch the reasoning on or off; None if they do neither."""
     for name, value in arguments.items():
         if name in SWITCHES:
             return bool(value)
@@ -49,7 +53,7 @@ def asks_for_thought(arguments: Arguments) -> bool | None:
 
 
 def name_mode(arguments: Arguments) -> str:
-    """The thinking mode that a request's arguments ask for, in words; empty if they ask for none."""
+    """Return the thinking mode that a request's arguments ask for, in words; empty if none."""
     # First, because vLLM adds `enable_thinking` to an effort.
     if (effort := arguments.get(EFFORT)) in (*EFFORTS, *NO_EFFORTS):
         return f"effort {effort}"
@@ -64,7 +68,10 @@ def _constant_texts(tree: nodes.Template) -> set[str]:
 
 
 def reads_parts(tokenizer: Any) -> bool:
-    """Whether a server gives the template lists of parts, by vLLM's rule: a loop over a content."""
+    """Whether a server passes lists of parts to the template.
+
+    By vLLM's rule, it does so if the template loops over a message's content.
+    """
     return any(map(_loops_over_content, _templates(tokenizer)))
 
 
@@ -105,7 +112,7 @@ def _loops_over_content(template: str) -> bool:
 
 
 def _aliases(tree: nodes.Template, name: str) -> set[str]:
-    """`name` and the variables set to it or to a slice of it."""
+    """Return `name`, and the variables set to it or to a slice of it."""
     names, grows = {name}, True
     while grows:
         found = {
@@ -145,7 +152,7 @@ def _name(node: nodes.Node | None) -> str | None:
 
 
 def _read_field(node: nodes.Node | None) -> tuple[str | None, Any]:
-    """(variable, key) of `message.content` or `message['content']`."""
+    """Return (variable, key) for `message.content` or `message['content']`."""
     if isinstance(node, nodes.Getattr):
         return _name(node.node), node.attr
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):

@@ -43,7 +43,7 @@ Origin = dict[str, Any]  # Everything on which tokens depend, by the word for it
 class MappedSamples(Sequence[Sample]):
     """The samples of one part, read from disk when they are used.
 
-    Every process of a machine shares the memory.
+    All processes on a machine share the memory.
     """
 
     def __init__(self, folder: Path, part: str, kinds: Sequence[Sequence[str]]) -> None:
@@ -60,7 +60,7 @@ class MappedSamples(Sequence[Sample]):
         return lengths
 
     def labels(self) -> Iterator[NDArray[np.int32]]:
-        """All labels, in blocks: three times as fast as sample by sample."""
+        """Yield all labels in blocks, which is three times as fast as sample by sample."""
         for start in range(0, len(self._ids), BLOCK):
             span = slice(start, start + BLOCK)
             yield self._ids[span][self._labels[span]]
@@ -106,7 +106,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """The data of a run, to be written: the samples are made while they are written."""
+    """The data of a run before it is written; the samples are made while they are written."""
 
     train: Iterable[Sample]
     held_out: Iterable[Sample]
@@ -117,10 +117,10 @@ class Content:
 
 
 def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shared: bool) -> Path:
-    """The folder below `root` with the tokens of `origin`, made if incomplete.
+    """Return the folder below `root` with the tokens for `origin`, and write it if incomplete.
 
-    A `root` that is not `shared` belongs to one run: tokens of another origin are removed, and a
-    line says why.
+    A `root` that is not `shared` belongs to a single run: tokens for another origin are removed,
+    and a printed line gives the reason.
     """
     folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     if _is_whole(folder):
@@ -222,9 +222,9 @@ def read_tokens(folder: Path) -> Tokens:
 
 
 def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
-    """The part of an origin about a tokenizer and the code around it.
+    """Return the part of an origin that describes the tokenizer and the code around it.
 
-    `day` counts if the template writes it.
+    `day` is included only if the template writes the date.
     """
     return {
         "the chat template": _digest([json.dumps(tokenizer.chat_template)]),

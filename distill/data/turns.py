@@ -49,7 +49,7 @@ WAYS: tuple[Way, ...] = ("from the prompt", "after an empty thought", "alone", "
 
 
 class RefusedAnswerError(ValueError):
-    """An answer not written by the chat template as by the target."""
+    """An answer that the chat template does not write as the target does."""
 
 
 class Choice(NamedTuple):
@@ -58,7 +58,7 @@ class Choice(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Traits of an answer that decide the best choice."""
+    """Traits of an answer that determine the best choice."""
 
     thinks: bool
     calls: bool
@@ -85,7 +85,7 @@ PROBES: dict[Kind, Message] = {
 
 
 class TurnWriter:
-    """Writes turns by one template, each checked against the conditions of `conditions`."""
+    """Writes turns with one template, and checks each against the conditions in `conditions`."""
 
     def __init__(self, render: Renderer) -> None:
         self.render = render
@@ -101,12 +101,13 @@ class TurnWriter:
         is_ended: bool,
         given: Arguments,
     ) -> Turn:
-        """The turn of an assistant's message after those `before`, as a client sends them.
+        """Write the turn for an assistant message that follows the messages `before`.
 
-        `given` are template arguments of the request, those that the data has.
+        These are in the form in which a client sends them. `given` contains the request's template
+        arguments that the data records.
 
         Raises:
-            RefusedAnswerError: no way to write it satisfies the conditions.
+            RefusedAnswerError: if no way to write the turn satisfies the conditions.
         """
         kind = Kind(self._thinks(message), "tool_calls" in message)
         if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
@@ -117,9 +118,9 @@ class TurnWriter:
         return turn
 
     def split(self, message: Message) -> tuple[str, str]:
-        """(reasoning, text said) of an assistant's message.
+        """Return (reasoning, text said) for an assistant message.
 
-        A server that opens the thought in its prompt returns no opening tag.
+        If the server opens the thought in its prompt, the answer has no opening tag.
         """
         if parts := split_reasoning(message):
             return parts[0], parts[1]
@@ -130,9 +131,9 @@ class TurnWriter:
         return "", content
 
     def _thinks(self, message: Message) -> bool:
-        """Whether the target wrote a thought, an empty one too.
+        """Whether the target wrote a thought, even an empty one.
 
-        It writes no tags after a prompt that switches the reasoning off.
+        The target writes no tags after a prompt that switches the reasoning off.
         """
         form = self.render.reasoning_form
         is_empty = form is not None and form.empty.match(message["content"]) is not None
@@ -143,7 +144,7 @@ class TurnWriter:
         return self.render.reads_reasoning_from == "content" and self.render.reasoning_form is None
 
     def _choices(self, kind: Kind, given: Arguments) -> list[Choice]:
-        """All choices, the best for a short answer of this kind first."""
+        """Return all choices, beginning with the best one for a short answer of this kind."""
         key = kind, repr(given)
         if key not in self._best:
             fitting = self.render.arguments_for(given, thinks=kind.thinks)
@@ -172,10 +173,10 @@ class TurnWriter:
         raise RefusedAnswerError(reason)
 
     def find_end(self, tail: str, arguments: Arguments, *, calls: bool) -> str:
-        """The end of turn after an answer.
+        """Return the end of turn after an answer.
 
-        `tail`, which the template writes after the last one, up to a stop token; or else the first
-        token of the next turn, as GLM-4.5 stops there.
+        This is `tail`, which the template writes after the last answer, up to a stop token.
+        Otherwise, it is the first token of the next turn, where GLM-4.5, for example, stops.
         """
         if self.render.ends is None:
             return self.render.through_special(tail)
@@ -185,7 +186,10 @@ class TurnWriter:
         return self.render.find_end(following) if calls else self.render.through_end(following)
 
     def find_tail(self, arguments: Arguments) -> str:
-        """The template's text after an answer without calls to a lone question, the last of all."""
+        """Return the template's text after the answer to a single question.
+
+        The answer contains no calls, and ends the conversation.
+        """
         return self._after(arguments, calls=False, is_last=True)
 
     def ends_calls(self, arguments: Arguments) -> bool:
@@ -193,7 +197,7 @@ class TurnWriter:
         return bool(self.render.special.search(self._after(arguments, calls=True, is_last=True)))
 
     def _after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
-        """The template's text after an answer or a call's arguments, up to the next message."""
+        """Return the template's text from an answer or a call's arguments to the next message."""
         key = (repr(arguments), calls, is_last)
         if key not in self._known:
             self._known[key] = self._render_after(arguments, calls=calls, is_last=is_last)
@@ -298,7 +302,7 @@ class _Answer:
         return f"with {part} that the chat template leaves out"
 
     def _render(self, arguments: Arguments) -> tuple[str, str]:
-        """(the prompt, the text with the answer), rendered once."""
+        """Return (the prompt, the text that includes the answer), each rendered only once."""
         key = repr(arguments)
         if key not in self._seen:
             prompt = self.render(self.before, prompt=True, tools=self.tools, arguments=arguments)
@@ -346,7 +350,10 @@ class _Answer:
         return Turn(text[:start], answer, arguments)
 
     def _end_of_empty_thought(self, prompt: str, text: str) -> int | None:
-        """The place in a rendering after an empty thought written by the template, not the target."""
+        """Return the end of an empty thought that the template wrote, and not the target.
+
+        The end is a place in the rendering; None if there is no such thought.
+        """
         form = self.render.reasoning_form
         if form is None:
             return None
@@ -381,7 +388,7 @@ class _Answer:
         )
 
     def _strip_opening(self, prompt: str, content: str) -> str:
-        """The answer without the opening tag if the prompt already ends with one."""
+        """Return the answer without its opening tag if the prompt already ends with that tag."""
         form = self.render.reasoning_form
         opening, blank = form.tags[0] if form else "", prompt[len(prompt.rstrip()) :]
         if (
@@ -400,7 +407,7 @@ class _Answer:
         return self._whole({"content": PROBE}, arguments).rpartition(PROBE)[2]
 
     def _end(self, text: str, tail: str, arguments: Arguments) -> str:
-        """An answer of text with the end of turn, or up to the word at which it was cut."""
+        """Return a text answer with its end of turn, or through the word at which it was cut."""
         if self.is_ended:
             return text + self.writer.find_end(tail, arguments, calls=False)
         thought, said = self._parts
@@ -408,7 +415,10 @@ class _Answer:
         return text if said.strip() else text[: text.rfind(thought) + len(thought)]
 
     def _end_calls(self, text: str, arguments: Arguments) -> str:
-        """An answer with calls, up to the special token after them, or before the next turn."""
+        """Return an answer with calls.
+
+        It extends through the special token after them, or up to the next turn.
+        """
         last = None
         if self.writer.ends_calls(arguments):
             *_, last = self.render.special.finditer(text)

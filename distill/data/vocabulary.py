@@ -17,7 +17,7 @@ CHUNK = 1024  # samples counted at once: each alone would make an array of the v
 
 
 def require_smaller(size: int, vocab_size: int) -> None:
-    """Raise ValueError unless `size` is from 0 (the whole vocabulary) to `vocab_size`."""
+    """Raise ValueError unless `size` is between 0 (the whole vocabulary) and `vocab_size`."""
     if not 0 <= size <= vocab_size:
         raise ValueError(
             f"a draft vocabulary of {size:,} ids: the target's has {vocab_size:,}, choose at most "
@@ -26,9 +26,9 @@ def require_smaller(size: int, vocab_size: int) -> None:
 
 
 def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tensor | None:
-    """The `size` most frequent labels, ascending, int64 [W].
+    """Return the ids of the `size` most frequent labels in ascending order, int64 [W].
 
-    None if `size` means the whole vocabulary.
+    Return None if `size` stands for the whole vocabulary.
 
     Raises:
         ValueError: if the target's vocabulary is smaller.
@@ -49,7 +49,7 @@ def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tenso
 def measure_coverage(
     train: Iterable[Sample], judged: Iterable[Sample], sizes: Sequence[int], vocab_size: int
 ) -> dict[int, float]:
-    """Share of the labels of `judged` among the `size` most frequent labels of `train`, by size."""
+    """Return, by size, the share of `judged` labels among the most frequent labels of `train`."""
     frequent_first_V = np.argsort(-_count_labels(train, vocab_size), kind="stable")
     judged_V = _count_labels(judged, vocab_size)
     covered_V = judged_V[frequent_first_V].cumsum()
@@ -57,7 +57,7 @@ def measure_coverage(
 
 
 def _count_labels(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
-    """How often each id is a label, [V]."""
+    """Count how often each id is a label, [V]."""
     counts_V = np.zeros(vocab_size, np.int64)
     for labels in (
         samples.labels() if isinstance(samples, MappedSamples) else _label_blocks(samples)

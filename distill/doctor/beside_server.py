@@ -61,8 +61,8 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     """Findings, and notes as text; numbers are added to `facts`.
 
     Raises:
-        ConnectionError: the server went away.
-        ValueError: it drafts nothing, or has other clients.
+        ConnectionError: the server stopped answering.
+        ValueError: the server drafts nothing, or has other clients.
     """
     server = check.server
     facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unnamed version'}"
@@ -123,7 +123,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
 
 
 def find_unknown_version(server: RunningServer, known: str) -> Iterator[Finding]:
-    """A doubt if the server is of another release than redraft's rules."""
+    """A doubt if the server's release is not the one that redraft's rules follow."""
     if server.version and not server.version.startswith(known):
         yield Finding(
             f"the server is {server.engine} {server.version}, and redraft's rules follow {known}",
@@ -133,7 +133,7 @@ def find_unknown_version(server: RunningServer, known: str) -> Iterator[Finding]
 
 
 def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
-    """A finding if the served text is not the target's; a note if it differs a little."""
+    """A finding if the served text is not the target's; a note if a few tokens differ."""
     if own < MIN_OWN_TEXT:
         yield Finding(
             f"only {own:.0%} of the served tokens are the most probable ones of {pair.target.name}: "
@@ -148,7 +148,10 @@ def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
 
 
 def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
-    """Draft tokens of a step, by the server's counts; blocks at an answer's end may be shorter."""
+    """Draft tokens per step, from the server's counts.
+
+    It is the maximum over the answers, because the blocks at the end of an answer may be shorter.
+    """
     rates = [a.counts.num_draft_tokens / max(a.counts.num_drafts, 1) for a in answers]
     return max(1, math.ceil(max(rates) - 1e-9))
 
@@ -156,7 +159,7 @@ def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
 def continue_text(
     model: object, prompt: Sequence[int], answer: CountedAnswer, num_tokens: int
 ) -> Continuation:
-    """A served answer, and the target's tokens after it, into which vLLM's last block reaches."""
+    """A served answer, followed by the target's tokens that vLLM's last block may reach."""
     whole = Prompt(token_ids=[*prompt, *answer.token_ids])
     (rest,) = generate_answers(
         model, [whole], max_tokens=max(num_tokens - 1, 1), num_speculative_tokens=1, end_ids=()
@@ -170,7 +173,7 @@ def continue_text(
 
 @torch.no_grad()
 def own_share(signal: InProcessTarget, texts: Sequence[Continuation]) -> float:
-    """Share of the served tokens that are the target's most probable ones, given the text."""
+    """The share of served tokens that are the target's most probable ones, given the text."""
     num_own = num_all = 0
     for text in texts:
         ids = [*text.prompt.token_ids, *text.output_ids]

@@ -44,13 +44,15 @@ def check_draft(
     engine: EngineCheck | None,
     engine_name: str = "vllm",
 ) -> Checked:
-    """All checks of a draft; without `engine`, its folder alone.
+    """Run all checks of a draft; without `engine`, check only its folder.
 
-    `method` is by default the family's, the number of tokens that in the provenance, or 3. For an
-    engine other than vLLM, the rules of its row in `heads.engines.table` are checked.
+    By default, `method` is the family's, and the number of tokens is the one in the provenance, or
+    3. For an engine other than vLLM, the draft is checked against the rules of the engine's row in
+    `heads.engines.table`.
 
     Raises:
-        FileNotFoundError: if a folder is missing, ValueError if it is corrupt or holds no draft.
+        FileNotFoundError: a folder is missing.
+        ValueError: a folder is corrupt or holds no draft.
     """
     pair = Pair.read(TargetFolder.open(target), model_folder(draft))
     checked, num_tokens = check_folder(pair, method, num_speculative_tokens, engine_name)

@@ -97,17 +97,17 @@ class Plan:
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """Those by which acceptance is judged."""
+        """The prompts by which acceptance is judged."""
         return self.run.prompts[self.num_long :]
 
 
 def plan_run(
     pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None
 ) -> Plan:
-    """The run of a draft with `num_tokens` tokens a step; by default on this machine.
+    """The engine run for a draft with `num_tokens` tokens per step; on this machine by default.
 
     Raises:
-        ValueError: the target, which judges the run afterwards in this process, does not fit.
+        ValueError: the target, which this process loads to judge the run, does not fit.
     """
     stored, machine = StoredForecast.from_json(pair.provenance.forecast), machine or this_machine()
     dtype = engine.dtype or choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
@@ -150,9 +150,10 @@ def plan_run(
 def _beyond_windows(
     pair: Pair, prompts: Sequence[Sequence[int]], room: int, notes: list[str]
 ) -> list[list[int]]:
-    """Prompts that reach beyond the head's windows; None if it has none.
+    """Prompts that reach beyond the head's windows; empty if it has no windows.
 
-    One has three windows and two blocks, and one LONG_TOKENS if the target has as many positions.
+    One prompt is as long as three windows and two blocks, and another has LONG_TOKENS tokens. Both
+    are cut to `room`, and prompts no longer than the widest window are left out.
     """
     views = served_views(pair.config) if pair.family.layers_key else ()
     windows = [view.window for view in views if view.window]
@@ -170,7 +171,7 @@ def _beyond_windows(
 
 
 def _cache_bytes(pair: Pair, num_tokens: int) -> int:
-    """An upper bound of the KV cache of so many tokens, in float32."""
+    """An upper bound for the bytes of the KV cache of `num_tokens` tokens, in float32."""
     config = pair.target.text_config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layers = config.num_hidden_layers + len(served_views(pair.config))
@@ -180,9 +181,10 @@ def _cache_bytes(pair: Pair, num_tokens: int) -> int:
 def choose_dtype(
     pair: Pair, stored: StoredForecast | None, machine: Machine, *, on_cpu: bool
 ) -> TargetDtype:
-    """The type of an engine's run, if the user names none.
+    """The dtype for an engine run if the user names none.
 
-    In the forecast's, an engine counts as it does.
+    It is the published forecast's dtype if the engine can compute in it, because acceptance is then
+    comparable with the forecast.
     """
     known = stored.dtype if stored else None
     if known and (
@@ -194,9 +196,9 @@ def choose_dtype(
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The target's answers to a plan's prompts, and the acceptance on each.
+    """The target's answers to a plan's prompts, and the acceptance on each answer.
 
-    The engine's, or the forecast's.
+    Both come from the engine, or from a forecast.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -231,7 +233,7 @@ def judge_acceptance(
 ) -> Iterator[Finding | str]:
     """Findings and notes on acceptance.
 
-    Against the published forecast, or else against training, and by itself.
+    Acceptance is judged by itself, and against the published forecast or else against training.
     """
     total, known = served.total, _in_forecast(plan, served)
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
@@ -258,7 +260,10 @@ def judge_acceptance(
 
 
 def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
-    """(served, expected) of the prompts in the published forecast, if they were answered as there."""
+    """(served, expected) counts for each prompt in the published forecast.
+
+    Empty if the forecast was made with another number of draft tokens or another longest answer.
+    """
     stored, run = plan.stored, plan.run
     if stored is None or (run.num_speculative_tokens, run.max_tokens) != (
         stored.num_speculative_tokens,
@@ -272,7 +277,7 @@ def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, Acc
 def _judge_without_forecast(
     pair: Pair, plan: Plan, counts: AcceptanceCounts
 ) -> Iterator[Finding | str]:
-    """Against training's tau on held-out text, if there is one."""
+    """Judge acceptance against training's tau on held-out text, if there is one."""
     yield from find_too_good(counts)
     made = pair.provenance
     measured = [entry["held_out_tau"] for entry in made.metrics if "held_out_tau" in entry]
@@ -297,7 +302,10 @@ def _judge_without_forecast(
 def find_prompts(
     pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
 ) -> tuple[list[list[int]], bool]:
-    """Token ids of the prompts to answer, and whether they are of the draft's training data."""
+    """(token ids of the prompts to answer, whether they are data and not fallback questions).
+
+    The data are those of --prompts, or else the held-out part of the draft's training data.
+    """
     tokenizer = pair.target.tokenizer
     data, day = pair.provenance.config.data, day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
@@ -330,8 +338,8 @@ def ask_fallback(
 ) -> list[list[int]]:
     """The first questions of FALLBACK as token ids.
 
-    They are in the words of the chat template if there is one. A template that writes today's date
-    writes `day`, and needs one.
+    They are rendered with the chat template if there is one. A template that writes today's date
+    writes `day`, which is then required.
     """
     questions: Sequence[str] = FALLBACK[:num_prompts]
     if tokenizer.chat_template is None:
@@ -343,9 +351,9 @@ def ask_fallback(
 
 
 def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
-    """The draft as the module of training, and the target's signal.
+    """(the draft as the module used in training, the target's signal).
 
-    None if the draft reads nothing of the target.
+    The signal is None if the draft reads nothing from the target.
     """
     torch_dtype, device = getattr(torch, dtype), this_machine().device
     if not pair.family.is_head:
@@ -363,8 +371,8 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
 
 
 def day_of_training(pair: Pair) -> datetime.date:
-    """The date that the template wrote in training; today if the provenance has none.
+    """The date that the template wrote in training, or today if the provenance has none.
 
-    So a template that writes the date makes no difference on another day.
+    With that date, a template that writes it gives the same text on another day.
     """
     return choose_day(pair.provenance.date, "the date in the draft's provenance")

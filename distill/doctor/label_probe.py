@@ -24,9 +24,10 @@ MAX_TOKENS = 4096  # More than the probe has with any template and tokenizer.
 
 
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
-    """`input_ids` of the probe, and `labels`, the positions of training labels.
+    """The probe's `input_ids`, and `labels`, the positions of its training labels.
 
-    None without a chat template. A template that writes today's date writes `day`, and needs one.
+    None without a chat template. A template that writes today's date writes `day`, which is then
+    required.
     """
     if tokenizer.chat_template is None:
         return None

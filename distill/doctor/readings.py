@@ -50,7 +50,7 @@ MAX_MASKS = 12  # Mask tokens that are tried.
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One other way to read a checkpoint."""
+    """An alternative way to read a checkpoint."""
 
     problem: str
     cure: str
@@ -70,10 +70,10 @@ def find_better_readings(
     num_tokens: int,
     device: str = "cpu",
 ) -> Iterator[Finding]:
-    """The reading of the head that accepts most on the target's answers.
+    """A finding for the reading of the head that accepts most on the target's answers.
 
-    Only readings that accept clearly more than the head as it is count. `answers` are token ids of
-    prompts and answers.
+    There is none unless a reading accepts clearly more than the head as it is. `answers` are the
+    token ids of prompts and answers.
     """
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
@@ -129,7 +129,7 @@ class _Remembered:
         self._target, self._signals = target, {}  # type: ignore[var-annotated]
 
     def with_layers(self, layers: Sequence[int]) -> Callable[[Batch], TargetSignal]:
-        """A signal function that gives the streams after these layers only."""
+        """A signal function that returns only the streams after these layers."""
         chosen = [self._target.aux_layers.index(k) for k in layers]
 
         def read(batch: Batch) -> TargetSignal:
@@ -153,7 +153,7 @@ def _copy_head(head: Any, num_tokens: int) -> Any:
 
 
 def list_readings(pair: Pair, head: Any, head_VD: Tensor) -> Iterator[Reading]:
-    """Other readings of the weights, for heads of every family.
+    """Alternative readings of the weights, for heads of every family.
 
     `head_VD` is the target's output head.
     """
@@ -368,7 +368,7 @@ def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
 def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
     """Tokens that trainers put into the slots, the likeliest first.
 
-    At most MAX_MASKS of all `num_embeddings`.
+    They are at most MAX_MASKS of the `num_embeddings` tokens.
     """
     tokenizer = pair.target.tokenizer
     special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
@@ -408,9 +408,9 @@ def _set_mask_token(head: Any, token: int) -> None:
 
 
 def _anchor_in_context() -> Reading:
-    """Whether the anchor's feature was there in training, though it is not in serving.
+    """The reading in which the context has the anchor's feature, as it may have had in training.
 
-    The target reads the anchor only while it verifies.
+    In serving it does not, because the target reads the anchor only during verification.
     """
     return Reading(
         problem="the head was trained with the target's feature of the anchor in the context, and "

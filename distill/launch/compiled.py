@@ -57,7 +57,7 @@ def require_compiler() -> None:
 
 
 def draft_layers(draft: Any) -> list[nn.Module]:
-    """The layers of a draft, of any family; none of a draft of single matrices."""
+    """Return the layers of a draft of any family; empty if a draft consists of single matrices."""
     owner = draft.model.base_model if isinstance(draft, standalone.StandaloneDraft) else draft
     found = (getattr(owner, name) for name in LAYERS if hasattr(owner, name))
     return [
@@ -74,7 +74,7 @@ def draft_layers(draft: Any) -> list[nn.Module]:
 
 
 def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
-    """Compile the calls of these layers from now on.
+    """Compile all calls of these layers from now on.
 
     Parameters and their names stay as they are.
     """
@@ -88,7 +88,7 @@ def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
 
 @contextmanager
 def running_compiled(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Run these layers compiled, within this context. Hooks stay outside of the graphs."""
+    """Run these layers compiled within this context. Hooks stay outside the graphs."""
     for layer in layers:
         vars(layer)["forward"] = MethodType(_compiled(type(layer).forward), layer)
     try:

@@ -47,7 +47,8 @@ def die_with_launcher() -> None:
 def join_on_cpu() -> None:
     """Join the ranks of a launch on a machine without a GPU.
 
-    accelerate reads the launcher's settings for FSDP or DeepSpeed for GPUs only; this applies them.
+    accelerate reads the launcher's FSDP or DeepSpeed settings only for GPUs; this function applies
+    them.
     """
     if uses_deepspeed():
         # Before the first import of deepspeed, which reads it.
@@ -63,9 +64,9 @@ def join_on_cpu() -> None:
 
 
 def refuse_abandoned_build() -> None:
-    """Look for the lock that a killed build of DeepSpeed's extension leaves.
+    """Look for the lock that a killed build of DeepSpeed's extension leaves behind.
 
-    PyTorch would wait for it forever.
+    PyTorch would wait forever for its release.
 
     Raises:
         TimeoutError: if a lock is older than any build.
@@ -85,11 +86,11 @@ def refuse_abandoned_build() -> None:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """End this rank's part of a successful launch.
+    """End this rank's part in a successful launch.
 
     gloo's threads may still refer to tensors of the last collectives, and need the interpreter to
-    release them. If the interpreter ends meanwhile, the process aborts, and the launchers of other
-    machines wait minutes for this one.
+    release them. If the interpreter ends in the meantime, the process aborts, and the launchers on
+    other machines wait minutes for this one.
     """
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         time.sleep(LET_GO_S)
@@ -115,7 +116,7 @@ def keep_models_whole() -> None:
 
 
 def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
-    """Give DeepSpeed the recipe's settings: it clips and accumulates by itself."""
+    """Give DeepSpeed the recipe's settings, because it clips and accumulates by itself."""
     config: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     config["gradient_clipping"] = max_grad_norm
     config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
@@ -133,7 +134,7 @@ def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
 def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
     """Tell FSDP2 which modules of this draft to gather one by one.
 
-    It would reuse those of the first draft it saw.
+    Otherwise, it would reuse the modules of the first draft that it received.
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = module._no_split_modules

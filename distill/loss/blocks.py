@@ -30,9 +30,9 @@ FAR_BELOW = -1e30  # masks a logit; finite, because a row with all masked must n
 
 
 class Scratch:
-    """Memory reused by all chunks and blocks, by name.
+    """Named buffers that all chunks and blocks reuse.
 
-    On a CPU the page faults of new memory would take longer than computing the values.
+    On a CPU, the page faults for new memory would take longer than computing the values.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Scratch:
     def __call__(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """An uninitialised tensor; the same memory for the same name."""
+        """An uninitialised tensor; calls with the same name and dtype share its memory."""
         size = math.prod(shape)
         held = self._held.get((name, dtype))
         if held is None or held.numel() < size:
@@ -63,7 +63,7 @@ def blocks(matrix: Tensor) -> Iterator[slice]:
 
 
 def _softmax(scratch: Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]) with one pass of exp."""
+    """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]), with a single pass of exp."""
     p_MV = torch.softmax(z_MV, -1, out=scratch(name, z_MV.shape, z_MV.dtype, z_MV.device))
     best_M1 = _argmax(z_MV)
     # p = exp z / sum exp z, so log sum exp z = z - log p at any outcome; at the best one p is never
@@ -76,7 +76,7 @@ def softmax_and_log(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(softmax of logits / temperature, its logarithm, the argmax).
 
-    The first two are in the scratch memory of `name`.
+    The first two are in the scratch memory named `name` and `log name`.
     """
     z_MV = _wide(scratch, temperature, name, logits_MV)
     p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
@@ -85,9 +85,9 @@ def softmax_and_log(
 
 
 def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
-    """First argmax of every row, [M, 1].
+    """The first argmax of every row, [M, 1].
 
-    In two levels, because on a CPU `amax` is vectorised and `argmax` is not.
+    It is computed in two levels, because on a CPU `amax` is vectorised but `argmax` is not.
     """
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)
@@ -111,10 +111,10 @@ AtLogits = Callable[[Tensor], Tensor]  # the gradient at the outcomes [M, X] -> 
 
 
 class ExactBlock:
-    """The target's logits on a chunk, or a block.
+    """The target's logits for the rows of a chunk or of a block.
 
-    Over its vocabulary, or on the draft's ids (`on`). p and log p are computed at the first
-    `compare`, in scratch memory.
+    They cover the target's vocabulary or, after `on`, only the draft's ids. The first `compare`
+    computes p and log p, in scratch memory.
     """
 
     def __init__(
@@ -124,14 +124,17 @@ class ExactBlock:
         logits_RW: Tensor,
         log_sum_exp_R1: Tensor | None = None,
     ) -> None:
-        """`log_sum_exp_R1` is over the whole vocabulary, if `logits_RW` is not."""
+        """`log_sum_exp_R1` is over the whole vocabulary; needed if `logits_RW` is not."""
         self._scratch, self._temperature = scratch, temperature
         self.logits_RW, self.log_sum_exp_R1 = logits_RW, log_sum_exp_R1
         self.num_rows, self.width = logits_RW.shape
         self._probabilities: tuple[Tensor, Tensor] | None = None
 
     def on(self, draft_ids_W: Tensor | None) -> ExactBlock:
-        """The same on the draft's ids. A block then has more rows, because they are shorter."""
+        """The same rows, restricted to the draft's ids.
+
+        A block of shorter rows can have more of them.
+        """
         if draft_ids_W is None:
             return self
         logits_RV, sums_R1 = self.logits_RW, self.log_sum_exp_R1
@@ -144,7 +147,7 @@ class ExactBlock:
         return ExactBlock(self._scratch, self._temperature, kept_RW, sums_R1)
 
     def _sum_exp(self, logits_RV: Tensor) -> Tensor:
-        """log sum exp of logits / temperature, [R, 1]."""
+        """The log sum exp of logits / temperature, [R, 1]."""
         z_RV = _wide(self._scratch, self._temperature, "p", logits_RV)
         largest_R1 = z_RV.amax(-1, keepdim=True)
         return z_RV.sub_(largest_R1).exp_().sum(-1, keepdim=True).log_().add_(largest_R1)
@@ -158,8 +161,8 @@ class ExactBlock:
     ) -> tuple[Compared, Tensor, AtLogits]:
         """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W).
 
-        They are those of the rows at `place_M`, which is None if draft row m is compared with row
-        m.
+        Draft row m is compared with the target's row `place_M[m]`, or with row m if `place_M` is
+        None.
         """
         p_RW, log_p_RW = self._probabilities = self._probabilities or self._compute()
         # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not
@@ -173,7 +176,7 @@ class ExactBlock:
     def _compute(self) -> tuple[Tensor, Tensor]:
         """(p, log p), [R, W] each.
 
-        On the draft's ids p is not renormalised, and may sum to less than 1.
+        On the draft's ids, p is not renormalised and may sum to less than 1.
         """
         if self.log_sum_exp_R1 is None:
             return softmax_and_log(self._scratch, self._temperature, "p", self.logits_RW)[:2]
@@ -184,14 +187,14 @@ class ExactBlock:
 
 
 class TopKBlock:
-    """The target's kept ids and log-probabilities on a chunk, or on a block of it."""
+    """The target's kept ids and their log-probabilities for the rows of a chunk or of a block."""
 
     def __init__(self, scratch: Scratch, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
         self._scratch, self._ids_RK, self._log_probs_RK = scratch, ids_RK, log_probs_RK
         self.num_rows, self.width = ids_RK.shape
 
     def on(self, draft_ids_W: Tensor | None) -> TopKBlock:
-        """The same: `compare` finds the kept ids among the draft's."""
+        """The block itself: `compare` looks up the kept ids among the draft's ids."""
         return self
 
     def select_rows(self, rows: slice) -> TopKBlock:
@@ -202,8 +205,8 @@ class TopKBlock:
     ) -> tuple[Compared, Tensor, AtLogits]:
         """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W).
 
-        They are those of the rows at `place_M`, which is None if draft row m is compared with row
-        m.
+        Draft row m is compared with the target's row `place_M[m]`, or with row m if `place_M` is
+        None.
         """
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:

@@ -31,10 +31,11 @@ def compare_rows(
     divergence: Divergence,
     cap: float | None = None,
 ) -> Tensor:
-    """(divergence, alpha and alpha_greedy) of every row of a block, [3, M].
+    """Divergence, alpha and alpha_greedy of every draft row compared with a block, [3, M].
 
-    The block must have its log sum exp. The gradient at the logits before `cap`, times `scale_M`,
-    replaces the logits. `place_M` is None if draft row m is compared with row m of the block.
+    The block must have its log sum exp. The gradient with respect to the logits before `cap`, times
+    `scale_M`, overwrites the logits. `place_M` is None if draft row m is compared with row m of the
+    block.
     """
     assert block.log_sum_exp_R1 is not None
     values_3M: Tensor = _compiled_rows(divergence, cap)(
@@ -99,9 +100,9 @@ def _wide(logits_MW: Tensor, temperature: float) -> Tensor:
 
 
 def _first_argmax(z_MW: Tensor, most_M1: Tensor) -> Tensor:
-    """First argmax of every row, [M, 1].
+    """The first argmax of every row, [M, 1].
 
-    A minimum of places runs on vectors, and `argmax` does not.
+    It is the least column with the maximum: that minimum is vectorised, but `argmax` is not.
     """
     places_W = torch.arange(z_MW.shape[1], dtype=torch.int32, device=z_MW.device)
     return torch.where(z_MW == most_M1, places_W, z_MW.shape[1] - 1).amin(-1, keepdim=True).long()

@@ -103,7 +103,7 @@ class DraftRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRows:
-    """The target's last hidden states and head, and the rule of its logits."""
+    """The target's last hidden states, its head, and the rule for its logits."""
 
     hidden_ND: Tensor
     head_VD: Tensor
@@ -120,7 +120,7 @@ class TopKRows:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedResult:
-    """The loss and sums over rows. Only `loss` carries a gradient."""
+    """The loss, and sums over rows. Only `loss` carries a gradient."""
 
     loss: Tensor
     """Scalar: sum over steps and rows of weight * divergence / normaliser."""
@@ -140,7 +140,7 @@ class FusedResult:
 
 
 def default_chunk_tokens(device: torch.device) -> int:
-    """Target rows per chunk: a GPU needs more of them to be busy."""
+    """The number of target rows per chunk; a GPU needs more rows than a CPU to stay busy."""
     return CHUNK_TOKENS_CPU if device.type == "cpu" else CHUNK_TOKENS_GPU
 
 
@@ -155,10 +155,10 @@ def fused_linear_divergence(
 ) -> FusedResult:
     """sum_S sum_M weight * D(target, draft) / normaliser.
 
-    It is differentiable in the factors of every draft's logits. A row of the target that no step is
-    compared with costs as much as any other, so give each row to at least one step. `normaliser` is
-    the global count of valid tokens. `labels_N` are the text's next tokens; only cross_entropy
-    reads them.
+    It is differentiable with respect to the factors of every draft's logits. A target row costs the
+    same whether or not a step is compared with it, so pass only rows that at least one step needs.
+    `normaliser` is the global count of valid tokens. `labels_N` are the text's next tokens; only
+    cross_entropy reads them.
 
     Raises:
         ValueError: the vocabularies differ in size, a top-k target has a temperature other than 1,
@@ -239,7 +239,7 @@ class _Request:
     scratch: Scratch = field(default_factory=Scratch)
 
     def logits(self, name: str, lefts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
-        """The sum of left @ head.T over the pairs, in the scratch memory of `name`."""
+        """The sum of left @ head.T over the pairs, in the scratch memory named `name`."""
         logits_MW = self.scratch(
             name, (len(lefts[0]), len(heads[0])), lefts[0].dtype, lefts[0].device
         )
@@ -257,7 +257,7 @@ class _Request:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled operations compare the rows: they need whole distributions."""
+        """Whether compiled operations compare the rows; they need the whole distributions."""
         d = self.divergence
         return (
             d.form == "compiled"
@@ -267,10 +267,10 @@ class _Request:
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
-    """(loss, values [3, M] of every step) of the request.
+    """(loss, values [3, M] for every step) of a request.
 
-    `leaves` are the left factors of all steps, then the distinct heads. Autograd only tracks
-    tensors among the arguments themselves, so the leaves are passed again beside the request.
+    `leaves` are the left factors of all steps, followed by the distinct heads. Autograd tracks only
+    tensors that are arguments themselves, so the leaves are passed again beside the request.
     """
 
     @staticmethod
@@ -313,7 +313,7 @@ class _FusedLinearDivergence(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Factors:
-    """A pair of `DraftRows.factors`, in the dtype of the matmuls."""
+    """One pair from `DraftRows.factors`, in the dtype of the matmuls."""
 
     left_MD: Tensor
     head_WD: Tensor
@@ -398,7 +398,7 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 
 
 def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
-    """Values of every step's rows into `values_3M`, and gradients into `d_hidden` and `d_head`."""
+    """Write every step's values into `values_3M`, and its gradients into `d_left` and `d_head`."""
     num_rows = len(target.ids_NK if isinstance(target, TopKRows) else target.hidden_ND)
     # A list for each step, of lists for each chunk, of parts.
     parts_by_chunk = _split_into_parts(steps, num_rows, request.chunk_tokens)
@@ -413,7 +413,7 @@ def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence
 
 @dataclass(frozen=True)
 class _Part:
-    """At most `chunk_tokens` rows of one draft step, to be compared with rows of one chunk."""
+    """At most `chunk_tokens` rows of one draft step that are compared with rows of one chunk."""
 
     step: _Step
     rows_M: Tensor
@@ -423,9 +423,9 @@ class _Part:
     """No two rows of the step are compared with the same row of the target."""
 
     def bounds(self, block_rows: int, num_rows: int) -> list[int]:
-        """For each block of the chunk's `num_rows` rows, the part's first row in it.
+        """The part's first row in each block of the chunk's `num_rows` rows.
 
-        Then the number of rows.
+        The last entry is the part's number of rows.
         """
         if block_rows >= num_rows:
             return [0, len(self.rows_M)]
@@ -438,8 +438,9 @@ def _split_into_parts(
 ) -> list[list[list[_Part]]]:
     """The parts of every step in each chunk of the target's `num_rows` rows.
 
-    Step 1 of the example above has target rows [4, 1, 2]. Sorted, they are [1, 2, 4] and the draft
-    rows [1, 2, 0]. Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
+    Step 1 of the example above has the target rows [4, 1, 2]. Sorted, they are [1, 2, 4], which
+    puts the draft rows in the order [1, 2, 0]. Chunks start at rows 0 and 3 (the last ends at 6),
+    so the bounds are [0, 2, 3].
     """
     if all(step.bounds is not None for step in steps):
         return [_cut_at_bounds(step, chunk_tokens) for step in steps]
@@ -475,7 +476,7 @@ def _split_into_parts(
 
 
 def _cut_at_bounds(step: _Step, chunk_tokens: int) -> list[list[_Part]]:
-    """The part of a step in each chunk, one or none, if its target rows ascend."""
+    """For each chunk, the single part of a step whose target rows ascend, or no part."""
     assert step.bounds is not None
     order_M = torch.arange(len(step.target_row_M), device=step.target_row_M.device)
     place_M = step.target_row_M % chunk_tokens
@@ -520,7 +521,7 @@ def _by_head(parts: Sequence[_Part]) -> list[list[_Part]]:
 class _Group:
     """Parts of draft steps with the same head.
 
-    One matmul for the logits of all, and one for each gradient.
+    One matmul computes the logits of all the parts, and one computes each gradient.
     """
 
     parts: Sequence[_Part]
@@ -549,9 +550,9 @@ class _Group:
 
 
 def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group:
-    """Parts of one head, with the draft's logits.
+    """Group the parts for one head and compute the draft's logits.
 
-    The groups in memory together have different indices.
+    Groups that are in memory at the same time need different indices.
     """
     per_factor = zip(
         *([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True
@@ -580,7 +581,11 @@ def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequen
 def _compare_blocks(
     request: _Request, chunk: ExactBlock | TopKBlock, rows_of: Sequence[tuple[_Part, Tensor]]
 ) -> None:
-    """Block by block. Blocks outside, steps inside: a block's p stays in cache for every step."""
+    """Compare the rows block by block.
+
+    The outer loop is over blocks and the inner one over steps, so a block's p stays in cache for
+    every step.
+    """
     rows = block_rows(
         max(chunk.width, *(z_MW.shape[1] for _, z_MW in rows_of)), rows_of[0][1].device
     )
@@ -601,9 +606,10 @@ def _run_block(
     first: int,
     logits_MW: Tensor,
 ) -> None:
-    """Values of a part's rows `here`, compared with the block starting at row `first` of the chunk.
+    """Compare a part's rows `here` with the block that starts at row `first` of the chunk.
 
-    The gradient at the logits takes the place of the logits.
+    Their values go into `values_3M`, and the gradient with respect to the logits overwrites the
+    logits.
     """
     step, rows_M = part.step, part.rows_M[here]
     # Distinct, ascending and as many as the block has: row for row, so p need not be gathered.
@@ -634,7 +640,7 @@ def _divergence(
     place_M: Tensor | None,
     logits_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The divergence and its gradient at logits / temperature.
+    """The divergence, and its gradient with respect to logits / temperature.
 
     Returns (divergence, alpha and alpha_greedy [3, M]; gradient [M, W]).
     """
@@ -662,7 +668,7 @@ def _divergence(
 def _select_target(
     request: _Request, target: ExactRows | TopKRows, rows_C: slice, like: Tensor
 ) -> ExactBlock | TopKBlock | _KernelChunk:
-    """The target on one chunk of rows. `like` has the dtype and device of the draft's logits."""
+    """The target's rows of one chunk. `like` has the dtype and device of the draft's logits."""
     runs = request.runs_kernels(like)
     if isinstance(target, TopKRows):
         ids_CK, log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
@@ -683,9 +689,9 @@ def _select_target(
 
 @dataclass(frozen=True)
 class _KernelChunk:
-    """The target on a chunk, for the kernels of `distill.loss.rows`.
+    """The target's rows of one chunk, for the kernels in `distill.loss.rows`.
 
-    Its logits, or ids and log-probabilities.
+    It holds either the logits, or the top-k ids and log-probabilities.
     """
 
     rows_C: slice
@@ -696,7 +702,7 @@ class _KernelChunk:
     def run(self, request: _Request, group: _Group) -> None:
         """Compare all rows of a group.
 
-        Values into `values_3M`, and the gradient into the group's logits.
+        The values go into `values_3M`, and the gradient overwrites the group's logits.
         """
         d, draft_ids_W, width = request.divergence, group.draft_ids_W, group.logits_MW.shape[1]
         place_M = torch.cat([part.place_M for part in group.parts])
@@ -747,9 +753,9 @@ class _KernelChunk:
             part.step.values_3M[:, part.rows_M] = values_3M[:, here]
 
     def _select(self, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logits on the draft's ids, sums), as `target_rows` gives them.
+        """(logits on the draft's ids, sums), as `target_rows` returns them.
 
-        Once for all groups with these ids.
+        They are computed once for all groups with the same ids.
         """
         assert self.logits_CV is not None
         if id(draft_ids_W) not in self._on_ids:

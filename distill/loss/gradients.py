@@ -24,7 +24,7 @@ from redraft.distill.loss.choice import Divergence
 
 
 class Compared(NamedTuple):
-    """Both distributions on the rows of a block, and alpha."""
+    """Both distributions for the rows of a block, and alpha."""
 
     p_MX: Tensor
     log_p_MX: Tensor
@@ -39,9 +39,9 @@ Gradient = tuple[Tensor, Tensor]  # (divergence [M], gradient at the draft's log
 def forward_kl(c: Compared) -> Gradient:
     """KL(p || q) = sum_v p (log p - log q), in nats.
 
-    Mass-covering. dz = P q - p. If p sums to P < 1, KL itself is infinite for every draft. Then
-    this is the part a draft can change, minus the smallest value of this part: P KL(p / P || q) =
-    sum_v p (log p - log q) - P log P.
+    Mass-covering. dz = P q - p. If p sums to P < 1, KL itself is infinite for every draft. The
+    value is then the part that a draft can change, minus the smallest value of that part:
+    P KL(p / P || q) = sum_v p (log p - log q) - P log P.
     """
     # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
@@ -62,11 +62,11 @@ def reverse_kl(c: Compared) -> Gradient:
 
 
 def jensen_shannon(c: Compared, beta: float) -> Gradient:
-    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (GKD, arXiv
+    """beta KL(p || m) + (1 - beta) KL(q || m), with m = beta p + (1 - beta) q.
 
-    2306.13649).
-    dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel. Outside
-    the draft vocabulary m = beta p, so p's mass there contributes -log beta per unit.
+    From GKD (arXiv 2306.13649). dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of
+    m in the two KLs cancel. Outside the draft vocabulary m = beta p, so p's mass there contributes
+    -log beta per unit.
     """
     # g = (1 - beta) (log q - log m + 1) - (1 - beta), for (beta p + (1 - beta) q) / m = 1
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
@@ -81,30 +81,31 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
 def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
     """beta p + (1 - beta) q, clamped above zero.
 
-    So the log of an outcome of probability zero is finite.
+    The clamp keeps the log finite for an outcome of probability zero.
     """
     return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
 
 
 def total_variation(c: Compared) -> Gradient:
-    """TV(p, q) = sum_v |p - q| / 2 = 1 - alpha: the rate of rejection itself. dz = -d alpha."""
+    """TV(p, q) = sum_v |p - q| / 2 = 1 - alpha, the rejection rate itself. dz = -d alpha."""
     return 1 - c.alpha_M, alpha_gradient(c).neg_()
 
 
 def neg_log_alpha(c: Compared) -> Gradient:
     """-log alpha, in nats.
 
-    Same optimum as TV, no vanishing gradient (arXiv 2602.23881). dz = -d alpha / alpha.
+    It has the same optimum as TV, but its gradient does not vanish (arXiv 2602.23881).
+    dz = -d alpha / alpha.
     """
     alpha_M = c.alpha_M.clamp_min(torch.finfo(c.alpha_M.dtype).tiny)
     return -alpha_M.log(), alpha_gradient(c).div_(-alpha_M[:, None])
 
 
 def lk_hybrid(c: Compared, eta: float) -> Gradient:
-    """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant (arXiv
+    """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant.
 
-    2602.23881).
-    KL leads while the draft is poor, TV once it is good. dz = w dKL - (1 - w) d alpha.
+    From arXiv 2602.23881. KL dominates while the draft is poor, and TV once it is good.
+    dz = w dKL - (1 - w) d alpha.
     """
     weight_M = torch.exp(-eta * c.alpha_M)
     d_tv_MX = alpha_gradient(c).mul_(
@@ -119,8 +120,8 @@ def lk_hybrid(c: Compared, eta: float) -> Gradient:
 def alpha_gradient(c: Compared) -> Tensor:
     """d alpha / dz = q (below - sum_v q below), [M, X].
 
-    `below` is 1 if q < p, 0 if q > p, 1/2 if they are equal. All terms are of the size of alpha, so
-    neg_log_alpha can divide by alpha, however small it is.
+    `below` is 1 if q < p, 0 if q > p, and 1/2 if they are equal. All terms are of the order of
+    alpha, so neg_log_alpha can divide by alpha, however small it is.
     """
     # 1, 1/2 or 0: autograd halves the gradient of `minimum` at a tie too, as the oracle does.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)
@@ -132,7 +133,7 @@ def cross_entropy(
 ) -> Gradient:
     """-log q(label), in nats. dz = q - one_hot(label).
 
-    0 for a label outside the draft vocabulary.
+    Both are 0 for a label outside the draft vocabulary.
     """
     loss_M = -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
     minus_one_M1 = -torch.ones_like(loss_M)[:, None]

@@ -19,20 +19,23 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as i
 
 @triton.jit
 def _at_least(x, floor):
-    """max(x, floor). NaN stays NaN, so the step is skipped: a GPU's plain max returns the floor."""
+    """max(x, floor), but NaN stays NaN, so that the training step is skipped.
+
+    A GPU's plain max would return the floor.
+    """
     return tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _load(row_ptr, columns, width, inverse_temperature):
-    """Logits / temperature in float32; FAR_BELOW outside the row."""
+    """Logits / temperature in float32; columns outside the row get FAR_BELOW."""
     z = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
     return _at_least(z * inverse_temperature, FAR_BELOW)
 
 
 @triton.jit
 def _below(p, q):
-    """1 if q < p, 0 if q > p, 1/2 if they are equal."""
+    """1 if q < p, 0 if q > p, and 1/2 if they are equal."""
     return tl.where(q < p, 1.0, tl.where(q > p, 0.0, 0.5))
 
 
@@ -43,7 +46,7 @@ def _log_mixture(p, q, beta):
 
 @triton.jit
 def _sums(log_p, log_q, beta, NAME: tl.constexpr):
-    """(alpha, a, b) over these outcomes; the divergence and the gradient are made of them."""
+    """(alpha, a, b) summed over these outcomes, for `_value` and `_gradient`."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     alpha = tl.sum(tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL), 0)
     a, b = 0 * alpha, 0 * alpha
@@ -61,7 +64,7 @@ def _sums(log_p, log_q, beta, NAME: tl.constexpr):
 
 @triton.jit
 def _value(mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
-    """The divergence of a row from its sums; `mass` is the sum of p. 0 for cross_entropy."""
+    """A row's divergence, from its sums; 0 for cross_entropy. `mass` is the sum of p."""
     kl = a - mass * tl.log(_at_least(mass, TINY))
     value = 0 * a
     if NAME == "forward_kl":
@@ -82,7 +85,10 @@ def _value(mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
 
 @triton.jit
 def _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
-    """The gradient at logits / temperature; for cross_entropy without the one of the label."""
+    """The gradient with respect to logits / temperature.
+
+    For cross_entropy, the one-hot term of the label is not subtracted yet.
+    """
     p, q = tl.exp(log_p), tl.exp(log_q)
     d = q
     if NAME == "forward_kl":
@@ -110,7 +116,7 @@ def _slope(z, inverse_cap):
 
 @triton.jit
 def _log_sum_exp(row_ptr, width, inverse_temperature, BLOCK: tl.constexpr):
-    """(log sum exp, largest, its first column) of a row."""
+    """(log sum exp, largest logit, first column with the largest logit) of a row."""
     # Online softmax (arXiv 1805.02867): a new maximum rescales the sum so far. One pass is enough.
     largest, total, at = -2e30, 0.0, 0  # below every logit
     for start in range(0, width, BLOCK):

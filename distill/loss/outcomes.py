@@ -21,9 +21,10 @@ LOG_ZERO, while 0 * -inf is NaN.
 
 
 def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int) -> Tensor:
-    """log p over the kept ids within the draft vocabulary and the tail, [M, K + 1].
+    """log p of the kept ids and of the tail, [M, K + 1].
 
-    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary.
+    A kept id outside the draft vocabulary gets LOG_ZERO, and so does the tail if the kept ids are
+    the whole draft vocabulary.
     """
     # The log-probabilities are rounded by this much, so a smaller tail cannot be told from none.
     rounding = torch.finfo(log_p_MK.dtype).eps
@@ -41,7 +42,7 @@ def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int)
 def draft_columns(
     ids: Tensor, draft_ids_W: Tensor | None, draft_vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """(column of each target id in the draft's logits, whether it has one).
+    """(the column of each target id in the draft's logits, whether it has a column).
 
     An id without a column gets column 0.
     """

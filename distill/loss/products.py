@@ -41,8 +41,8 @@ def matmul_dtype(
 ) -> torch.dtype:
     """The matmul dtype for `x`.
 
-    That of `x` or of autocast, or float32 on a CPU where that is faster. `seconds` times one
-    matmul.
+    It is the dtype of `x` or of autocast, or float32 on a CPU where float32 is faster. `seconds`
+    times one matmul.
     """
     dtype = product_dtype(x)
     is_narrow = dtype in (torch.bfloat16, torch.float16)
@@ -59,9 +59,9 @@ def matmul_dtype(
 def _prefers_float32(
     dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], float], num_threads: int
 ) -> bool:
-    """Whether products in float32 are faster here than in `dtype`.
+    """Whether products in float32 are faster than products in `dtype` on this machine.
 
-    It is timed once for each number of threads.
+    This is timed once for each number of threads.
     """
 
     def fastest(dtype: torch.dtype) -> float:
@@ -81,7 +81,7 @@ def _prefers_float32(
 def as_operand(head_WD: Tensor, dtype: torch.dtype) -> Tensor:
     """The head in the dtype of the products.
 
-    On a CPU a narrower one stays as it is, for the products to widen.
+    On a CPU, a head in a narrower dtype stays as it is, and the products widen it.
     """
     is_widened = head_WD.device.type == "cpu" and head_WD.dtype.itemsize < dtype.itemsize
     return head_WD if is_widened else head_WD.to(dtype)
@@ -90,7 +90,7 @@ def as_operand(head_WD: Tensor, dtype: torch.dtype) -> Tensor:
 def add_logits(
     scratch: Scratch, logits_MW: Tensor, left_MD: Tensor, head_WD: Tensor, *, is_begun: bool
 ) -> Tensor:
-    """logits += left @ head.T, in place; without `is_begun` the old values are ignored."""
+    """logits += left @ head.T, in place; the old values are ignored unless `is_begun`."""
     for columns, tile_TD in _tiles(scratch, head_WD, left_MD.dtype):
         _multiply_into(logits_MW[:, columns], left_MD, tile_TD.T, is_begun=is_begun)
     return logits_MW
@@ -105,7 +105,7 @@ def gradient_of_left(scratch: Scratch, dz_MW: Tensor, head_WD: Tensor) -> Tensor
 
 
 def _tiles(scratch: Scratch, head_WD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of the head, the weights in `dtype`): all at once if they have it already."""
+    """(rows of the head, their weights in `dtype`), as one tile if the head has `dtype` already."""
     if head_WD.dtype == dtype:
         yield slice(0, len(head_WD)), head_WD
         return
@@ -117,7 +117,7 @@ def _tiles(scratch: Scratch, head_WD: Tensor, dtype: torch.dtype) -> Iterator[tu
 
 
 def _multiply_into(out: Tensor, left: Tensor, right: Tensor, *, is_begun: bool) -> None:
-    """out += left @ right. With beta = 0 the old memory is ignored, even NaN."""
+    """out += left @ right; unless `is_begun`, the old contents are ignored, even NaN."""
     torch.addmm(out, left, right, beta=int(is_begun), out=out)
 
 
@@ -126,7 +126,7 @@ def _multiply_into(out: Tensor, left: Tensor, right: Tensor, *, is_begun: bool) 
 
 
 class Gradient:
-    """The sum of a leaf's gradients, in the leaf's dtype: a float32 master head sums in float32."""
+    """The sum of a leaf's gradients, in the leaf's dtype: float32 for a float32 master head."""
 
     def __init__(self, leaf: Tensor) -> None:
         # Not zeros: the first product of a head overwrites the memory, which saves a pass over it.
@@ -141,7 +141,7 @@ class Gradient:
         self.total[rows_M] = value_MD.to(self.total.dtype)
 
     def add_product(self, scratch: Scratch, dz_WM: Tensor, hidden_MD: Tensor) -> None:
-        """total += dz @ hidden; the total may be wider or narrower than the product."""
+        """total += dz @ hidden; the dtype of the total may be wider or narrower than theirs."""
         total, dtype = self.total, dz_WM.dtype
         if total.dtype == dtype:
             _multiply_into(total, dz_WM, hidden_MD, is_begun=self.is_begun)

@@ -36,9 +36,9 @@ def has_triton() -> bool:
 
 
 def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute on this device: on a GPU with Triton.
+    """Whether the kernels run for these logits: on a GPU with Triton, except in float64.
 
-    Tensors without memory stand for it.
+    Tensors on `meta` stand for tensors on such a GPU.
     """
     is_gpu = device.type == "meta" or (device.type == "cuda" and has_triton())
     # The kernels compute in float32: float64 is for gradcheck, in the plain form.
@@ -46,10 +46,10 @@ def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def orders_memory() -> bool:
-    """Whether Triton's barrier orders what the threads of a program store and load.
+    """Whether Triton's barrier orders the loads and stores of a program's threads.
 
-    Compiled for AMD's gfx942, the barrier does not wait for a store, so `top_k_rows` could load what
-    it has just overwritten.
+    Compiled for AMD's gfx942, the barrier does not wait for stores, so `top_k_rows` could load a
+    value that it has already overwritten.
     """
     return torch.version.hip is None
 
@@ -61,7 +61,7 @@ def _kernels() -> Any:
 
 
 def _launch(logits_MW: Tensor) -> dict[str, int]:
-    """Warps of a program, and columns of a tile, a power of 2."""
+    """Warps per program and columns per tile; the latter is a power of 2."""
     width = logits_MW.shape[1]
     is_short = width * logits_MW.element_size() <= SHORT_ROW_BYTES
     threads = SHORT_ROW_THREADS if is_short else LONG_ROW_THREADS
@@ -76,10 +76,10 @@ def _launch(logits_MW: Tensor) -> dict[str, int]:
 def target_rows(
     logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The target's part of a comparison, from its hidden states.
+    """The target's side of a comparison, from its logits.
 
-    Returns (logits on the draft's ids [C, W], empty without them; log sum exp over V and p's mass
-    on W [2, C]) and the sums of logits / temperature.
+    Returns (logits on the draft's ids [C, W], empty if there are no draft ids; log sum exp over V
+    and p's mass on W [2, C]). The sums are those of logits / temperature.
     """
     rows, width = logits_CV.shape
     kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)
@@ -126,10 +126,11 @@ def draft_rows(
 ) -> Tensor:
     """Divergence, alpha and alpha_greedy of every row, [3, M].
 
-    The logits become scale * gradient at logits. `target_CW` are the target's logits on the draft's
-    ids, `sums_2C` as `target_rows` returns them, and `place_M` the row of them for each draft row.
-    `label_C` is the label's column in the draft's logits, or -1. `inverse_cap` is 1 / cap of the
-    draft's logits, which are capped already; 0 for none.
+    The logits are overwritten by scale * the gradient with respect to them. `target_CW` are the
+    target's logits on the draft's ids, `sums_2C` are as `target_rows` returns them, and `place_M`
+    is the target row to compare each draft row with. `label_C` is the label's column in the draft's
+    logits, or -1. `inverse_cap` is 1 / cap if the draft's logits are capped, which they already are
+    here; 0 means no cap.
     """
     values_3M: Tensor = _draft_results(logits_MW)
     rows, width = logits_MW.shape
@@ -170,10 +171,10 @@ def top_k_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """As `draft_rows`, with the target's top k at temperature 1.
+    """The same as `draft_rows`, for the target's top k at temperature 1.
 
-    `columns_CK` is the column of each kept id in the draft's logits, or -1, distinct within a row;
-    `log_p_CX` log p of the kept ids and of the tail, [C, K + 1].
+    `columns_CK` is the column of each kept id in the draft's logits, or -1; columns are distinct
+    within a row. `log_p_CX` is log p of the kept ids and of the tail, [C, K + 1].
     """
     values_3M: Tensor = _draft_results(logits_MW)
     (rows, width), outcomes = logits_MW.shape, log_p_CX.shape[1]

@@ -97,10 +97,11 @@ def count_step(
     weightless: bool = True,
     shown_on: torch.device = META,
 ) -> Counted:
-    """Run one step and count it.
+    """Run one step and count its operations and memory.
 
-    `batch` is by default as `make_batch` makes it, and `signal` as the plan's `signal` gives it.
-    The code takes the branches of `shown_on`: the CPU's, or, for any other, an accelerator's.
+    By default, `make_batch` makes `batch`, and `signal` comes from the source that the plan names.
+    The code takes the branches for the device `shown_on`: those for a CPU, or else those for an
+    accelerator.
     """
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
@@ -150,14 +151,14 @@ def count_flops(counted: Counted) -> int:
 
 
 def count_model_flops(plan: Plan, counted: Counted) -> int:
-    """FLOPs of a step, none counted twice: an MFU is of these (arXiv 2204.02311, appendix B)."""
+    """FLOPs of a step without recomputation, as for an MFU (arXiv 2204.02311, appendix B)."""
     if not plan.gradient_checkpointing:
         return count_flops(counted)
     return count_flops(count_step(replace(plan, gradient_checkpointing=False)))
 
 
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """(target, draft) of a plan on a device, with random weights."""
+    """A plan's (target, draft) on a device, with random weights."""
     with device:
         model = _make_target(plan)
         # The ids of a reduced vocabulary are made on the CPU, also here.
@@ -165,7 +166,7 @@ def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
 
 
 class Marker(Protocol):
-    """Gets the beginning of every part of a step."""
+    """Called at the beginning of every part of a step."""
 
     def begin(self, part: str) -> None: ...
 
@@ -180,9 +181,9 @@ def run_parts(
     count: Marker,
     device_type: str = "cpu",
 ) -> None:
-    """The step of `distill.train.step`, part by part.
+    """Run the step of `distill.train.step`, part by part.
 
-    Weightless tensors are on the CPU to autocast.
+    For autocast, weightless tensors are on the CPU.
     """
     scale = 1 / int(batch.loss_mask_BT.sum())
     if signal is None:
@@ -229,7 +230,10 @@ def make_step_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
 def _make_state(
     optimizers: list[torch.optim.Optimizer], trained: list[Tensor], count: Count, *, keep: bool
 ) -> None:
-    """Bring the optimizers to the middle of a training, with a state."""
+    """Bring the optimizers into the middle of a training run, where they have a state.
+
+    With `keep`, the gradients stay, as they do between steps on several devices.
+    """
     for p in trained:
         p.grad = torch.zeros_like(p)
     _take_step(optimizers)
@@ -262,7 +266,7 @@ def _shown_on(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
-    """Count the functions that are always compiled on a GPU as one kernel each."""
+    """Count each function that is always compiled on a GPU as one kernel."""
     before = prefix.as_kernel
     if on_gpu:
         prefix.as_kernel = lambda function, _: count.whole(function)  # type: ignore[assignment]
@@ -282,9 +286,9 @@ def _make_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _make_target(plan: Plan) -> Any:
-    """The target, or its embeddings and output head only.
+    """The target, or only its embeddings and output head if it runs elsewhere.
 
-    A trainer loads no more of a target that runs elsewhere.
+    A trainer loads no other weights of such a target.
     """
     if plan.signal == "model":
         return _make_model(plan.whole or plan.target, plan.dtype)
@@ -350,7 +354,7 @@ def make_source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights
 
 
 def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
-    """The signal as servers or a cache give it."""
+    """A signal like those from servers or a cache."""
     shape = batch.input_ids_BT.shape
     if not (find_family(plan.family).is_head or plan.exact):
         ids_BTK = torch.arange(plan.top_k).expand(*shape, -1).contiguous()

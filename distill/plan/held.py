@@ -37,7 +37,7 @@ MOMENTUM_BYTES = 4  # Muon's state, by weight in a matrix.
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The share of each holder that one device keeps."""
+    """The share of each holder's bytes that one device keeps."""
 
     weights: float = 1.0
     gradients: float = 1.0
@@ -51,7 +51,7 @@ class Sharing:
         return Sharing(weights=weights, gradients=1 / ranks, state=1 / ranks)
 
     def share_out(self, memory: Mapping[str, float]) -> dict[str, float]:
-        """Bytes by holder on one of the devices. A step's gathered weights count as activations."""
+        """Bytes by holder on one device. Weights gathered during a step count as activations."""
         kept = {DRAFT_WEIGHTS: self.weights, GRADIENTS: self.gradients, STATE: self.state}
         return {holder: num_bytes * kept.get(holder, 1.0) for holder, num_bytes in memory.items()}
 
@@ -71,7 +71,7 @@ class DraftSize:
         )
 
     def hold(self, optimizer: str) -> dict[str, int]:
-        """Bytes by holder, apart from AdamW's count of steps for each tensor."""
+        """Bytes by holder, without AdamW's step count for each tensor."""
         matrices = self.matrices if optimizer == "muon" else 0
         return {
             DRAFT_WEIGHTS: WEIGHT_BYTES * self.weights,

@@ -30,7 +30,7 @@ TIGHT = 0.7  # Share of the memory from which on a run says that activations com
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes of one process, before activations."""
+    """Bytes that one process needs, without activations."""
 
     target: int
     draft: int
@@ -59,16 +59,16 @@ def require_room(
     optimizer: str = "adamw",
     command: str = "redraft plan",
 ) -> None:
-    """Refuse a training that cannot fit.
+    """Refuse a training run that cannot fit into memory.
 
-    One process of each machine tells, the others leave with it. If it fits tightly, the main
-    process says that activations come on top, and which `command` counts them.
-    `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name
-    of its optimizer. `machine` is by default this one.
+    One process on each machine reports the reason, and the others exit with it. If the fit is
+    tight, the main process warns that activations come on top, and prints the `command` that counts
+    them. `count_draft(config)` returns the draft's size for the target's text config, and
+    `optimizer` is the name of the draft's optimizer. `machine` is this machine by default.
 
     Raises:
-        ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
-            config cannot be read.
+        ValueError: the target or the draft does not fit (the message has the bytes and the ways
+            out), or a config cannot be read.
     """
     if target.quantization:  # the loading that follows says what to do with it
         return
@@ -107,9 +107,9 @@ def require_room(
 def require_target_room(
     target: TargetFolder, device: torch.device, *, way_out: str, machine: Machine | None = None
 ) -> None:
-    """Refuse a target that does not fit into this one process, before it is loaded.
+    """Refuse a target that does not fit into this process, before it is loaded.
 
-    The message has the bytes and `way_out`.
+    The message contains the bytes and `way_out`.
 
     Raises:
         ValueError: device or host memory is too small.
@@ -129,7 +129,7 @@ def require_target_room(
 
 
 def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
-    """Compare need and room.
+    """Compare the needed bytes with the available memory.
 
     Raises:
         ValueError: device or host memory is too small.
@@ -204,7 +204,7 @@ def _on(device: torch.device, machine: Machine | None) -> Machine:
 
 
 def read_room(accelerator: Accelerator, machine: Machine | None = None) -> Room:
-    """The memory of this process's device and machine. A container's limit counts."""
+    """The memory of this process's device and machine, within a container's limit."""
     here = _on(accelerator.device, machine)
     return Room(
         device=str(accelerator.device),

@@ -10,7 +10,7 @@ Kind = Literal["product", "attention", "other"]  # other: moves bytes and comput
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel's work."""
+    """The work of one kernel."""
 
     part: str
     """The part of the code that ran it, by `Count.begin`."""
@@ -22,7 +22,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, by the data sheet. Sparsity is not used."""
+    """A GPU as its data sheet describes it, without sparsity."""
 
     name: str
     flops_per_s: float

@@ -50,10 +50,10 @@ KNOWN = {
 
 
 def find_sizes(name: str) -> Any:
-    """The config of a name, folder, config.json or hub name.
+    """The config for a known name, a folder, a config.json or a hub name.
 
     Raises:
-        ValueError: none.
+        ValueError: there is no such config.
     """
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
@@ -77,7 +77,7 @@ def find_sizes(name: str) -> Any:
 
 
 def stored_bits(config: Any) -> int | None:
-    """Bits of a weight of a target that is stored quantised; None of one that is not."""
+    """Bits per weight of a target that is stored quantised; None for any other target."""
     section = quantization_section(config.to_dict())
     if not section:
         return None

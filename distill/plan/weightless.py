@@ -38,8 +38,8 @@ VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 class Weightless(Tensor):
     """A tensor without memory.
 
-    To PyTorch it is on the CPU, so the CPU's autocast and autograd hold. Python code reads `device`
-    as `shown_on`, and takes the branches of an accelerator, or of the CPU.
+    For PyTorch it is on the CPU, so the CPU's autocast and autograd apply. Python code reads
+    `device` as `shown_on`, and so takes the branches for an accelerator or for the CPU.
     """
 
     shown_on = META
@@ -76,9 +76,9 @@ class Weightless(Tensor):
 
 
 def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation as weightless tensors.
+    """The result of an operation, as weightless tensors.
 
-    A tensor changed in place is returned as it was given.
+    A tensor that was changed in place is returned as the same object that was passed in.
 
     Raises:
         ValueError: the result depends on values.
@@ -119,9 +119,9 @@ def _strip(x: Tensor) -> Tensor:
 
 
 def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation runs without memory.
+    """Whether an operation can run without memory.
 
-    It reads or makes a weightless tensor, or a large one.
+    It can if it reads or makes a weightless tensor, or makes a large one.
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kwargs.get("device") == META or any(isinstance(x, Weightless) or x.is_meta for x in tensors):
@@ -146,23 +146,23 @@ def _try_strip(x: Any) -> Any:
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs and counts every operation within it."""
+    """A mode that runs and counts every operation inside its `with` block."""
 
     def __init__(self, *, weightless: bool) -> None:
-        """Without `weightless` the operations run on tensors with memory, and are counted alike."""
+        """Without `weightless`, operations run on tensors with memory but are counted alike."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weightless, self.part = weightless, ""
         self.operations: Counter[Operation] = Counter()
         self.memory = Memory()
 
     def begin(self, part: str) -> None:
-        """Count from now on under this name; not at all for an empty one."""
+        """Count the following operations under this name; an empty name stops the counting."""
         self.part = part
 
     def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, counted as one kernel.
 
-        It reads its arguments once and writes its results once.
+        The kernel reads the arguments once and writes the results once.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -205,9 +205,10 @@ def describe(
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backward: bool) -> int:
-    """Two products forward, five backward: the scores again, and the gradients of v, p, q and k.
+    """FLOPs of attention: two products forward, and five backward.
 
-    A causal kernel computes scores up to the diagonal.
+    The backward products are the scores again, and the gradients of v, p, q and k. A causal kernel
+    computes scores only up to the diagonal.
     """
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
     # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs, and all earlier keys if any.
@@ -266,7 +267,7 @@ def _range_backward(
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
-    """Every row of x meets one expert's matrix."""
+    """FLOPs of a grouped product: every row of x is multiplied by one expert's matrix."""
     return 2 * x.shape[0] * x.shape[1] * weights.shape[-1]
 
 
@@ -305,7 +306,7 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
-    """Bytes read and written by an operation; none for a view."""
+    """Bytes that an operation reads and writes; 0 for a view."""
     # The schema tells which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
     name = func._schema.name.removeprefix("aten::")
     if name in EMPTY:
@@ -343,7 +344,7 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
 
 
 def size_bytes(x: Tensor) -> int:
-    """Bytes that the elements of a tensor lie in; repeated ones count once."""
+    """Bytes that a tensor's elements occupy; elements repeated by a stride of 0 count once."""
     return x.element_size() * math.prod(
         n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n
     )
@@ -364,7 +365,7 @@ ACTIVATIONS = "activations"
 
 
 class Memory:
-    """Bytes of the storages that are alive, now and at the worst moment, by holder."""
+    """Bytes of all live storages by holder, now and at the peak."""
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()

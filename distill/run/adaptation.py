@@ -77,9 +77,10 @@ class Adaptation:
 def adapt(
     family: Family, cfg: Config, old: Path, machine: Machine | None = None
 ) -> Adaptation | None:
-    """Train `old`, or a new start, for the target of `cfg`, and publish it if it gains.
+    """Train `old`, or a new start, for the target in `cfg`, and publish the draft if it gains.
 
-    The target continues that of `old`. Returns the result on the main process. Raises as `run`.
+    The target is a continuation of the target of `old`. The result is returned on the main process
+    only. Raises the same errors as `run`.
     """
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
@@ -129,7 +130,7 @@ def adapt(
 
 
 def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
-    """The start with the higher forecast; after a kill the same one."""
+    """The start with the higher forecast; a resumed run keeps the start that it chose before."""
     taus = {
         name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None
     }
@@ -147,13 +148,14 @@ def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
 def _options(head: Any) -> Any:
     """The options of a head.
 
-    The `config` of a P-EAGLE head describes its first layer, an EAGLE-3 head.
+    A P-EAGLE head has them in `options`, because its `config` describes only its first layer, an
+    EAGLE-3 head.
     """
     return getattr(head, "options", head.config)
 
 
 def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
-    """The settings of a start without `old`, with its options; None if there is none."""
+    """The settings for a new start with the options of `old`; None if no new start is possible."""
     cfg = training.cfg
     if isinstance(cfg, HeadConfig):
         new = replace(cfg, start_from=None, head=_options(loaded))

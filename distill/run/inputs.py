@@ -46,9 +46,9 @@ SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
 
 def require_no_engine(signal: Signal, *, engine: bool) -> None:
-    """Raise ValueError if a target in shards is to be served.
+    """Raise ValueError if a sharded target is also to be served in an engine.
 
-    These processes hold its memory until they end.
+    The training processes hold the GPU memory until they end.
     """
     if signal.shard and engine:
         raise ValueError(
@@ -60,9 +60,9 @@ def require_no_engine(signal: Signal, *, engine: bool) -> None:
 def load_target(
     target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None
 ) -> Any:
-    """The model of a target, frozen, in the target's type; by default on this machine.
+    """A target's model, frozen and in the target's dtype. `machine` is this machine by default.
 
-    With an url, only the embeddings, final norm and head are loaded here.
+    With a URL, only the embeddings, the final norm and the head are loaded here.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or corrupt.
@@ -90,7 +90,7 @@ def load_target(
 
 
 def require_finite(model: torch.nn.Module, name: str) -> None:
-    """Raise ValueError, with its name, if a weight of a model is not a number or infinite."""
+    """Raise ValueError, with the weight's name, if any weight of a model is NaN or infinite."""
     for weight, values in model.named_parameters():
         if values.is_meta or not values.is_floating_point():
             continue
@@ -103,8 +103,9 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
 def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
     """The training and held-out rows, the held-out prompts and the target's end tokens.
 
-    A row has `loop.sequence_length` tokens of documents that a server shows a draft whole. The main
-    process tokenises, once; all processes map the result, also when the run is resumed.
+    A row has `loop.sequence_length` tokens, packed from documents short enough for a server to show
+    a draft whole. The main process tokenises once; all processes memory-map the result, and so does
+    a resumed run.
 
     Raises:
         ValueError: if the source is empty or nothing in it can be trained on.
@@ -161,7 +162,7 @@ def _describe_origin(data: Data, tokenizer: Any, length: int, day: datetime.date
 def _tokenise(
     data: Data, tokenizer: Any, max_length: int, day: datetime.date, ends: tuple[int, ...]
 ) -> TokenContent:
-    """The tokens of both parts, made while they are read."""
+    """The tokens of the training and held-out parts, generated while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
     # After the split, which is by question: an answer may stand below questions of both parts.
@@ -216,10 +217,10 @@ def live_signal(
 ) -> InProcessTarget | EndpointTarget:
     """A function from any batch to the target's predictions.
 
-    Computed here, or by servers if there is an url. `aux_layers` is None for a standalone draft,
-    which reads only the text. For a head, it lists the target layers to read besides the last
-    hidden state; the list may be empty. `opened` are the files of the target, to compare servers
-    with.
+    They are computed here, or on servers if there is a URL. `aux_layers` is None for a standalone
+    draft, which reads only the text. For a head, it lists the target layers to read besides the
+    last hidden state; the list may be empty. `opened` is the target's folder, with which the
+    servers are compared.
 
     Raises:
         ValueError: if the target, or the model on its server, does not fit.
@@ -254,8 +255,8 @@ def target_signal(
 ) -> SignalFunction:
     """The source of the training signal.
 
-    `live_signal`, or a cache, written here if it does not exist. Servers and caches work one batch
-    ahead.
+    It is `live_signal`, or a cache, which is written here if it does not exist. Signals from
+    servers and caches are fetched one batch ahead.
 
     Raises:
         ValueError: if the config, the cache or a server does not fit.

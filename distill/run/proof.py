@@ -62,7 +62,7 @@ WITH, WITHOUT = "with-draft", "without-draft"  # Names of the two servers.
 class Forecaster:
     """Forecasts the acceptance of drafts on held-out prompts.
 
-    The target answers the prompts once.
+    The target answers the prompts once, for all drafts.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Forecaster:
     ) -> None:
         """`target_print` is the fingerprint of `target`.
 
-        `signal` gives the target's distribution to most drafts.
+        `signal` provides the target's distribution, unless `forecast` is given another signal.
         """
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +126,7 @@ class Forecaster:
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
         """The draft's forecast.
 
-        `signal` replaces the usual one for a draft with further inputs from the target.
+        For a draft with further inputs from the target, `signal` replaces the usual signal.
         """
         draft.to(self.device).eval()
         number = self.cfg.num_speculative_tokens
@@ -136,7 +136,7 @@ class Forecaster:
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
-    """Raise ValueError if a head of `num_steps` draft steps, or vLLM, allows fewer draft tokens."""
+    """Raise ValueError if the draft tokens exceed the head's draft steps, or these vLLM's limit."""
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(
             f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
@@ -170,7 +170,7 @@ def describe_origin(run: Run) -> dict[str, Any]:
 
 
 def store(forecast: Forecast, run: Run) -> StoredForecast:
-    """The forecast as the provenance of its draft keeps it. Serving is compared with it."""
+    """The forecast in the form kept in the draft's provenance, to compare serving with."""
     cfg = run.cfg.prove
     return store_forecast(
         forecast,
@@ -183,9 +183,9 @@ def store(forecast: Forecast, run: Run) -> StoredForecast:
 
 
 def _computed_in(model: Any) -> str | None:
-    """The type in which a target in these processes computes.
+    """The dtype in which a target in these processes computes.
 
-    None for one on servers, which choose by themselves.
+    None for a target on servers, which choose the dtype themselves.
     """
     # Of a target on servers the layers are on `meta` here.
     if model is None or any(weight.is_meta for weight in model.parameters()):
@@ -202,9 +202,9 @@ class EngineProof:
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:
-    """Move a model, and views of its weights, to the CPU: vLLM takes the whole GPU.
+    """Move a model, and views of its weights, to the CPU, because vLLM takes the whole GPU.
 
-    A view would keep the GPU's memory. Tensors on `meta` have no data to move.
+    A view left on the GPU would keep the memory allocated. Tensors on `meta` have no data to move.
     """
     for tensor in (*model.parameters(), *model.buffers(), *views):
         if not tensor.is_meta:
@@ -223,16 +223,17 @@ def prove_in_engine(
     served: str | Path | None = None,
     dtype: TargetDtype | None = None,
 ) -> EngineProof:
-    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without.
+    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without it.
 
-    One round of each server: acceptance and answers are a proof, and speed is for `redraft bench`.
-    Logs go to `folder`. `speculative` is vLLM's speculative config without the number of tokens.
-    `served` is the folder to serve with the draft if the draft's tensors are inside a copy of the
-    target (MTP); by default, the target itself. `dtype` is the engine's, by default that of
-    training (`default_target_dtype`).
+    Each server gets one round, which is enough to prove acceptance and answers; `redraft bench`
+    measures speed. Logs go to `folder`. `speculative` is vLLM's speculative config without the
+    number of tokens. `served` is the folder to serve with the draft if the draft's tensors are
+    inside a copy of the target (MTP); by default, the target itself. `dtype` is the engine's dtype;
+    by default, the one of training (`default_target_dtype`).
 
     Raises:
-        ChildProcessError: with the engine's message; ConnectionError.
+        ChildProcessError: the engine failed; the error has its message.
+        ConnectionError: the server does not answer.
     """
     dtype = dtype or default_target_dtype(target.folder, on_cpu=ENGINE_IS_CPU)
     load = cfg.concurrency
@@ -265,8 +266,8 @@ def prove_in_engine(
 def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
     """A function that returns the target's next-token logits, [V].
 
-    It loads the target at the first call: only if two outputs differ, and a tie has to be told from
-    an error.
+    It loads the target at the first call, which happens only if two outputs differ and a tie must
+    be told apart from an error.
     """
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 
@@ -289,7 +290,7 @@ def report(
     cost: TrainingCost,
     started: float,
 ) -> Path:
-    """Write report.json and report.html into the run's folder, and return the path of report.html."""
+    """Write report.json and report.html into the run's folder; returns the path of report.html."""
     sections: dict[str, Any] = {
         "target": target,
         "draft": str(run.folder / "draft"),

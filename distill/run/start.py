@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:
-    """The untrained draft of a run, or the one to continue, the same on every rank.
+    """A run's untrained draft, or the draft to continue, the same on every rank.
 
-    `cfg` replaces the settings of the run.
+    `cfg`, if given, replaces the settings of the run.
 
     Raises:
-        ValueError: the target does not give what the start needs.
+        ValueError: the target does not provide what this start needs.
     """
     cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
@@ -86,7 +86,7 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
-    """The head of `--start-from`, with the options of its training."""
+    """The head given by `--start-from`, with the options of its own training."""
     assert cfg.start_from is not None
     trained_for = read_provenance(cfg.start_from).target_fingerprint
     head = run.load(cfg.start_from, has_moved=trained_for not in ("", run.opened.fingerprint))
@@ -95,17 +95,18 @@ def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
-    """The layer that lies in the target's weights, with the options of this run."""
+    """The MTP layer from the target's weights, with the options of this run."""
     head = run.family.draft_class().load(run.teacher.folder, run.target)
     head.config = cfg.head
     return head
 
 
 def _start_as_layers(run: Run, head: Any, count: int) -> None:
-    """Give a head the weights of the target's last `count` layers.
+    """Initialise a head with the weights of the target's last `count` layers.
 
-    If this process does not have them, the main process reads them from the target's files and
-    shares the head. If it cannot, the head keeps its random weights, and the printed line says why.
+    If this process does not hold these weights, the main process reads them from the target's files
+    and shares the head. If it cannot, the head keeps its random weights, and a printed line gives
+    the reason.
     """
     layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.teacher.name}"
     if is_whole(run.model):
@@ -138,14 +139,14 @@ def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
 
 
 def share(run: Run, head: Any) -> None:
-    """Give every rank the weights of a head of the main process. All ranks must call this."""
+    """Copy the main process's weights of a head to every rank. All ranks must call this."""
     head.to(run.accelerator.device)
     broadcast([parameter.data for parameter in head.parameters()])
     head.cpu()
 
 
 def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
-    """For each stream, after k layers, the norm's factors in the layer that reads it, [D].
+    """The factors of the norm that reads each stream (the states after k layers), [D].
 
     Raises:
         ValueError: a stream is not read by an RMS norm, or the target ends with another norm.
@@ -160,10 +161,11 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
 def read_last_signals(
     run: Run, layer_ids: Sequence[int], num_tokens: int
 ) -> list[tuple[Batch, TargetSignal]]:
-    """The last batches of the first epoch with the target's states.
+    """The last batches of the first epoch, with the target's states.
 
-    `num_tokens` tokens, or all if there are fewer. The last ones, because training meets them late:
-    a head learns little from text that its start was fitted to. They are the same on every rank.
+    They have `num_tokens` tokens, or all tokens if there are fewer. The last batches are used
+    because training reaches them late, and a head learns little from text that its start was fitted
+    to. They are the same on every rank.
     """
     source = live_signal(run.cfg.signal, run.model, run.opened, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size

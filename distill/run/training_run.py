@@ -80,7 +80,7 @@ Config = HeadConfig[Any] | StandaloneConfig
 def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     """Train a draft of a family, publish it, prove it and write the report.
 
-    By default it runs on this machine. Nothing is left behind.
+    `machine` is this machine by default. A refused run leaves nothing behind.
 
     Raises:
         ValueError, OSError: the flags do not fit each other, the target or the machine.
@@ -97,13 +97,13 @@ def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
 
 
 class Run:
-    """The opened target, data and folder of a training, and the steps after the start."""
+    """The opened target, data and folder of a training run, and the steps after the start."""
 
     def __init__(self, family: Family, cfg: Config, machine: Machine | None = None) -> None:
-        """Refuse what cannot work, then open.
+        """Refuse settings that cannot work, then open the target, the data and the folder.
 
-        Torch's random state is seeded at the end, so a draft made next starts the same in every
-        run. Raises as `run`.
+        Torch's random state is seeded at the end, so that a draft made next starts with the same
+        weights in every run. Raises the same errors as `run`.
         """
         if isinstance(cfg, HeadConfig) and cfg.start_from is not None:
             cfg = replace(cfg, start_from=fetch_model(cfg.start_from))  # a hub name, or a folder
@@ -150,7 +150,7 @@ class Run:
         return isinstance(self.cfg, HeadConfig) and getattr(self.cfg.head, "as_mimo", False)
 
     def _require_parts(self) -> None:
-        """Refuse, before the data is tokenised, a target without the parts that a head reads."""
+        """Refuse a target without the parts that a head reads, before the data is tokenised."""
         cfg = self.cfg
         if not isinstance(cfg, HeadConfig):
             return
@@ -212,9 +212,9 @@ class Run:
         return folder
 
     def load(self, folder: Path, *, has_moved: bool = False) -> Any:
-        """The exported draft in `folder`, on this run's target, in float32.
+        """The exported draft in `folder`, built on this run's target, in float32.
 
-        `has_moved` as in `Target`.
+        `has_moved` is as in `Target`.
         """
         target = replace(self.target, has_moved=True) if has_moved else self.target
         return self.family.load(
@@ -234,9 +234,9 @@ class Run:
         )
 
     def forecast(self, draft: Any) -> Forecast | None:
-        """Expected acceptance of the draft in the engine's type, on the main process.
+        """The draft's expected acceptance in the engine's dtype; None on all but the main process.
 
-        None on the others. The draft itself stays as it is.
+        The draft itself keeps its dtype.
         """
         with leading(self.model) as leads:
             found = self.forecaster.forecast(*self._in_engine(draft)) if leads else None
@@ -245,9 +245,9 @@ class Run:
         return found
 
     def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction | None]:
-        """A copy of a head in the engine's type, and its signal.
+        """A copy of a head in the engine's dtype, and the head's signal.
 
-        A standalone draft is forecast as it is.
+        A standalone draft is returned unchanged, without a signal of its own.
         """
         if not self.family.is_head:
             return draft, None
@@ -268,11 +268,11 @@ class Run:
     def train(
         self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
     ) -> tuple[Any, TrainingCost]:
-        """Train `draft` and return it with trained weights, and the cost.
+        """Train `draft`; returns a draft with the trained weights, and the cost.
 
-        `distill.train.loop.train` does the work. A `stage` beside the main training has checkpoints
-        and metrics of its own, in a folder of this name. The returned draft is whole even if the
-        ranks shared it in training; on all but the main process it is None.
+        `distill.train.loop.train` does the work. A `stage` beside the main training has its own
+        checkpoints and metrics, in a folder of that name. The returned draft is whole even if the
+        ranks sharded it during training; on all but the main process it is None.
         """
         cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
         # Before `Distillation`, which may shard the draft in place.
@@ -314,9 +314,9 @@ class Run:
         )
 
     def train_baseline(self, draft: Any) -> Forecast | None:
-        """The forecast after training a copy of the draft by cross-entropy, with
+        """The forecast for a copy of the draft trained by cross-entropy.
 
-        --prove.ce-baseline.
+        None without --prove.ce-baseline.
         """
         if not self.cfg.prove.ce_baseline:
             return None
@@ -329,9 +329,9 @@ class Run:
     # publish
 
     def publish(self, draft: Any, name: str = "draft") -> Path:
-        """Publish the draft with provenance and forecast as the folder `name` of the run.
+        """Publish the draft, with provenance and forecast, as `name` in the run's folder.
 
-        The main process writes, the others wait for it.
+        The main process writes, and the others wait for it.
         """
         folder = self.folder.folder / name
         with leading(self.model) as leads:
@@ -426,9 +426,9 @@ def _training(family: Family) -> Training:
 
 
 def refuse(family: Family, cfg: Config) -> TargetFolder:
-    """Compare the flags with each other, the family and the target's config.
+    """Check the flags against each other, the family and the target's config.
 
-    Returns the target, opened.
+    Returns the opened target.
 
     Raises:
         FileNotFoundError: there is no such target.
@@ -483,7 +483,7 @@ def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:
 
 
 def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> None:
-    """Compare a head's options with the target's config.
+    """Check a head's options against the target's config.
 
     Raises:
         ValueError: if one does not fit.

@@ -19,19 +19,19 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 class OneAhead:
     """A source of signals that can be asked for a batch before it is needed.
 
-    `distill.signal.sources` has the sources.
+    The sources are in `distill.signal.sources`.
     """
 
     def __init__(self, source: Callable[[Batch], TargetSignal], device: torch.device) -> None:
-        """Nothing else may call `source`. `device` is that of the batches."""
+        """Nothing else may call `source`. `device` is the device of the batches."""
         self._source = source
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._flight: _Flight | None = None
 
     def start(self, batch: Batch) -> None:
-        """Let a thread get the signal of this batch.
+        """Let a thread get the signal for this batch.
 
-        The one of an earlier batch that nobody fetched is dropped.
+        The signal for an earlier batch that was never fetched is dropped.
         """
         if self._flight is not None:
             self._flight.thread.join()
@@ -39,9 +39,9 @@ class OneAhead:
         self._flight = _Flight(batch, lambda: self._get(batch))
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """The signal of a batch: the one started with this very object, or else got now.
+        """Return the signal for a batch: the one started with this very object, or else a new one.
 
-        Raises as the source.
+        Raises the errors of the source.
         """
         flight = self._flight
         if flight is not None:
@@ -76,7 +76,7 @@ class OneAhead:
                 self._stream.synchronize()  # the thread waits for the copies, not the step
 
     def _hand_over(self, signal: TargetSignal) -> None:
-        """Keep the memory of the tensors until the step's stream is done with them, too."""
+        """Keep the memory of the tensors until the step's stream is done with them too."""
         known = signal.distribution
         tensors = (
             [known.hidden_BTD]

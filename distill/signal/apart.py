@@ -20,7 +20,7 @@ STEP = 16  # lengths are cut at multiples, so thousands of documents sort out li
 
 
 def documents(document_BT: Tensor) -> list[Tensor]:
-    """Indices into the flattened batch of each document's tokens, in order. Padding is in none."""
+    """Return each document's indices into the flattened batch, in order, without padding."""
     flat_BT = torch.arange(document_BT.numel(), device=document_BT.device).view_as(document_BT)
     found: list[Tensor] = []
     for document_T, at_T in zip(document_BT, flat_BT, strict=True):
@@ -31,9 +31,9 @@ def documents(document_BT: Tensor) -> list[Tensor]:
 
 
 def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
-    """For each pass the indices [b, t] into the flattened batch; -1 on padding.
+    """Return for each pass the indices [b, t] into the flattened batch, with -1 on padding.
 
-    Passes are `PASSES` at most, or more where b * t * t would exceed `most_pairs`.
+    There are at most `PASSES` passes, or more where b * t * t would exceed `most_pairs`.
     """
     found = sorted(documents(document_BT), key=len, reverse=True)
     passes, start = [], 0
@@ -47,7 +47,7 @@ def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
 
 
 def split_by_length(lengths: Sequence[int]) -> list[int]:
-    """Split these lengths, in descending order, into at most `PASSES` runs.
+    """Split lengths that are in descending order into at most `PASSES` runs.
 
     Returns the ends of the runs that cost the fewest padded tokens.
     """
@@ -73,15 +73,18 @@ def split_by_length(lengths: Sequence[int]) -> list[int]:
 
 
 def positions(at_bt: Tensor, position_ids_BT: Tensor) -> Tensor:
-    """The positions of a pass, [b, t]; no restart over the padding, which would make a mask."""
+    """Return the positions in a pass, [b, t].
+
+    They do not restart over the padding, because a restart would make a mask.
+    """
     first_b1 = position_ids_BT.flatten()[at_bt[:, :1]]
     return first_b1 + torch.arange(at_bt.shape[1], device=at_bt.device)
 
 
 def put_back(whole: Tensor | None, states_btD: Tensor, at_bt: Tensor, num_rows: int) -> Tensor:
-    """The states of a pass in the rows of the flattened batch, [N, D].
+    """Put the states of a pass in the rows of the flattened batch, [N, D].
 
-    Zeros where no pass has been.
+    Rows that no pass has reached are zero.
     """
     if whole is None:
         whole = states_btD.new_zeros(num_rows, states_btD.shape[2])
@@ -91,7 +94,7 @@ def put_back(whole: Tensor | None, states_btD: Tensor, at_bt: Tensor, num_rows: 
 
 
 def padding_factor(document_BT: Tensor) -> float:
-    """Tokens of the passes, as a multiple of the packed batch's."""
+    """Return the number of tokens in the passes, as a multiple of the packed batch's."""
     return (
         sum(at_bt.numel() for at_bt in split_documents(document_BT, float("inf")))
         / document_BT.numel()

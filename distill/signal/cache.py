@@ -32,7 +32,7 @@ from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, s
 
 @dataclass(frozen=True)
 class TopK:
-    """Content of a cache: the target's k largest probabilities at every row predicting a label."""
+    """Content of a cache: the target's k largest probabilities per row that predicts a label."""
 
     k: int
 
@@ -71,7 +71,7 @@ class TopK:
 class HiddenStates:
     """Content of a cache.
 
-    Every token's last hidden state and residual stream after each of `layers`.
+    It consists of every token's last hidden state and its residual stream after each of `layers`.
     """
 
     layers: tuple[int, ...]
@@ -101,7 +101,11 @@ class HiddenStates:
         return len(sample.input_ids)
 
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
-        """Raises ValueError for a state that float8 cannot hold."""
+        """Return the states to keep for these rows.
+
+        Raises:
+            ValueError: if float8 cannot represent a state.
+        """
         states = {"hidden": final_hidden(signal)}
         if self.layers:
             assert signal.aux_BTLD is not None
@@ -122,11 +126,15 @@ class HiddenStates:
 
 class CachedTarget:
     def __init__(self, folder: Path, content: TopK, *, target: str, data: str) -> None:
-        """Raises: as `Shards`."""
+        """Open a complete cache. Raises: as `Shards`."""
         self._shards, self.k = Shards(folder, content, target=target, data=data), content.k
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """Raises ValueError if a document of the batch was not cached."""
+        """Return the signal for a batch.
+
+        Raises:
+            ValueError: if a document of the batch was not cached or is corrupt.
+        """
         # Something to concatenate without labels. Records are in host memory, rows on the device.
         ids_NK, log_probs_NK = [torch.empty(0, self.k, dtype=torch.int32)], [torch.empty(0, self.k)]
         rows_N = [torch.empty(0, dtype=torch.int64, device=batch.input_ids_BT.device)]
@@ -141,7 +149,7 @@ class CachedTarget:
 class CachedHiddenStates:
     """The signal read from a cache of `HiddenStates`.
 
-    Exact, except for rounding to the cache's dtype.
+    It is exact, except for rounding to the cache's dtype.
     """
 
     def __init__(
@@ -154,7 +162,7 @@ class CachedHiddenStates:
         head_VD: Tensor,
         rule: LogitRule = PLAIN,
     ) -> None:
-        """Raises: as `Shards`."""
+        """Open a complete cache. Raises: as `Shards`."""
         self._shards, self.head_VD, self._rule = (
             Shards(folder, content, target=target, data=data),
             head_VD,
@@ -167,7 +175,11 @@ class CachedHiddenStates:
         ]
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """Raises ValueError if a document of the batch was not cached or is corrupt."""
+        """Return the signal for a batch.
+
+        Raises:
+            ValueError: if a document of the batch was not cached or is corrupt.
+        """
         shape, num_stored = batch.input_ids_BT.shape, self.head_VD.shape[1]
         dtype, device = self.head_VD.dtype, self.head_VD.device
         if self._is_float8:
@@ -191,7 +203,7 @@ class CachedHiddenStates:
         )
 
     def _on_device(self, states: Tensor) -> Tensor:
-        """States [..., S] of host memory on the device of the head, [..., D]."""
+        """Copy states [..., S] from host memory to the head's device; return them as [..., D]."""
         there = states.to(self.head_VD.device, non_blocking=True)
         # There, because a GPU decodes faster, and half the bytes have to be copied.
         return decode_float8(there, self.head_VD.dtype) if self._is_float8 else there

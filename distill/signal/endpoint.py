@@ -35,12 +35,12 @@ class Endpoint:
     ) -> None:
         """Open no connection yet.
 
-        `url` is with or without `/v1`; `model` is by default the first in the server's list. The
-        pause `backoff_s` before the second try doubles with every further one, and `timeout_s` is
-        the limit of one try.
+        `url` may end with `/v1`, and `model` is the first in the server's list by default. The
+        pause before the second attempt is `backoff_s`, and doubles with every further one.
+        `timeout_s` limits a single attempt.
 
         Raises:
-            ValueError: `url` is no HTTP address, or `concurrency` is less than 1.
+            ValueError: if `url` is not an HTTP address, or `concurrency` is less than 1.
         """
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
@@ -66,10 +66,10 @@ class Endpoint:
         await self._client.aclose()
 
     async def model(self) -> str:
-        """The name of the model.
+        """Return the name of the model.
 
         Raises:
-            RequestRefusedError: the server lists none.
+            RequestRefusedError: if the server lists no model.
         """
         if self._model is None:
             listed = await self._request("GET", "/v1/models")
@@ -93,11 +93,12 @@ class Endpoint:
             return False
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The server's answer about the model.
+        """Return the server's answer to a request for the model.
 
         Raises:
-            RequestRefusedError: the server refuses this request.
-            ConnectionError: with the URL, after `attempts` tries, or if it has no such API.
+            RequestRefusedError: if the server refuses this request.
+            ConnectionError: after `attempts` tries, or if the server has no such API; the message
+                names the URL.
         """
         return await self._request("POST", path, {"model": await self.model(), **body})
 
@@ -136,7 +137,7 @@ class Endpoint:
 
 
 def _read(response: httpx.Response) -> dict[str, Any] | None:
-    """The object in an answer, or None."""
+    """Return the object in an answer, or None if there is none."""
     try:
         answer = response.json()
     except ValueError:

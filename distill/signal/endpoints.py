@@ -44,8 +44,8 @@ class Member:
 class Endpoints:
     """Requests to whichever server has the least to do, from one event loop.
 
-    A request waits here, not at a server, until a server has a free slot. So a fast server gets
-    more requests.
+    A request waits here, not at a server, until a server has a free slot. A fast server therefore
+    gets more requests.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Endpoints:
     ) -> None:
         """Open no connection yet.
 
-        Each of `attempts` is at a live server. The pause before a dead server is probed doubles
-        with every probe, from `pause_s` to `longest_pause_s`; requests wait for `patience_s` while
-        all are dead.
+        Each of the `attempts` is made at a live server. The pause before a dead server is probed
+        doubles with every probe, from `pause_s` to `longest_pause_s`. While all servers are dead,
+        requests wait for `patience_s`.
         """
         self.members = [Member(endpoint) for endpoint in endpoints]
         self.attempts, self.pause_s, self.longest_pause_s = attempts, pause_s, longest_pause_s
@@ -76,10 +76,10 @@ class Endpoints:
         return ", ".join(member.endpoint.url for member in self.members)
 
     async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Run `check` on every server; on a dead one when it is back.
+        """Run `check` on every server, and on a dead one when it comes back.
 
         Raises:
-            ConnectionError: if none answers, or whatever `check` raises.
+            ConnectionError: if no server answers. Errors raised by `check` are passed on.
         """
         self._check = check
         failure: ConnectionError | None = None
@@ -93,7 +93,7 @@ class Endpoints:
             raise failure
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """One server's answer about the model.
+        """Return one server's answer to a request for the model.
 
         Raises:
             RequestRefusedError
@@ -135,7 +135,7 @@ class Endpoints:
             raise ConnectionError(f"no server has answered for {self.patience_s:g} s: {self.url}")
 
     def _bury(self, member: Member, failure: str) -> None:
-        """Send the server no more requests until a probe finds it alive."""
+        """Send the server no more requests until a probe succeeds."""
         # all requests in flight to it fail at about the same time: only the first starts a probe
         if member.is_dead:
             return

@@ -45,12 +45,12 @@ ATTEMPTS = 3  # Tries per document whose states are lost between the server and 
 def server_args(
     layers: Sequence[int], num_layers: int, storage: str, states_format: StatesFormat = "exact"
 ) -> list[str]:
-    """Arguments for a vLLM server that writes hidden states to `storage`.
+    """Return the arguments for a vLLM server that writes hidden states to `storage`.
 
-    It writes the streams after `layers`, and the last one.
+    The server writes the streams after `layers`, and the last stream.
 
     Raises:
-        ValueError: for a layer the target does not have, or a storage that cannot be used here.
+        ValueError: if the target does not have a layer, or the storage cannot be used here.
     """
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
         raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
@@ -82,7 +82,7 @@ def server_args(
 
 
 def load_skeleton(target: TargetFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The target with real embeddings, final norm and head only.
+    """Load the target with only its real embeddings, final norm and head.
 
     The layers' weights stay on `meta`. Raises: as `load_part`.
     """
@@ -95,12 +95,12 @@ def load_part(
     device: torch.device,
     is_wanted: Callable[[str], bool],
 ) -> Any:
-    """The target, frozen, with the tensors whose name `is_wanted` read from its files.
+    """Load the target, frozen, with only those tensors whose names satisfy `is_wanted`.
 
-    The others stay on `meta`.
+    These are read from the target's files; the others stay on `meta`.
 
     Raises:
-        FileNotFoundError: for a missing folder.
+        FileNotFoundError: if the folder is missing.
         ValueError: if one of these tensors is missing or quantised.
     """
     folder, config = target.folder, target.config
@@ -138,9 +138,9 @@ def load_part(
 
 
 class EndpointHiddenStates(EndpointTarget):
-    """The exact signal of a target on servers started with `server_args`.
+    """The exact signal from servers that were started with `server_args`.
 
-    One request per document.
+    There is one request per document.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class EndpointHiddenStates(EndpointTarget):
         opened: TargetFolder | None = None,
         kept: str = "",
     ) -> None:
-        """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
+        """Only the final norm and the head of `target` are used, so `load_skeleton` is enough.
 
-        Servers that name another version of `opened` are refused. Documents whose states were
-        `kept` in a storage are not asked for.
+        Servers that report another version of `opened` are refused. Documents whose states were
+        `kept` in a storage are not requested.
 
         Raises:
-            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or if the
+            ValueError: if `storage` is neither a folder nor a URL that fsspec supports, or if the
                 target's final norm is not found.
         """
         super().__init__(endpoint, opened=opened)
@@ -251,7 +251,7 @@ class EndpointHiddenStates(EndpointTarget):
         return answer
 
     def _read_kept(self, token_ids: list[int], last_TD: Tensor, aux_TLD: Tensor) -> bool:
-        """Whether the states of these tokens were kept; they are written into the tensors."""
+        """Whether the states for these tokens were kept and written into the tensors."""
         if self._kept is None:
             return False
         try:
@@ -271,7 +271,7 @@ class EndpointHiddenStates(EndpointTarget):
         return True
 
     def _writer(self, url: str, last_TD: Tensor, aux_TLD: Tensor) -> Use:
-        """A function that writes a few rows of states from `url` into the two tensors."""
+        """Return a function that writes a few rows of states from `url` into the two tensors."""
 
         # The sender sets number and width of these rows: check both before copying.
         def put(first: int, states_tLD: Tensor, held: Sequence[int]) -> None:
@@ -291,14 +291,14 @@ class EndpointHiddenStates(EndpointTarget):
     async def _read(
         self, endpoint: Endpoint | Endpoints, last_TD: Tensor, aux_TLD: Tensor, **body: Any
     ) -> tuple[dict[str, Any], Description]:
-        """The answer to a request, and the description of its states.
+        """Return the answer to a request, and the description of its states.
 
-        The last stream, before the final norm, and `self.layers` are written into the two tensors
-        in host memory.
+        The last stream, before the final norm, and the streams for `self.layers` are written into
+        the two tensors in host memory.
 
         Raises:
-            ValueError: if a layer is missing, the states do not arrive or are another version's, or
-                they are not in the storage.
+            ValueError: if a layer is missing, or if the states do not arrive, belong to another
+                version, or are not in the storage.
         """
         lost: StatesLostError | None = None
         for _ in range(ATTEMPTS):
@@ -328,9 +328,9 @@ class EndpointHiddenStates(EndpointTarget):
         return url
 
     def _require_version(self, description: Description, url: str) -> None:
-        """Raise ValueError if the states are of other weights than the opened target's.
+        """Raise ValueError if the states come from weights other than the opened target's.
 
-        A target of another lineage, for example a quantised one, is judged by log-probabilities
+        A target of another lineage, for example a quantised one, is judged by its log-probabilities
         alone.
         """
         lineage, fingerprint, version = description.target
@@ -353,7 +353,7 @@ class EndpointHiddenStates(EndpointTarget):
         )
 
     def _find(self, held: list[int], url: str) -> tuple[int, list[int]]:
-        """Places of the last stream and of `self.layers` among the layers that a server sends."""
+        """Return the places of the last stream and of `self.layers` among a server's layers."""
         if missing := sorted({*self.layers, self._last_layer} - set(held)):
             raise ValueError(
                 f"{url} sends target layers {held} and not {missing}: start it with "
@@ -363,7 +363,10 @@ class EndpointHiddenStates(EndpointTarget):
 
 
 def _tolerance(dtype: torch.dtype, description: Description) -> float:
-    """How far a target's log-probabilities may be from those of its states, in nats, on average."""
+    """Return the largest mean difference of log-probabilities, in nats, that is accepted.
+
+    It is the difference between a target's own and those computed from its states.
+    """
     # Another target differs by whole nats.
     if description.dtype == "float8":
         return 0.5

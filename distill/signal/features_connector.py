@@ -31,14 +31,14 @@ KEPT_S = 10 * WAIT_S
 
 
 class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """vLLM's connector, with another destination, and a copy for the CPU as well."""
+    """vLLM's connector with another destination, and with support for copies on the CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._written: deque[tuple[float, str]] = deque()
 
     def _url(self, filename: str) -> str:
-        """URL of the states. vLLM derives `filename` from the request's id."""
+        """Return the URL of the states. vLLM derives `filename` from the request's id."""
         storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
         # E.g. ./cmpl-1.safetensors: the storage and cmpl-1.
         return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
@@ -69,7 +69,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     @cached_property
     def _target(self) -> tuple[str, str]:
-        """Lineage and fingerprint of the target; empty if the files cannot be read here."""
+        """Lineage and fingerprint of the target; empty if its files cannot be read here."""
         name = self._vllm_config.model_config.model
         try:
             target = TargetFolder(name=name, folder=model_folder(name))

@@ -97,9 +97,7 @@ class Description:
 
 
 def absolute(storage: str) -> str:
-    """A URL unchanged; a path made absolute.
-
-    Without a slash at the end.
+    """Return a URL unchanged and a path made absolute, both without a trailing slash.
 
     Raises:
         ValueError: if nothing is left to name a folder.
@@ -120,7 +118,7 @@ def write_states(
     states_format: StatesFormat = "exact",
     target: tuple[str, str, str | None] = ("", "", ""),
 ) -> None:
-    """Write the states of one text under `url`; `target` as in `Description`.
+    """Write the states of one text under `url`, with `target` as in `Description`.
 
     Errors of the storage are passed on.
     """
@@ -146,7 +144,7 @@ def write_states(
 
 
 def _blocks(states_TLD: Tensor, states_format: StatesFormat) -> Iterator[memoryview]:
-    """The bytes of the states, those of about BLOCK_BYTES of them at a time."""
+    """Yield the bytes of the states, for about BLOCK_BYTES of states at a time."""
     num_rows = max(1, BLOCK_BYTES // states_TLD[0].nbytes)
     for start in range(0, len(states_TLD), num_rows):
         states_tLD = states_TLD[start : start + num_rows]
@@ -160,7 +158,7 @@ def _blocks(states_TLD: Tensor, states_format: StatesFormat) -> Iterator[memoryv
 
 
 def name_states(token_ids: Sequence[int]) -> str:
-    """The name under which the states of these tokens are kept: a hash."""
+    """Return the name under which the states for these tokens are kept, which is a hash."""
     ids = np.asarray(token_ids, "<i4")
     return hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
 
@@ -171,7 +169,7 @@ def remove_states(url: str) -> None:
 
 
 class Storage:
-    """The one place from which a reader takes states."""
+    """The only place from which a reader accepts states."""
 
     def __init__(self, storage: str) -> None:
         """Open nothing yet.
@@ -180,7 +178,7 @@ class Storage:
             storage: A folder or fsspec URL, the same as the servers'.
 
         Raises:
-            ValueError: if it names no folder, or no kind of storage that fsspec knows.
+            ValueError: if it names no folder, or no kind of storage that fsspec supports.
         """
         self.root = absolute(storage)
         try:
@@ -189,13 +187,13 @@ class Storage:
             raise ValueError(f"{storage} needs another package: {error}") from None
 
     def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> Description:
-        """Pass the states under `url` to `use`, a few rows at a time; then remove them.
+        """Pass the states under `url` to `use`, a few rows at a time, and then remove them.
 
-        Returns their description. The memory of the rows is reused by the next call of `use`. The
-        rows are known to be undamaged only once this returns. Nothing is opened.
+        Returns their description. The next call of `use` reuses the memory of the rows. The rows
+        are known to be undamaged only once this method returns.
 
         Raises:
-            ValueError: if `url` is not directly below this storage.
+            ValueError: if `url` is not directly below this storage; nothing is opened then.
             StatesLostError: if the states do not arrive within `wait_s`, are truncated, or fail the
                 CRC-32.
         """
@@ -218,13 +216,15 @@ class Storage:
         return description
 
     def move(self, url: str, kept: Storage, token_ids: Sequence[int]) -> Description:
-        """Keep the states of these tokens under `url` in another storage; then remove them here.
+        """Copy the states for these tokens from `url` to another storage; then remove them here.
 
-        The bytes are copied as they are, and checked on the way. Returns their description.
+        The bytes are copied unchanged, and checked on the way. Returns the description of the
+        states.
 
         Raises:
             ValueError: if `url` is not directly below this storage.
-            StatesLostError: if they do not arrive whole, or are of another number of tokens.
+            StatesLostError: if the states do not arrive complete, or are those of another number of
+                tokens.
             OSError: if the other storage is full.
         """
         path, crc = f"{self._folder}/{self._name(url)}", 0
@@ -250,9 +250,9 @@ class Storage:
         return description
 
     def read(self, token_ids: Sequence[int], use: Use) -> Description | None:
-        """Pass the kept states of exactly these tokens to `use`, as `take` does; they stay.
+        """Pass the kept states for exactly these tokens to `use`, as `take` does, but keep them.
 
-        Returns their description. None if there are none.
+        Returns their description, or None if there are no such states.
 
         Raises:
             StatesLostError: if they are damaged.
@@ -271,7 +271,7 @@ class Storage:
         return description
 
     def forget(self, token_ids: Sequence[int]) -> None:
-        """Remove the kept states of these tokens, if any."""
+        """Remove the kept states for these tokens, if any."""
         _remove(self._files, f"{self._folder}/{name_states(token_ids)}")
 
     def _name(self, url: str) -> str:
@@ -286,7 +286,10 @@ class Storage:
         return name
 
     def _open(self, path: str) -> Any:
-        """The file `path`, to read; on a local disk no link and no pipe, which would block."""
+        """Open the file `path` for reading.
+
+        On a local disk, links are refused, and so are pipes, which would block.
+        """
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
         # The check follows on the open file, so nobody can swap it in between.
@@ -329,7 +332,7 @@ def _remove(storage: Any, path: str) -> None:
 
 
 def _read_rows(file: Any, description: Description, use: Use) -> int:
-    """Pass all rows to `use`, and return the CRC-32."""
+    """Pass all rows to `use`, and return their CRC-32."""
     # At most LONGEST_ROW bytes: a row longer than a block is a block of one row.
     tokens = description.shape[0]
     rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0

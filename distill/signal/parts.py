@@ -28,25 +28,27 @@ among them.
 
 
 def is_whole(model: Any) -> bool:
-    """Whether this process holds the values of all layers of a target."""
+    """Whether this process holds the values of all of a target's layers."""
     return not is_sharded(model) and not any(
         weight.is_meta for weight in decoder_layers(model).parameters()
     )
 
 
 def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
-    """The last `count` decoder layers and the final norm. Raises: as `final_norm`."""
+    """Return the last `count` decoder layers and the final norm. Raises: as `final_norm`."""
     return list(decoder_layers(model)[-count:]), final_norm(model)
 
 
 def read_last_layers(
     target: TargetFolder, dtype: torch.dtype, count: int
 ) -> tuple[list[nn.Module], nn.Module]:
-    """As `last_layers`, from the target's files, in `dtype`; further tensors stay on `meta`.
+    """Like `last_layers`, but read from the target's files, in `dtype`.
+
+    Other tensors stay on `meta`.
 
     Raises:
         FileNotFoundError
-        ValueError: they are quantised, or lack a tensor.
+        ValueError: if the weights are quantised, or a tensor is missing.
     """
     if method := target.quantization:
         raise ValueError(
@@ -60,9 +62,11 @@ def read_last_layers(
 
 
 def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Collection[int]) -> Any:
-    """The target with the norms which `stream_scales` reads.
+    """Load the target with only the norms that `stream_scales` reads.
 
-    Raises: FileNotFoundError, ValueError for missing ones.
+    Raises:
+        FileNotFoundError
+        ValueError: if a norm is missing.
     """
     return _load(
         target,
@@ -72,9 +76,9 @@ def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Colle
 
 
 def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, str], bool]) -> Any:
-    """The target on the CPU, with the final norm and the wanted tensors of its layers.
+    """Load the target on the CPU, with the final norm and the wanted tensors of its layers.
 
-    `is_wanted(layer, name)` chooses them.
+    `is_wanted(layer, name)` selects these tensors.
     """
 
     def choose(name: str) -> bool:
@@ -85,10 +89,12 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
 
 def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
-    """For each stream, after k layers, the norm's factors in the layer that reads it, [D].
+    """Return for each stream, after k layers, the factors of the norm that reads it, [D].
+
+    This is the norm of the layer that follows, or the final norm.
 
     Raises:
-        ValueError: a norm is of another kind.
+        ValueError: if a norm is of another kind.
     """
     layers, final = decoder_layers(model), final_norm(model)
     norms = [

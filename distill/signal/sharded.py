@@ -52,23 +52,24 @@ class TargetSizes:
         return self.outside + sum(self.layers)
 
     def share(self, ranks: int) -> int:
-        """In each of `ranks` processes that share out the layers.
+        """Return the bytes in each of `ranks` processes that share the layers.
 
-        A pass gathers one while the next arrives.
+        A pass gathers one layer while the next one arrives.
         """
         return self.outside + -(-sum(self.layers) // ranks) + 2 * max(self.layers, default=0)
 
     def choose_ranks(self, processes: int, on_machine: int, num_bytes: int | None) -> int:
-        """How many of all `processes` share out the layers.
+        """Return how many of all `processes` share the layers.
 
-        Those of one machine if that leaves each device, of `num_bytes`, enough memory, else all.
+        These are the processes of one machine if each device, of `num_bytes`, then has enough
+        memory left; otherwise, they are all processes.
         """
         fits = num_bytes is None or self.share(on_machine) <= ROOM_FOR_TARGET * num_bytes
         return on_machine if on_machine > 1 and processes % on_machine == 0 and fits else processes
 
 
 def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
-    """The bytes of a model with this config.
+    """Return the sizes in bytes of the weights of a model with this config.
 
     Raises:
         ValueError: if it has no causal LM.
@@ -95,7 +96,7 @@ def processes_here(processes: int) -> int:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """The memory of a GPU; None for a CPU."""
+    """Return the memory of a GPU in bytes, or None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
@@ -104,9 +105,9 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def load_sharded(target: TargetFolder, device: torch.device) -> Any:
-    """The target, frozen, with the layers shared out over the ranks.
+    """Load the target, frozen, with its layers sharded over the ranks.
 
-    All must call this.
+    All ranks must call this function.
 
     Raises:
         FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
@@ -159,7 +160,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> None:
-    """Give every rank a part of each tensor of rank 0."""
+    """Give every rank its part of each tensor on rank 0."""
     for name, place in _tensors(model).items():
         # The full shape on every rank; values on rank 0 only, until they are sent.
         full = torch.empty(place.shape, dtype=place.dtype, device=device)
@@ -179,7 +180,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def most_of_ranks(model: Any, number: int) -> int:
-    """The largest `number` of the ranks that make this pass of a model together."""
+    """Return the largest `number` among the ranks that make this pass of a model together."""
     if not is_sharded(model) or id(model) in _led:
         return number
     largest = torch.tensor(number, device=model.device)
@@ -192,9 +193,10 @@ _led: set[int] = set()  # Models that the first rank leads now.
 
 @contextmanager
 def leading(model: Any) -> Iterator[bool]:
-    """Work of the first rank on a target, with True; the others get False after the same passes.
+    """Let the first rank work on a target while the other ranks make the same passes.
 
-    All ranks must enter; the first may enter again inside.
+    Yields True on the first rank, and False on the others after these passes. All ranks must enter;
+    the first one may enter again inside.
     """
     if not is_sharded(model):
         yield not dist.is_initialized() or dist.get_rank() == 0

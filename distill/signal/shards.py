@@ -58,7 +58,7 @@ class Content(Protocol):
 
     @property
     def spec(self) -> dict[str, Any]:
-        """JSON for the header. Two contents with equal specs keep the same."""
+        """JSON for the header. Two contents with equal specs keep the same data."""
         ...
 
     @property
@@ -69,13 +69,13 @@ class Content(Protocol):
         ...
 
     def num_rows(self, sample: Sample) -> int:
-        """Upper bound of the rows kept of a document."""
+        """Return an upper bound on the number of rows kept for a document."""
         ...
 
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
-        """The tensors to keep of these rows of the flattened batch.
+        """Return the tensors to keep for these rows of the flattened batch.
 
-        Returns them by name, [N, ...] each, on the CPU.
+        They are returned by name, [N, ...] each, on the CPU.
         """
         ...
 
@@ -115,8 +115,8 @@ def write_cache(
 ) -> CacheHeader:
     """Write `content` of the signal from `source` for all samples.
 
-    It first prints how large the cache will be. Existing shards are kept, so an interrupted run
-    continues where it stopped. Of several ranks each writes every `num_ranks`-th shard, and the
+    The size of the cache is printed first. Existing shards are kept, so an interrupted run
+    continues where it stopped. With several ranks, each writes every `num_ranks`-th shard, and the
     cache is complete when all have returned.
 
     Raises:
@@ -158,7 +158,7 @@ def write_cache(
 
 
 def _count_on(bar: Progress, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches; `bar` moves when the next one is asked for, not only after a whole shard."""
+    """Yield the batches; `bar` moves when the next is requested, not only after a whole shard."""
     for batch in batches:
         yield batch
         bar.update()
@@ -247,9 +247,9 @@ def _write_shard(
 
 
 def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]]:
-    """(key, wanted rows of the flattened batch) of every document with a label.
+    """Yield (key, wanted rows of the flattened batch) for every document with a label.
 
-    The others teach nothing.
+    The other documents teach nothing.
     """
     is_label_row_N, is_wanted_N = label_rows(batch, 0).flatten(), wanted_BT.flatten()
     ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()
@@ -279,10 +279,13 @@ class Shards:
     """A complete cache, mapped into memory."""
 
     def __init__(self, folder: Path, content: Content, *, target: str, data: str) -> None:
-        """Open a complete cache of this target, data and content.
+        """Open a complete cache of this content for this target and data.
 
-        Raises ValueError if it is incomplete, corrupt, or of another target, other data or another
-        content; a cache of hidden states may have more layers.
+        A cache of hidden states may have more layers than `content`.
+
+        Raises:
+            ValueError: if the cache is incomplete or corrupt, or belongs to another target, other
+                data or other content.
         """
         self.folder, self.header = folder, read_header(folder)
         there = {"target": self.header.target, "data": self.header.data, **self.header.content}
@@ -311,7 +314,7 @@ class Shards:
                 self._places[key.tobytes()] = shard, index, slice(start, end)
 
     def document(self, key: bytes) -> dict[str, Tensor]:
-        """The cached tensors of a document, by name: views into the file.
+        """Return the cached tensors of a document by name; they are views into the file.
 
         Raises:
             ValueError: if the document was not cached or is corrupt.
@@ -340,11 +343,11 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_header(folder: Path) -> CacheHeader:
-    """The header of the cache in `folder`.
+    """Return the header of the cache in `folder`.
 
     Raises:
         FileNotFoundError
-        ValueError: unreadable.
+        ValueError: if the header cannot be read.
     """
     path = folder / HEADER
     if not path.exists():
@@ -361,7 +364,7 @@ def _shard_name(shard: int) -> str:
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped: the kernel reads a page when it is first used."""
+    """Map the tensors of a file into memory; the kernel reads a page when it is first used."""
     try:
         with safe_open(path, framework="pt") as file:
             # The tensors keep the mapping after the file is closed.

@@ -66,23 +66,23 @@ sum into NaN.
 
 
 class InProcessTarget:
-    """The exact signal of a causal LM of `transformers`.
+    """The exact signal from a causal LM of `transformers`.
 
-    A target whose packed documents would see each other gets one document a row
+    If packed documents would attend to each other in a target, its passes have one document per row
     (`distill.signal.apart`).
     """
 
     def __init__(
         self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True
     ) -> None:
-        """A target, with or without weights.
+        """Prepare a target with or without weights.
 
-        `aux_layers`: k is the residual stream after k layers, from 0 (the embeddings) to the number
-        of layers. Without weights no values are checked, and only the cost of the signal can be
-        counted.
+        `aux_layers` selects streams: k is the residual stream after k layers, from 0 (the
+        embeddings) to the number of layers. Without weights, no values are checked, and only the
+        cost of the signal can be counted.
 
         Raises:
-            ValueError: a layer does not exist, or the model cannot be used exactly.
+            ValueError: if a layer does not exist, or the model cannot be used exactly.
         """
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
         self._decoder, self._config = language_model(model), model.config.get_text_config()
@@ -113,15 +113,15 @@ class InProcessTarget:
         return TargetSignal(distribution=exact, aux_BTLD=aux_BTLD)
 
     def _pass(self, batch: Batch) -> Tensor:
-        """The last hidden states of packed rows, [B, T, D]."""
+        """Return the last hidden states for packed rows, [B, T, D]."""
         # Else no mask, which would replace those of the layers: restarting positions separate.
         within = prefix_arguments(batch.document_BT) if self._takes_prefixes else {}
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
     def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:
-        """The last hidden states of one document per pass, and the same of the streams.
+        """Return the last hidden states from passes with one document per row, [B, T, D].
 
-        They are at the places in the packed rows, [B, T, D].
+        These states, and those in `streams`, are put back in their places in the packed rows.
         """
         ids_N = batch.input_ids_BT.flatten()
         passes = split_documents(batch.document_BT, self._most_pairs())
@@ -151,8 +151,8 @@ class InProcessTarget:
     def compile_layers(self) -> None:
         """Compile the model's layers for the calls of this source.
 
-        For others the model stays as it is. Layers in shards stay as they are: what gathers them is
-        a hook, and would be cut out of every graph.
+        For other callers, the model is unchanged. Sharded layers are not compiled, because the hook
+        that gathers them would be cut out of every graph.
         """
         if not is_sharded(self.model):
             self._compiled = list(decoder_layers(self.model))
@@ -175,10 +175,10 @@ class InProcessTarget:
 
     @contextmanager
     def _streams(self) -> Iterator[dict[int, Tensor]]:
-        """A dict, filled while the model runs, with the residual stream after each of `aux_layers`.
+        """Yield a dict that a pass fills with the residual stream after each of `aux_layers`.
 
-        `output_hidden_states` would keep the streams of all layers, and give the last one after the
-        final norm.
+        `output_hidden_states` would keep the streams of all layers, and return the last one after
+        the final norm.
         """
         streams: dict[int, Tensor] = {}
 
@@ -213,14 +213,15 @@ class InProcessTarget:
 
     @torch.no_grad()
     def _keeps_apart(self) -> bool:
-        """Whether documents in one row leave each other as they are.
+        """Whether documents in one row do not affect each other.
 
-        Layers with a state do not. Eager attention would compute all pairs of a row. All others are
-        tried: the same document, packed behind two different ones, must get exactly the same
-        states.
+        Layers with a state let them do so. Eager attention would compute all pairs in a row. All
+        other models are tested: the same document, packed behind two different ones, must get
+        exactly the same states.
 
         Raises:
-            ValueError: if a row sees what follows, so that not even padding is without effect.
+            ValueError: if a token attends to those that follow it, so that even padding has an
+                effect.
         """
         half, device = 8, self._head().device
         ids_T = torch.arange(3 * half, device=device) * 7 % self._head().shape[0]
@@ -247,7 +248,7 @@ class InProcessTarget:
 
 @torch.no_grad()
 def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(ids, float32 log-probabilities) of the given rows, [N, K] each, descending.
+    """Return (ids, float32 log-probabilities) for the given rows, [N, K] each, descending.
 
     The rows are those of the flattened batch.
 
@@ -266,7 +267,10 @@ def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor) -> TargetSignal:
-    """A top-k signal known on `rows_N` of the flattened batch. The other rows hold the id -1."""
+    """Return a top-k signal that is known for `rows_N` of the flattened batch.
+
+    The other rows contain the id -1.
+    """
     shape, k = batch.input_ids_BT.shape, ids_NK.shape[1]
     device = batch.input_ids_BT.device
     ids_BTK = torch.full((*shape, k), -1, device=device)
@@ -282,17 +286,17 @@ say_once = functools.cache(
 
 
 class EndpointTarget:
-    """The top-k signal of one or several vLLM servers.
+    """The top-k signal from one or several vLLM servers, with one request per document.
 
-    One request per document. The servers must be started with `--max-logprobs` of at least k.
+    The servers must be started with `--max-logprobs` of at least k.
     """
 
     def __init__(
         self, endpoint: Endpoint | Endpoints, k: int = 20, opened: TargetFolder | None = None
     ) -> None:
-        """The endpoint must not be shared: the connections belong to this source's event loop.
+        """The endpoint must not be shared: its connections belong to this source's event loop.
 
-        Servers that certainly serve another target than `opened` are refused.
+        Servers that certainly serve a target other than `opened` are refused.
         """
         self.endpoint, self.k, self._opened = endpoint, k, opened
         # One event loop for all calls: the connections stay open between batches, and belong to a
@@ -302,9 +306,13 @@ class EndpointTarget:
     def require_target(self) -> None:
         """Refuse servers that certainly serve another target, or do not answer.
 
-        Raises ValueError in the first case, and ConnectionError if the server, or each of several,
-        does not answer; the message names the URL. A dead server among several is checked when it
-        comes back, and gets no requests if it fails.
+        A dead server among several is checked when it comes back, and gets no requests if it fails
+        the check.
+
+        Raises:
+            ValueError: if a server certainly serves another target.
+            ConnectionError: if the server, or each of several, does not answer; the message names
+                the URL.
         """
         if isinstance(self.endpoint, Endpoints):
             self._runner.run(self.endpoint.require(self._require_target))
@@ -312,9 +320,9 @@ class EndpointTarget:
             self._runner.run(self._require_target(self.endpoint))
 
     async def _require_target(self, endpoint: Endpoint) -> None:
-        """The server's tokenizer must give the target's ids.
+        """Require that the server's tokenizer give the target's ids.
 
-        Another name is only printed: an alias or a quantised copy has one too.
+        A different name is only printed, because an alias or a quantised copy has one too.
         """
         if (target := self._opened) is None:
             return
@@ -338,19 +346,19 @@ class EndpointTarget:
             )
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """The signal of a batch.
+        """Return the signal for a batch.
 
         Raises:
-            ValueError: if the server refuses k or a document, or answers with ids of another
+            ValueError: if the server refuses k or a document, or answers with ids from another
                 vocabulary.
-            ConnectionError: if it does not answer; the message names the URL.
+            ConnectionError: if the server does not answer; the message names the URL.
         """
         return self._runner.run(self._signal(batch))
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """`num_tokens` greedy tokens of the server after each prompt; end tokens do not stop it.
+        """Return `num_tokens` greedy tokens from the server for each prompt.
 
-        Raises as `__call__`.
+        End tokens do not stop it. Raises the same errors as `__call__`.
         """
 
         async def one(prompt: Sequence[int]) -> list[int]:
@@ -398,7 +406,7 @@ class EndpointTarget:
         return recorded(batch, rows_N, ids_NK, log_probs_NK)
 
     async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids, log-probabilities), [N, K] each, of the given rows of one document."""
+        """Return (ids, log-probabilities), [N, K] each, for the given rows of one document."""
         # Row r is read off token r + 1: the prompt ends after the last wanted row's.
         prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
         try:

@@ -110,7 +110,7 @@ class _Session(NamedTuple):
 
 
 def prompt_key(conversation: Conversation) -> str:
-    """`conversation_hash` of all but the assistant's messages, and of the tools if there are any.
+    """Return the `conversation_hash` of the tools, if any, and all but the assistant's messages.
 
     The same questions with the same tools are answered once.
     """
@@ -131,19 +131,19 @@ def regenerate(
     overwrite: bool = False,
     states: "tuple[Storage, Storage] | None" = None,
 ) -> RegenerationStats:
-    """Answer every assistant turn again, in order, and append to `output` (JSONL).
+    """Answer every assistant turn again, in order, and append the results to `output` (JSONL).
 
-    Each is answered on the regenerated history. The data's tool results are kept as long as the
-    target makes the same calls. Conversations already in `output` are skipped, so
-    an interrupted run continues where it stopped. `target` identifies what answers, beyond the name
-    of its model. With `overwrite`, new answers replace those in `output`, which are set aside at
-    the first one. `states` are the storage of a server started with `features.server_args`, and one
-    to keep the hidden states of prompts and answers in.
+    Each turn is answered after the regenerated history. The data's tool results are kept as long as
+    the target makes the same calls. Conversations already in `output` are skipped, so an
+    interrupted run continues where it stopped. `target` identifies what answers, beyond the name of
+    its model. With `overwrite`, new answers replace those in `output`, which are set aside at the
+    first new one. `states` contains the storage of a server started with `features.server_args`,
+    and the storage in which to keep the hidden states of prompts and answers.
 
     Raises:
-        ConnectionError: if the server does not answer; it names the URL and how many conversations
-            were finished.
-        ValueError: if `output` was written by another target or with other settings or is damaged,
+        ConnectionError: if the server does not answer; the message names the URL and how many
+            conversations were finished.
+        ValueError: if `output` is damaged or was written by another target or with other settings,
             or if the server refuses everything.
     """
     settings = {**({"target": target} if target else {}), **asdict(sampling)}
@@ -247,9 +247,9 @@ class _Regeneration:
             bar.update()
 
     async def _answer(self, conversation: Conversation) -> _Session:
-        """The conversation with the target's answers.
+        """Return the conversation with the target's answers.
 
-        It ends before a tool's result that does not belong to the target's call.
+        It ends before a tool result that does not belong to the target's call.
         """
         history: list[Message] = []
         turns: list[TokenTurn | None] = []
@@ -307,10 +307,10 @@ class _Regeneration:
         return _Answer(answer, is_cut, _read_turn(reply, choice), self._read_url(reply))
 
     def _read_url(self, reply: dict[str, Any]) -> str:
-        """The URL of an answer's hidden states; empty if none are kept.
+        """Return the URL of an answer's hidden states; empty if none are kept.
 
         Raises:
-            ConnectionError: the server sends none.
+            ConnectionError: if the server sends no hidden states.
         """
         if self.states is None:
             return ""
@@ -324,7 +324,7 @@ class _Regeneration:
         return url
 
     def _keep_states(self, turns: Sequence[TokenTurn | None], url: str) -> None:
-        """Keep the states of the newest turn, in place of those of the turns that it begins with."""
+        """Keep the states for the newest turn, in place of those for the turns that it extends."""
         *earlier, turn = turns
         if self.states is None or turn is None:
             return
@@ -346,7 +346,7 @@ class _Regeneration:
             self.stats.tokens_kept -= before.num_tokens - 1
 
     async def _post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The reply, with token ids if the server knows how to return them."""
+        """Return the reply, with token ids if the server can return them."""
         if self.returns_ids:
             try:
                 return await self.endpoint.post(path, return_token_ids=True, **body)
@@ -374,7 +374,7 @@ class _Regeneration:
 
 
 async def _show_time(bar: Progress) -> None:
-    """Draw the bar again every second: the first answer may take minutes."""
+    """Redraw the bar every second, because the first answer may take minutes."""
     while True:
         await asyncio.sleep(1)
         bar.refresh()
@@ -411,10 +411,10 @@ def _read_turn(reply: dict[str, Any], choice: dict[str, Any]) -> TokenTurn | Non
 
 
 def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:
-    """The first choice in a server's reply.
+    """Return the first choice in a server's reply.
 
     Raises:
-        RequestRefusedError: there is none, or a filter has cut it.
+        RequestRefusedError: if there is none, or a filter has cut it.
     """
     try:
         choice: dict[str, Any] = reply["choices"][0]
@@ -441,15 +441,15 @@ def _as_sent(message: Message) -> Message:
 
 
 def previous_answers(output: Path) -> Path:
-    """Folder of the earlier answers while new ones replace them."""
+    """Return the folder for the earlier answers while new ones replace them."""
     return output.with_name(f".{output.name}{PREVIOUS}")
 
 
 def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
-    """Keys of the conversations in `output`; the torn last line of a killed run is cut off.
+    """Return the keys of the conversations in `output`; a killed run's torn last line is cut off.
 
     Raises:
-        ValueError: a line is damaged, or of other settings than `settings`; the file stays.
+        ValueError: if a line is damaged, or has settings other than `settings`; the file stays.
     """
     if not output.exists():
         return set()
@@ -485,7 +485,7 @@ def _not_ours(output: Path, number: int) -> ValueError:
 def _begins_row(torn: bytes) -> bool:
     """Whether the bytes are the beginning of a row, however short.
 
-    A mistyped output must not lose its last line.
+    A file that was named by mistake must not lose its last line.
     """
     start, key, rest = torn[:9], torn[9:73], torn[73:86]
     is_hex = not key.strip(b"0123456789abcdef")

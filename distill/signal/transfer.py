@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor in host memory that `device` can copy without waiting: pinned, if it is a GPU."""
+    """Return a tensor in host memory that `device` can copy without waiting: pinned for a GPU."""
     return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(value: T, device: torch.device) -> T:
-    """A tensor, or a dataclass with tensors at any depth, on `device`.
+    """Move a tensor, or a dataclass with tensors at any depth, to `device`.
 
-    A GPU may still be copying: its current stream finds the tensors whole. The host may change its
-    own.
+    The copy to a GPU may still be in progress, but work on its current stream uses complete
+    tensors. The host may change its own tensors.
     """
     if is_dataclass(value):
         moved: dict[str, Any] = {

@@ -78,7 +78,7 @@ def write_offline_unless_logged_in() -> None:
 
 
 def _has_login() -> bool:
-    """Whether ~/.netrc has a login for wandb's host. The file may be about other machines alone."""
+    """Whether ~/.netrc has a login for wandb's host, rather than only for other hosts."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         return host is not None and host in netrc.netrc(os.environ.get("NETRC")).hosts
@@ -87,10 +87,10 @@ def _has_login() -> bool:
 
 
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
-    """(mixed precision here, the line that names it).
+    """(mixed precision on this machine, the line that reports it).
 
-    `asked` is by the user, `launched` by `accelerate launch` (no, bf16, fp16 or fp8); None for
-    neither.
+    `asked` is the user's choice and `launched` that of `accelerate launch` (no, bf16, fp16 or fp8);
+    each is None if there is none.
     """
     # Not fp16: a step that overflows is skipped here, and the scale of its loss never falls.
     default = launched if launched and launched != "fp16" else "no"
@@ -113,10 +113,10 @@ def make_accelerator(
     wandb_project: str | None,
     machine: Machine | None = None,
 ) -> Accelerator:
-    """The accelerator of this launch, on this machine by default.
+    """The accelerator for this launch. `machine` is this machine by default.
 
-    The main process prints the precision (`choose_precision`); wandb writes offline unless somebody
-    is logged in.
+    The main process prints the precision (`choose_precision`); wandb logs offline unless there is a
+    login.
 
     Raises:
         ValueError: wandb refuses the project.
@@ -182,9 +182,9 @@ def train(
     loop: Loop,
     num_speculative_tokens: int,
 ) -> TrainingCost:
-    """Train from the newest checkpoint of `run` until `loop.steps` or `loop.stop_by`.
+    """Train from the newest checkpoint in `run` until `loop.steps` or `loop.stop_by` ends it.
 
-    Losses and held-out acceptance go to the metrics. Raises as `RunFolder.restore`.
+    Losses and held-out acceptance go to the metrics. Raises the same errors as `RunFolder.restore`.
     """
     accelerator = distillation.accelerator
     if loop.compile:
@@ -235,9 +235,9 @@ def describe_length(loop: Loop, rows: int, num_rows: int) -> str:
 
 
 class _Trainer:
-    """A training, in one part or several.
+    """A training run, in one part or in several.
 
-    The first steps, whose speed plans the rest, and the rest.
+    With several parts, the speed of the first steps determines how many steps follow.
     """
 
     def __init__(
@@ -252,10 +252,11 @@ class _Trainer:
         self.meter = _Meter()
 
     def plan_steps(self, loop: Loop) -> int:
-        """Train the first steps.
+        """Train the first steps, and plan the total.
 
-        Returns how many fill `loop.minutes` in all, the main process's number, logged for a resumed
-        run. Their learning rate is that of `loop.steps`.
+        Returns the number of steps that fill `loop.minutes` in all. The main process's number
+        counts on every rank, and is logged for a resumed run. The first steps have the learning
+        rate planned for `loop.steps`.
         """
         planned = [entry["planned_steps"] for entry in self.run.metrics if "planned_steps" in entry]
         if planned:
@@ -275,7 +276,7 @@ class _Trainer:
         return steps[0]
 
     def train_until(self, last: int, loop: Loop, desc: str | None = None) -> None:
-        """Train up to the step `last` of `loop`, or until acceptance falls."""
+        """Train up to step `last`, or until `loop.stop_by` ends the run as acceptance falls."""
         distillation, run = self.distillation, self.run
         accelerator = distillation.accelerator
         held_out = _take_held_out(self.data.held_out, loop, accelerator)
@@ -331,7 +332,7 @@ def _evaluate(
 ) -> None:
     """Log the acceptance on held-out text after the newest step.
 
-    If the best draft counts, save a best one.
+    With --loop.stop-by acceptance, also save the draft if it is the best so far.
     """
     done, metrics = distillation.step_index, distillation.evaluate(held_out, num_tokens)
     run.log(
@@ -345,9 +346,9 @@ def _evaluate(
 
 
 def _find_best(metrics: Sequence[Mapping[str, Any]]) -> int:
-    """Step of the evaluation with the highest held-out tau, the first of equals, or 0.
+    """The step of the evaluation with the highest held-out tau, the first of equals, or 0.
 
-    From the metrics, which a resumed run cuts.
+    It is computed from the metrics, which a resumed run truncates.
     """
     taus = [(entry["held_out_tau"], -entry["step"]) for entry in metrics if "held_out_tau" in entry]
     return -max(taus)[1] if taus else 0
@@ -362,7 +363,10 @@ def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
 
 
 def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int) -> list[Batch]:
-    """This rank's micro-batches of `step`, on which alone they depend: a resumed run sees them."""
+    """This rank's micro-batches for `step`.
+
+    They depend only on the step, so a resumed run gets the same ones.
+    """
     accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
     batches = [
         data.train.batch(
@@ -384,13 +388,13 @@ def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator
 
 
 def peak_rss_mib() -> float:
-    """Largest resident memory of this process so far, in MiB."""
+    """The peak resident memory of this process so far, in MiB."""
     # Linux counts `ru_maxrss` in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class _Meter:
-    """Tokens per second of the training steps: the clock stops for evaluations and checkpoints."""
+    """Tokens per second of training steps, not counting evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.tokens, self.started = 0, time.perf_counter()

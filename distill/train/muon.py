@@ -29,7 +29,7 @@ OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")  # linear layers wit
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, made orthogonal: a step changes a matrix by about `lr`, in the RMS."""
+    """Orthogonalised Nesterov momentum: a step changes a matrix by an RMS of about `lr`."""
 
     def __init__(
         self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float
@@ -60,10 +60,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1.
+    """U V^T for the matrix U S V^T, but with singular values between 0.7 and 1.2 instead of 1.
 
-    [R, C], in its type. The iteration computes in `dtype`. None is bfloat16 on a GPU and on a CPU
-    with instructions for it, else float32.
+    The result is [R, C], in the matrix's dtype. The iteration computes in `dtype`; None means
+    bfloat16 on a GPU or on a CPU with bfloat16 instructions, and float32 otherwise.
     """
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
@@ -81,7 +81,7 @@ def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices for Muon, all other parameters), of those that are trained."""
+    """(matrices for Muon, all other parameters), among the trained parameters."""
     chosen = {
         id(linear.weight)
         for name, linear in module.named_modules()

@@ -41,7 +41,7 @@ def distill_loss(
 ) -> StepResult:
     """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the step), in blocks.
 
-    Never [rows, V] of both.
+    The [rows, V] logits of the target and the draft never exist as a whole.
     """
     chunk_tokens = default_chunk_tokens(steps[0].head_WD.device)
     rows = find_rows(steps, chunk_tokens)
@@ -98,7 +98,7 @@ def distill_loss(
 
 @dataclass(frozen=True)
 class StepRows:
-    """The labelled rows of a draft step, ascending."""
+    """The labelled rows of a draft step, in ascending order."""
 
     place_M: Tensor
     """Flat rows of the batch."""
@@ -116,7 +116,10 @@ class Rows:
 
 
 def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
-    """The labelled rows of every step, and the target's rows for them; a GPU waits once."""
+    """The labelled rows of every step, and the target's rows for them.
+
+    On a GPU, this synchronises once.
+    """
     # Row t of a step is compared with the target's row t + shift. Both are rows of one document.
     masks = [step.mask_BT.flatten() for step in steps]
     compared = [_moved(mask, step.shift) for mask, step in zip(masks, steps, strict=True)]
@@ -144,7 +147,10 @@ def _moved(mask_N: Tensor, shift: int) -> Tensor:
 
 
 def _places(mask_N: Tensor, count: int) -> Tensor:
-    """The `count` places at which the mask is true. `nonzero` would read the count again."""
+    """The `count` places at which the mask is true.
+
+    `nonzero` would compute the count again, and a GPU would have to wait for it.
+    """
     # All false places are written behind the last true one.
     slots_N = torch.where(mask_N, mask_N.cumsum(0) - 1, count)
     places = slots_N.new_empty(count + 1)
@@ -152,7 +158,7 @@ def _places(mask_N: Tensor, count: int) -> Tensor:
 
 
 def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
-    """The target's distribution on the given flat rows."""
+    """The target's distribution for the given flat rows."""
     distribution = signal.distribution
     if isinstance(distribution, ExactTarget):
         return ExactRows(

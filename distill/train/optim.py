@@ -52,7 +52,7 @@ class Optim:
             )
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate at `step` as a share of `lr`."""
+        """The learning rate at `step`, as a share of `lr`."""
         warmup = max(1, round(self.warmup_fraction * num_steps))
         if step < warmup:
             # Step 0 has 1 / warmup of the rate. With 0 it would change nothing.

@@ -25,9 +25,9 @@ Options = TypeVar("Options")
 
 
 def require_least(config: Any, group: str = "", **least: int) -> None:
-    """Raise ValueError, with the flag, if a number of a config is below its least one.
+    """Raise ValueError, with the flag, if a number in a config is below its minimum.
 
-    None is not.
+    A value of None passes.
     """
     for name, number in least.items():
         if (value := getattr(config, name)) is not None and value < number:
@@ -341,10 +341,10 @@ class StandaloneConfig(TrainConfig):
 
 
 def make_config(family: Family) -> HeadConfig[Any] | StandaloneConfig:
-    """The defaults of a family.
+    """The default config for a family.
 
     Raises:
-        ValueError: there is no training for it.
+        ValueError: the family cannot be trained.
     """
     row = family.training
     if row is None:

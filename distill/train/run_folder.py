@@ -61,7 +61,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config on which a resumed run must agree: not servers, storage, caches."""
+    """The part of a config that a resumed run must share, without servers, storage and caches."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
         # Whether servers give the signal is a part of the training. The addresses are not.
@@ -78,7 +78,7 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_foreign(folder: Path) -> Path | None:
-    """The first file that somebody else has put into a folder of a run, or None."""
+    """The first file in a run's folder that the run itself did not write, or None."""
     if folder.name in ("target-cache", PREVIOUS):
         return None
     if folder.name not in (CHECKPOINTS, "ce-baseline"):
@@ -94,7 +94,7 @@ def _find_foreign(folder: Path) -> Path | None:
 
 
 class RunFolder:
-    """A run's folder, opened once by every rank; only the main process writes."""
+    """A run's folder, which every rank opens once but only the main process writes."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder, self.accelerator = folder, accelerator
@@ -108,13 +108,14 @@ class RunFolder:
     def open(
         cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, overwrite: bool
     ) -> RunFolder:
-        """The run in `folder`, new, or continued if it has this config.
+        """The run in `folder`: a new one, or the existing one if it has this config.
 
-        With `overwrite` a new one, which replaces an earlier run from `begin` on.
+        With `overwrite`, it is a new run, which replaces an earlier run when `begin` is called.
 
         Raises:
-            ValueError: it holds another run and `overwrite` is not set; or files that the run would
-                replace, and that it reads or has not written; or not all ranks see it.
+            ValueError: the folder holds another run and `overwrite` is not set; the folder holds
+                files that the run would replace although it reads them or did not write them; or
+                not all ranks see the folder.
         """
         run = cls(folder, accelerator)
         # As it will be read back: tuples are lists and paths are text, so an equal config compares
@@ -131,16 +132,17 @@ class RunFolder:
         return run
 
     def beside(self, name: str) -> RunFolder:
-        """A run in a subfolder of this one, with separate checkpoints and metrics."""
+        """A run in a subfolder of this run's folder, with separate checkpoints and metrics."""
         run = RunFolder(self.folder / name, self.accelerator)
         run.config, run.date = self.config, self.date
         run.folder.mkdir(exist_ok=True)
         return run
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Call `work` on the main process while the others wait, and return the result on all.
+        """Call `work` on the main process while the others wait, and return its result on all.
 
-        Raises on the main process, as `work`; on the others, a ValueError with the same message.
+        If `work` raises, the main process raises that error, and the others raise a ValueError with
+        the same message.
         """
         told: list[Any] = [
             None,
@@ -161,7 +163,7 @@ class RunFolder:
         return result
 
     def _claim(self, overwrite: bool) -> str:
-        """Own the folder, and return the date of the run's start."""
+        """Claim the folder for this process; returns the date on which the run first started."""
         started = self.folder / RUN
         # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
         previous = self.folder / PREVIOUS
@@ -219,7 +221,10 @@ class RunFolder:
         write_whole(self.folder / RUN, json.dumps(about, indent=2) + "\n")
 
     def begin(self) -> None:
-        """Set an earlier run aside, which this one replaces: nothing can be refused any more."""
+        """Set aside the earlier run that this one replaces.
+
+        Call this once nothing can be refused any more.
+        """
         self.on_main(self._begin)
 
     def _begin(self) -> None:
@@ -229,7 +234,7 @@ class RunFolder:
             self._replaces = False
 
     def complete(self) -> None:
-        """Remove the run that this one has replaced."""
+        """Remove the earlier run that this one has replaced."""
         if self.accelerator.is_main_process:
             drop_previous(self.folder / PREVIOUS)
 
@@ -252,10 +257,10 @@ class RunFolder:
             )
 
     def confirm(self, inputs: dict[str, str]) -> None:
-        """Note what the run reads, by hash, on the main process.
+        """Record the hashes of the run's inputs. Call this on the main process.
 
         Raises:
-            ValueError: it was trained on others.
+            ValueError: the run was trained on other inputs.
         """
         self.inputs = inputs
         if self._replaces:
@@ -282,7 +287,7 @@ class RunFolder:
                 file.write(json.dumps(entry) + "\n")
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Publish a checkpoint of `step`, and delete all but the newest ones."""
+        """Publish a checkpoint for `step`, and delete all but the newest checkpoints."""
         self._publish(self.folder / CHECKPOINTS / f"step-{step:06d}", step, write)
         if self.accelerator.is_main_process:
             for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
@@ -292,12 +297,12 @@ class RunFolder:
         self._publish(self.folder / "best", step, write)
 
     def restore_best(self, read: Callable[[Path], None]) -> None:
-        """Read the checkpoint of `save_best`.
+        """Read the checkpoint that `save_best` wrote.
 
-        The metrics stay.
+        The metrics stay as they are.
 
         Raises:
-            ValueError: if it is missing, corrupt or truncated, naming the file.
+            ValueError: a file is missing, corrupt or truncated; the message names it.
         """
         self.on_main(lambda: verify(self.folder / "best"))
         read(self.folder / "best")
@@ -329,10 +334,12 @@ class RunFolder:
         return sorted(filter(_is_step, named), key=_step_of)
 
     def restore(self, read: Callable[[Path], None]) -> int:
-        """Read the newest checkpoint and drop later metrics; returns its step, or 0.
+        """Read the newest checkpoint and drop later metrics.
+
+        Returns the checkpoint's step, or 0 if there is no checkpoint.
 
         Raises:
-            ValueError: a checkpoint is corrupt or truncated.
+            ValueError: the checkpoint is corrupt or truncated.
         """
         newest = self.on_main(self._verify_newest)  # another machine may not see it yet
         step = 0

@@ -42,7 +42,7 @@ MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it sto
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """The numbers of a step that every rank knows as soon as it is taken."""
+    """The numbers for a step that are available on every rank as soon as it is taken."""
 
     tokens: int
     """Tokens read on all ranks, padding excluded."""
@@ -57,7 +57,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadStats(StepOutcome):
-    """A step whose results are still on the device, summed over this rank's micro-batches."""
+    """A step whose results, summed over this rank's micro-batches, are still on the device."""
 
     loss: Tensor
     """This rank's part of the loss per label, float64 []."""
@@ -69,7 +69,7 @@ class UnreadStats(StepOutcome):
 class StepStats(StepOutcome):
     """One step's results over the labelled rows of all ranks and micro-batches.
 
-    Lists have an entry per draft step.
+    Each list has one entry per draft step.
     """
 
     loss: float
@@ -79,10 +79,10 @@ class StepStats(StepOutcome):
 
 
 class DistillStep(nn.Module):
-    """All reads of the draft's parameters, in one `forward`.
+    """A module whose single `forward` makes all reads of the draft's parameters.
 
-    Outside it, FSDP2 and ZeRO-3 hold only shards, and they follow the gradient through plain
-    tensors alone.
+    Outside `forward`, FSDP2 and ZeRO-3 hold only shards of the parameters, and they track gradients
+    only through plain tensors.
     """
 
     def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
@@ -96,7 +96,7 @@ class DistillStep(nn.Module):
         )
 
     def compile_loss(self) -> None:
-        """Compile the divergence from now on, unless the form is chosen, or a kernel computes it."""
+        """Compile the divergence from now on, unless its form is set or a kernel computes it."""
         if self.divergence.form == "auto" and next(self.parameters()).device.type == "cpu":
             self.divergence = replace(self.divergence, form="compiled")
 
@@ -108,9 +108,9 @@ class DistillStep(nn.Module):
         scale: float | Tensor = 1.0,
         num_speculative_tokens: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """(loss times `scale`, sums by draft step).
+        """(loss times `scale`, sums by draft step) for training.
 
-        With `num_speculative_tokens`, (`metric_sums`,) to evaluate it.
+        With `num_speculative_tokens`, returns (`metric_sums`,) instead, for an evaluation.
         """
         draft = cast(Draft, self.draft)
         if num_speculative_tokens is not None:
@@ -122,7 +122,7 @@ class DistillStep(nn.Module):
 
 
 def fits(checkpoint: Path, accelerator: Accelerator, optimizer: str) -> bool:
-    """Whether the checkpoint was written by ranks of this layout, with the optimizer of this name."""
+    """Whether ranks in this layout, with the optimizer of this name, wrote the checkpoint."""
     progress = json.loads((checkpoint / PROGRESS).read_text())
     return bool(_written_by(progress) == (describe_layout(accelerator), optimizer))
 
@@ -132,10 +132,7 @@ def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
-    """Refuse Muon for matrices that ranks or DeepSpeed split.
-
-    Raises ValueError then.
-    """
+    """Raise ValueError if Muon is to train matrices that ranks or DeepSpeed split."""
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
             f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch "
@@ -145,7 +142,7 @@ def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
 
 
 def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimizer]:
-    """The optimizers that together move every trained parameter of the module once."""
+    """Optimizers that together update every trained parameter of the module exactly once."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices, rest = split(module) if optim.name == "muon" else ([], trained)
     optimizers: list[torch.optim.Optimizer] = []
@@ -168,7 +165,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
 def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | None = None) -> None:
     """Compile the layers of a draft, and of a target that is whole in this process.
 
-    `distill.launch.compiled` says which.
+    `distill.launch.compiled` determines which layers.
     """
     compile_in_place(draft_layers(draft), recomputed=getattr(draft, "recomputes", False))
     if isinstance(target, InProcessTarget):
@@ -178,7 +175,7 @@ def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | N
 class Distillation:
     """A draft in training.
 
-    The module, its optimizers and learning rate schedule, and the number of steps done.
+    It holds the module, its optimizers and learning rate schedule, and the number of steps done.
     """
 
     def __init__(
@@ -227,7 +224,7 @@ class Distillation:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """The draft's state dict, whole on the main process even if the ranks shard it.
+        """The draft's state dict, which is whole on the main process even if the ranks shard it.
 
         All ranks must call this.
         """
@@ -246,11 +243,12 @@ class Distillation:
     def take_step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> UnreadStats:
         """Take one optimizer step over this rank's micro-batches; the results stay on the device.
 
-        A non-finite loss or gradient skips the step, and is counted. `upcoming` is the first batch
-        of the next step. A target that can work ahead gets the signal meanwhile.
+        If the loss or a gradient is not finite, the step is skipped and counted. `upcoming` is the
+        first batch of the next step; a target that can work ahead fetches its signal meanwhile.
 
         Raises:
-            ValueError: after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
+            ValueError: MAX_SKIPPED_IN_A_ROW steps in a row were skipped, or DeepSpeed cannot skip
+                this one.
         """
         assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
         # Without a scheduler: accelerate would step it per process, DeepSpeed too late.
@@ -294,9 +292,9 @@ class Distillation:
         )
 
     def read(self, unread: UnreadStats) -> StepStats:
-        """The results of a step over all ranks.
+        """The results of a step, over all ranks.
 
-        All ranks must call this; it waits for the device.
+        All ranks must call this. It waits for the device.
         """
         # One sum over the ranks, and one read.
         results = torch.cat([unread.sums_S3.double().flatten(), unread.loss[None]])
@@ -322,10 +320,12 @@ class Distillation:
         return self._sum_over_ranks(torch.stack(counts).sum(0))
 
     def _backward(self, loss: Tensor) -> bool:
-        """Add the gradient of a micro-batch; False if its loss is not finite: DeepSpeed gets none.
+        """Add the gradient of a micro-batch.
+
+        With DeepSpeed, a loss that is not finite is not propagated, and the result is False.
 
         Raises:
-            ValueError: if DeepSpeed holds earlier gradients.
+            ValueError: that loss is not finite, but DeepSpeed already holds earlier gradients.
         """
         # DeepSpeed makes the step within `backward`, so the loss is read first. Without it,
         # `_update` reads the loss together with the norm, and clears a gradient that is not finite.
@@ -343,11 +343,11 @@ class Distillation:
     def _update(
         self, losses: Sequence[Tensor], counts_2: Tensor
     ) -> tuple[float | None, int, int, int]:
-        """Make the optimizer's step unless a loss or the gradient is not finite.
+        """Take the optimizer's step unless a loss or the gradient is not finite.
 
-        Returns: the norm of the gradient, or None for no step; the number of losses before the
-        first that is not finite on some rank; and the two counts, which are read together with the
-        norm.
+        Returns the norm of the gradient, or None if no step was taken; the number of losses before
+        the first one that is not finite on some rank; and the two counts, which are read together
+        with the norm.
         """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
@@ -372,7 +372,10 @@ class Distillation:
     def _read_norm(
         self, norm: Tensor, losses: Sequence[Tensor], counts_2: Tensor
     ) -> tuple[float, int, int, int]:
-        """The norm, losses before the first not finite, and the two counts, read at once."""
+        """(norm, number of losses before the first that is not finite, and the two counts).
+
+        All are read from the device at once.
+        """
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         not_finite_N = self._count_not_finite(losses)
@@ -399,7 +402,11 @@ class Distillation:
         return total
 
     def _note(self, *, skipped: bool) -> None:
-        """Count the step. Raises: ValueError after MAX_SKIPPED_IN_A_ROW skipped ones."""
+        """Count the step.
+
+        Raises:
+            ValueError: MAX_SKIPPED_IN_A_ROW steps in a row were skipped.
+        """
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -415,10 +422,7 @@ class Distillation:
         )
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
-        """Held-out acceptance over the batches of all ranks.
-
-        `redraft.eval.forecast` defines it.
-        """
+        """Held-out acceptance, as `redraft.eval.forecast` defines it, over all ranks' batches."""
         # `self.module` and not `self.draft`: outside of the wrapped forward a rank may hold shards
         # only.
         self.module.eval()
@@ -431,15 +435,15 @@ class Distillation:
         return quick_metrics(self._sum_over_ranks(sums))
 
     def close(self) -> None:
-        """Release the weights and the optimizer, and remove them from the accelerator.
+        """Release the weights and the optimizers, and remove them from the accelerator.
 
-        It would save them into the checkpoints of the next distillation.
+        Otherwise the accelerator would save them into the checkpoints of the next distillation.
         """
         del self.draft, self.module, self.optimizers
         self.accelerator.free_memory()
 
     def save(self, folder: Path) -> None:
-        """Write the state for an exact resume into `folder`. All ranks must call this."""
+        """Write into `folder` the state for an exact resume. All ranks must call this."""
         self.accelerator.save_state(str(folder))
         if self.accelerator.is_main_process:
             progress = {
@@ -453,12 +457,10 @@ class Distillation:
     def resume(self, folder: Path) -> None:
         """Continue from a folder written by `save`.
 
-        Also if it was written with another optimizer, or holds anything but tensors and numbers,
-        which would be code to run.
-
         Raises:
-            ValueError: if ranks of another layout wrote it: they saw other batches and hold other
-                shards.
+            ValueError: ranks in another layout wrote it, which got other batches and hold other
+                shards; it was written with another optimizer; or it holds anything but tensors and
+                numbers, which could be code to run.
         """
         progress = json.loads((folder / PROGRESS).read_text())
         if not fits(folder, self.accelerator, self.optim.name):

@@ -45,12 +45,13 @@ METADATA = {
 
 @contextmanager
 def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]:
-    """Have `checkpoint` read without running code from it.
+    """Load `checkpoint` inside this context without running code from it.
 
-    `deepspeed` allows DeepSpeed's classes too. The message names it.
+    `deepspeed` allows DeepSpeed's classes too.
 
     Raises:
-        ValueError: if it holds anything else; nothing of it ran.
+        ValueError: the checkpoint holds anything else. The message names it, and none of its code
+            was run.
     """
     # Both, because torch refuses to load with both set: the user may have set the second one.
     switches = {
@@ -95,9 +96,9 @@ def _list_deepspeed_classes() -> list[Any]:
 
 
 def _find_member(kind: Any, name: str) -> Any:
-    """A member of an enum, which Python before 3.11.4 pickles as a call of getattr.
+    """An enum member, which Python before 3.11.4 pickles as a call of getattr.
 
-    This stands for getattr there.
+    This function replaces getattr when such a pickle is read.
     """
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError("it names builtins.getattr")
@@ -115,9 +116,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _KnownPickles:
-    """Takes the place of the module `pickle` where FSDP reads .metadata.
+    """Replaces the module `pickle` where FSDP reads .metadata.
 
-    FSDP turns errors into text: they are kept.
+    FSDP turns errors into text, so this class keeps the refusals.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class _KnownPickles:
 
 
 def _find_refusals(error: BaseException) -> Iterator[str]:
-    """The reasons of torch, a line each; it explains at length how to trust the file."""
+    """Torch's reasons, one line each, without its long explanation of how to trust the file."""
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             yield from _find_refusals(failure)

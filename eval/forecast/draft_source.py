@@ -75,7 +75,7 @@ class Lookups:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
-    """A draft by its name; with `lookup`, a head that is asked if the lookup finds nothing."""
+    """A draft, by name; with `lookup`, a head that drafts if the lookup finds nothing."""
 
     source: str
     """Folder, hub name, or name of a draft without a folder; with `lookup`, the head's."""
@@ -87,7 +87,7 @@ class DraftSource:
 
     @staticmethod
     def parse(text: str, lookups: Collection[str] = ()) -> DraftSource:
-        """The inverse of `str`, also of `NAME=DRAFT`. Opens no more than a folder before a plus."""
+        """The inverse of `str`; also parses `NAME=DRAFT`. Opens at most a folder before a plus."""
         name = None if Path(text).exists() else NAMED.fullmatch(text)
         if name:
             return replace(DraftSource.parse(name[2], lookups), given_name=name[1])
@@ -107,7 +107,7 @@ class DraftSource:
 
     @property
     def name(self) -> str:
-        """In reports: the given name, or the folder's, or its run's if that is `draft`."""
+        """Name in reports: the given one, else the folder's, or its run's if that is `draft`."""
         return self.given_name or self._spell(
             self.lookup and _shorten(self.lookup), _shorten(self.source)
         )
@@ -123,13 +123,13 @@ class DraftSource:
 
     @property
     def is_without_folder(self) -> bool:
-        """A lookup in the text, or the layers in the target's folder."""
+        """Whether this is a lookup in the text, or the layers in the target's own folder."""
         # ./ngram is a folder of this name
         return self.source in list_without_folder()
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder of the draft, or of the head, downloaded from the hub; None without one.
+        """The folder of the draft or head, downloaded if on the hub; None if it has no folder.
 
         Raises:
             FileNotFoundError
@@ -153,7 +153,7 @@ class DraftSource:
 
     @property
     def is_lookup(self) -> bool:
-        """A lookup alone: no model computes the draft."""
+        """Whether this is a lookup alone: no model computes the draft."""
         return self.is_answers or (self.is_without_folder and not self.family.is_in_target)
 
     @property
@@ -162,7 +162,7 @@ class DraftSource:
 
     @cached_property
     def family(self) -> Family:
-        """The family of the draft, or of the head.
+        """The family of the draft or head.
 
         Raises:
             FileNotFoundError: there is no such draft.
@@ -179,10 +179,11 @@ class DraftSource:
         *,
         method: str | None = None,
     ) -> dict[str, Any]:
-        """vLLM's --speculative-config without the number of tokens.
+        """vLLM's --speculative-config, without the number of tokens.
 
-        A draft that cannot be sampled is greedy whatever `sampling` says. `method` replaces the one
-        that follows from the draft's tensors. A draft without a module here may be served too.
+        A draft that cannot be sampled is greedy regardless of `sampling`. `method` overrides the
+        method inferred from the draft's tensors. A draft for which redraft has no module can also
+        be served.
 
         Raises:
             FileNotFoundError: there is no such draft.
@@ -213,11 +214,11 @@ class DraftSource:
         )
 
     def load(self, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
-        """The draft with its forecast, on the target's device.
+        """Load the draft with its forecast onto the target's device.
 
         Raises:
             FileNotFoundError
-            ValueError: it is no draft of this target, or depends on a server.
+            ValueError: it is not a draft for this target, or depends on a server.
         """
         from redraft.eval.forecast import drafts  # loads torch
 
@@ -235,7 +236,7 @@ class DraftSource:
         )
 
     def find_cure(self, target: str, num_speculative_tokens: int) -> str:
-        """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
+        """The doctor's first finding for a refused draft, with its cure; empty if there is none."""
         from redraft.heads.doctor.checks import first_cure  # loads torch
 
         # The doctor reads the folder of a head, also behind a lookup.
@@ -270,10 +271,12 @@ def _look_up(lookup: str, lookups: Lookups) -> dict[str, Any]:
 
 
 def choose_proposer(folder: Path) -> dict[str, Any]:
-    """vLLM's method for a draft's folder, and the flags beside it, by tensors or config.json.
+    """vLLM's method and its accompanying flags for a draft's folder.
+
+    They are inferred from the tensors or from config.json.
 
     Raises:
-        FileNotFoundError: no weights.
+        FileNotFoundError: the folder has no weights.
         ValueError: vLLM has no proposer for it.
     """
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
@@ -304,9 +307,9 @@ def _tensor_names(folder: Path) -> Collection[str]:
 
 
 def _guess_method(config: Mapping[str, Any]) -> str | None:
-    """A method whose name is inside the architecture or model type.
+    """The method whose name occurs in the architecture or model type.
 
-    A draft model for any causal LM.
+    For any other causal LM, it is `draft_model`.
     """
     architectures = config.get("architectures") or []
     names = " ".join([*architectures, config.get("model_type") or ""]).lower()

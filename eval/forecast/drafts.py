@@ -66,11 +66,11 @@ class LoadedTarget:
 def load_drafts(
     named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod
 ) -> list[NamedDraft]:
-    """The drafts with these names, on the target's device.
+    """Load the drafts with these names onto the target's device.
 
     Raises:
         FileNotFoundError
-        ValueError: one is no draft of this target, or two have one name.
+        ValueError: one is not a draft for this target, or two share a name.
     """
     drafts = [DraftSource.parse(text) for text in named]
     _require_distinct([draft.name for draft in drafts])
@@ -108,7 +108,7 @@ def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod)
 
 
 def make_lookup(draft: DraftSource, target: LoadedTarget, lookups: Lookups) -> NamedDraft:
-    """n-grams, or counted answers."""
+    """A draft of n-grams or of counted answers."""
     steps: Lookup = lookups.ngram
     identity = f"ngram-{lookups.ngram.min}-{lookups.ngram.max}"
     if (folder := draft.folder) is not None:
@@ -132,10 +132,10 @@ def make_mix(
     lookups: Lookups,
     sampling: SampleMethod,
 ) -> NamedDraft:
-    """The lookup first, then the head.
+    """A draft that tries the lookup first and then the head.
 
     Raises:
-        ValueError: if no lookup goes before this draft.
+        ValueError: if this draft does not support a preceding lookup.
     """
     assert lookup.forecast is not None
     assert isinstance(lookup.forecast.steps, Lookup)
@@ -160,7 +160,7 @@ def make_mix(
 
 
 def make_suffix(draft: DraftSource) -> NamedDraft:
-    """Raises ValueError if vLLM's package for it is not installed."""
+    """A suffix-decoding draft. Raises ValueError if the package that vLLM needs is missing."""
     if importlib.util.find_spec(SUFFIX_PACKAGE) is None:
         raise ValueError(
             "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"

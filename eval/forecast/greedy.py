@@ -56,7 +56,7 @@ Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuat
 
 @dataclass(frozen=True, kw_only=True)
 class PromptForecast:
-    """The forecast on one answer; sums run over the rows of the answer."""
+    """The forecast for one answer; sums run over the rows of the answer."""
 
     domain: str
     num_output_tokens: int
@@ -68,7 +68,7 @@ class PromptForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastSummary:
-    """The forecast over several answers."""
+    """The forecast summarised over several answers."""
 
     num_prompts: int
     num_output_tokens: int
@@ -84,7 +84,7 @@ class ForecastSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One draft on all prompts."""
+    """The forecast of one draft on all prompts."""
 
     per_prompt: list[PromptForecast]
 
@@ -129,11 +129,11 @@ def greedy_continuations(
 ) -> list[Continuation]:
     """The target's greedy answer to every prompt, and the K - 1 tokens after it.
 
-    The target is a causal LM of `transformers`. With `keep`, an interrupted run goes on after the
-    last whole batch.
+    The target is a `transformers` causal LM. With `keep`, an interrupted run resumes after the
+    last complete batch.
 
     Raises:
-        ValueError: a prompt with its answer exceeds the target's window.
+        ValueError: a prompt plus its answer exceeds the target's window.
     """
     require_window(target, prompts, max_tokens + num_speculative_tokens - 1)
     # Prompts of similar length share a batch, so there is little padding.
@@ -176,8 +176,8 @@ def generate_answers(
 ) -> list[Continuation]:
     """The answers to one batch of prompts.
 
-    `on_step` is called after each token of all answers. The random numbers of an answer depend on
-    `seed`, temperature and prompt, not on the batch.
+    `on_step` is called once per decoding step of the batch. The random numbers for an answer
+    depend on the seed, temperature and prompt, but not on the batch.
     """
     beyond = num_speculative_tokens - 1
     uniform_BT = torch.stack(
@@ -205,7 +205,7 @@ def generate_answers(
 
 
 def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> Tensor:
-    """Random numbers in [0, 1), one per token of an answer."""
+    """Random numbers in [0, 1), one per token of an answer, float64 [num_tokens]."""
     # A seed per prompt: an answer must not depend on the batch that it is generated in.
     digest = hashlib.sha256(repr((seed, temperature, prompt.token_ids)).encode()).digest()
     # A generator of the CPU: all devices get the same numbers.
@@ -224,7 +224,7 @@ def cut_continuation(
 
 
 def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
-    """Raise ValueError unless every prompt fits the target's window together with `num_new_tokens`."""
+    """Raise ValueError unless every prompt plus `num_new_tokens` fits the target's window."""
     window = visible_length(target.config.get_text_config())
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
@@ -249,9 +249,9 @@ def _generate(
     end_ids: Collection[int],
     choose: Callable[[Tensor, int], Tensor],
 ) -> list[list[int]]:
-    """Tokens after each prompt, picked by `choose(logits [B, V], step)`.
+    """The tokens after each prompt, chosen by `choose(logits [B, V], step)`.
 
-    The output and at least `beyond` more.
+    Each list holds the output and at least `beyond` further tokens.
     """
     # Padding is on the left, so the last column is the next token of every prompt.
     device = target.device
@@ -300,9 +300,10 @@ def forecast(
 ) -> Forecast:
     """Acceptance of `draft` at temperature 0 on the target's greedy text.
 
-    It takes one teacher-forced pass per prompt. `max_tokens` is that of an engine that drafts no
-    further (`simulate_blocks`). With `of_text`, the text is another build's of the target, e.g. a
-    quantised one's: its tokens count, not this target's most probable ones.
+    It takes one teacher-forced pass per prompt. `max_tokens` is the limit of an engine that does
+    not draft beyond it (`simulate_blocks`). With `of_text`, the text comes from another build of
+    the target, e.g. a quantised one: a draft token matches if it equals the text's token, not this
+    target's most probable one.
 
     Raises:
         ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
@@ -334,7 +335,7 @@ def forecast_prompt(
     *,
     of_text: bool = False,
 ) -> PromptForecast:
-    """`forecast` on one answer."""
+    """`forecast` for a single answer."""
     num_output = len(continuation.output_ids)
     prompt_ids = continuation.prompt.token_ids
     text = [*prompt_ids, *continuation.output_ids, *continuation.beyond_ids]
@@ -366,7 +367,7 @@ def forecast_prompt(
 
 
 def _of_text(rows: ComparedRows, step: DraftStep, batch: Batch) -> ComparedRows:
-    """The same rows, which agree where the draft's token is the text's."""
+    """The same rows, with agreement where the draft's token equals the text's."""
     label_BT = batch.input_ids_BT.roll(-1 - step.shift, dims=1)
     return replace(rows, agree_BT=(rows.token_BT == label_BT) & rows.mask_BT)
 
@@ -389,10 +390,10 @@ class QuickMetrics:
 
 
 def quick_metrics(sums: Tensor) -> QuickMetrics:
-    """Rates from the `metric_sums` of any number of batches, added up.
+    """Rates from the total of the `metric_sums` of any number of batches.
 
     Raises:
-        ValueError: no row of the batches has a label.
+        ValueError: no row in the batches has a label.
     """
     if sums[0] == 0:
         raise ValueError(
@@ -414,7 +415,9 @@ def quick_metrics(sums: Tensor) -> QuickMetrics:
 def metric_sums(
     draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int
 ) -> Tensor:
-    """Rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K].
+    """Sums over a batch, float64 on the CPU, [4 + K].
+
+    The entries are rows, alpha, alpha_greedy, blocks, and accepted tokens per position.
 
     Raises:
         ValueError: the draft has too few draft steps.

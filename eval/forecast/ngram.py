@@ -38,21 +38,21 @@ class Ngram:
 
 @runtime_checkable
 class Lookup(Protocol):
-    """A draft that proposes tokens by the text alone."""
+    """A draft that proposes tokens from the text alone."""
 
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
     ) -> Iterator[list[int]]:
-        """For each prefix ids[:first], ids[:first + 1], ...: at most K tokens."""
+        """At most K tokens for each prefix ids[:first], ids[:first + 1], ..."""
         ...
 
 
 def propose_ngrams(
     ids: Sequence[int], first: int, num_prefixes: int, ngram: Ngram, num_speculative_tokens: int
 ) -> Iterator[list[int]]:
-    """For each prefix ids[:first], ids[:first + 1], ....
+    """At most K tokens for each prefix ids[:first], ids[:first + 1], ...
 
-    At most K tokens, none if no n-gram occurred before.
+    A prefix gets no tokens if none of its final n-grams occurred earlier.
     """
     follows: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
     known = 0

@@ -55,7 +55,7 @@ class TargetRows:
 def target_rows(
     distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling: Sampling
 ) -> TargetRows:
-    """The target in `rows_N` of the flattened batch, as a server samples from it."""
+    """The target's distribution, as served, in `rows_N` of the flattened batch."""
     if isinstance(distribution, TopKTarget):
         p_NM = sampled_topk(distribution.log_probs_BTK.flatten(0, 1)[rows_N], sampling)
         return TargetRows(p_NM=p_NM, ids_NM=distribution.ids_BTK.flatten(0, 1)[rows_N])
@@ -64,11 +64,11 @@ def target_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRates:
-    """A draft step beside the target in N rows.
+    """A draft step compared with the target in N rows.
 
-    Each rate is computed when asked for. A reduced draft vocabulary is mapped here: other tokens
-    have q = 0 and are never drafted. If the target is known in its top-k ids only, alpha and
-    alpha_greedy are lower bounds, because p of the tail is taken as 0.
+    Each rate is computed on access. A reduced draft vocabulary is mapped here: tokens outside it
+    have q = 0 and are never drafted. If only the target's top-k ids are known, alpha and
+    alpha_greedy are lower bounds, because p is taken as 0 in the tail.
     """
 
     target: TargetRows
@@ -84,7 +84,7 @@ class StepRates:
 
     @property
     def alpha(self) -> Tensor:
-        """sum_v min(p, q), [N]: acceptance of a token drawn from q."""
+        """sum_v min(p, q), [N]: the acceptance probability of a token drawn from q."""
         target = self.target
         if target.ids_NM is not None:
             return alpha(target.p_NM, self._look_up_q(target.ids_NM))
@@ -94,28 +94,28 @@ class StepRates:
 
     @property
     def alpha_greedy(self) -> Tensor:
-        """p(argmax q), [N]: acceptance of the draft's most probable token."""
+        """p(argmax q), [N]: the acceptance probability of the draft's most probable token."""
         return self.target.probability(self.token)
 
     @property
     def agree(self) -> Tensor:
-        """argmax q = argmax p, bool [N]."""
+        """Whether argmax q = argmax p, bool [N]."""
         return self.token == self.target.best
 
     def accept(self, label_N: Tensor, *, is_sampled: bool) -> Tensor:
-        """P(label drafted and accepted), given the text, [N]: see `eval.forecast.verification`."""
+        """P(label drafted and accepted) given the text, [N]; see `eval.forecast.verification`."""
         if not is_sampled:
             return (self.token == label_N).float()
         return self.ratio(label_N).clamp(max=1)
 
     def ratio(self, label_N: Tensor) -> Tensor:
-        """q(label) / p(label), [N]; finite."""
+        """q(label) / p(label), [N]; always finite."""
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
         # 0 / 0 is NaN: a label that neither can produce counts as 0. x / 0 becomes very large.
         return (q_N / self.target.probability(label_N)).nan_to_num(0)
 
     def _look_up_q(self, ids_NM: Tensor) -> Tensor:
-        """q of token ids, [N, M]."""
+        """q at these token ids, [N, M]."""
         if self.draft_ids_W is None:
             return self.q_NW.gather(-1, ids_NM)
         # an id that the draft does not have lands on a neighbour's column, and is masked by the
@@ -129,16 +129,17 @@ def step_rates(
 ) -> StepRates:
     """The rates of a draft step in `rows_N` of the flattened batch.
 
-    `target` holds the rows predicted by these. Only the temperature changes q.
+    `target` holds the rows that `rows_N` predict. Of the sampling parameters, only the temperature
+    changes q.
     """
     q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
 
 
 def read_log_odds(logits_NW: Tensor, temperature: float) -> Tensor:
-    """log(q / (1 - q)) of the most probable token, [N]: what vLLM's estimator reads.
+    """log(q / (1 - q)) of the most probable token, [N], as used by vLLM's estimator.
 
-    At temperature 0 too it reads q at 1.
+    At temperature 0, too, the estimator uses q at temperature 1.
     """
     warm_NW = logits_NW.float() / (temperature or 1.0)
     others_N = (warm_NW - warm_NW.amax(-1, keepdim=True)).exp().sum(-1) - 1
@@ -147,7 +148,7 @@ def read_log_odds(logits_NW: Tensor, temperature: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRows:
-    """A draft step beside the target, in the draft's rows; 0 and False outside the step's mask."""
+    """A draft step compared with the target, by draft row; 0 and False outside the step's mask."""
 
     mask_BT: Tensor
     alpha_BT: Tensor
@@ -159,9 +160,9 @@ class ComparedRows:
 
 
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:
-    """alpha, alpha_greedy and agreement of one draft step in every row of the mask, at temperature
+    """alpha, alpha_greedy and agreement of one draft step at temperature 1.
 
-    1.
+    They are computed in every row of the step's mask.
     """
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
     # Rows outside the mask stay 0.
@@ -188,10 +189,10 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
 def take_draft_steps(
     draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int
 ) -> list[DraftStep]:
-    """The draft steps for so many tokens: one if autoregressive, else K.
+    """The draft steps for `num_speculative_tokens` = K tokens: one if autoregressive, else K.
 
     Raises:
-        ValueError
+        ValueError: the draft has too few draft steps.
     """
     steps = draft.draft_steps(batch, signal, num_speculative_tokens if draft.is_block else None)
     needed = 1 if draft.is_autoregressive else num_speculative_tokens
@@ -206,9 +207,10 @@ def take_draft_steps(
 def block_matches(
     compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
 ) -> tuple[Tensor, Tensor]:
-    """(the j-th token drafted in a row is the target's greedy one, it has a label).
+    """Whether each drafted token matches, and whether it has a label; bool [B, T, K] each.
 
-    Each is bool [B, T, K]; teacher-forced, so conditional on a match before.
+    The first is true where the j-th token drafted in a row is the target's greedy token. Both are
+    teacher-forced, so they are conditional on matches of the earlier tokens.
     """
     if not is_autoregressive:
         return (

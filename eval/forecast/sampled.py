@@ -43,15 +43,15 @@ def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
 
     The input is log-probabilities at temperature 1.
 
-    The other tokens are known by their total mass at temperature 1 only:
+    Of the other tokens, only the total mass at temperature 1 is known:
 
     top_k up to K                       exact, at every temperature
-    temperature 1                       exact if the filters end within the K tokens. If top_p does not, the tokens that
-                                        it keeps are taken to add up to top_p: off by less than one
-                                        token's mass.
-    another temperature, no such top_k  the others are taken as 0. Below 1, their mass is less than p_K^(1/T - 1) times
-                                        that at temperature 1, with p_K the smallest of the K; above
-                                        1, p is too high.
+    temperature 1                       exact if the filters end within the K tokens. If top_p does
+                                        not, the tokens that it keeps are assumed to add up to
+                                        top_p: off by less than one token's mass.
+    another temperature, no such top_k  the others are taken as 0. Below 1, their mass is less than
+                                        p_K^(1/T - 1) times that at temperature 1, where p_K is the
+                                        smallest of the K; above 1, p is too high.
     """
     if sampling.temperature == 0:
         return F.one_hot(
@@ -71,7 +71,7 @@ def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
 def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
     """p after the filters, [N, M].
 
-    `rest_N` is the mass of the less probable tokens, which are not known one by one.
+    `rest_N` is the total mass of the less probable tokens, whose individual masses are unknown.
     """
     # vLLM's order: min_p, top_k, top_p. Each one sees the probabilities that the one before has
     # left.
@@ -94,7 +94,7 @@ def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
-    """Whether no token after the M most probable ones can pass the filters, in any row."""
+    """Whether, in every row, no token beyond the M most probable ones can pass the filters."""
     outside_N = torch.zeros_like(rest_N, dtype=torch.bool)
     if sampling.min_p:
         outside_N |= top_NM[:, -1] < sampling.min_p * top_NM[:, 0]
@@ -107,9 +107,9 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
 
 
 def _renormalise(kept_NM: Tensor, rest_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Both divided by their sum.
+    """Divide both by their sum.
 
-    Clamped, because all tokens of a made-up row may have probability 0.
+    The sum is clamped, because all tokens of a synthetic row may have probability 0.
     """
     sum_N = (kept_NM.sum(-1) + rest_N).clamp_min(torch.finfo(kept_NM.dtype).tiny)
     return kept_NM / sum_N[:, None], rest_N / sum_N

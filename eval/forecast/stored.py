@@ -23,7 +23,7 @@ from redraft.eval.forecast.greedy import Forecast
 
 @dataclass(frozen=True, kw_only=True)
 class StoredForecast:
-    """The forecast of a draft on the prompts held out in its training, at temperature 0."""
+    """A draft's forecast on the prompts held out from its training, at temperature 0."""
 
     num_speculative_tokens: int
     max_tokens: int
@@ -46,17 +46,17 @@ class StoredForecast:
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> StoredForecast | None:
-        """The inverse of `to_json`; None without one.
+        """The inverse of `to_json`; None if no forecast is stored.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the stored forecast is malformed.
         """
         return msgspec.convert(stored, StoredForecast) if stored else None
 
     def expected(self, prompts: Sequence[Sequence[int]]) -> list[AcceptanceCounts | None]:
-        """The counts expected on each of these prompts.
+        """The counts expected for each of these prompts.
 
-        None for one that is not in the forecast.
+        A prompt that is not in the forecast gets None.
         """
         found = [self.by_prompt.get(digest_prompt(prompt)) for prompt in prompts]
         return [c and AcceptanceCounts(num_drafts=c[0], num_accepted=c[1]) for c in found]
@@ -73,8 +73,8 @@ def store_forecast(
 ) -> StoredForecast:
     """The part of a forecast that is kept with the draft.
 
-    `prompts` are those that it was made on, in their order, and `dtype` is the type in which the
-    target computed.
+    `prompts` are the prompts that were forecast, in the same order, and `dtype` is the type in
+    which the target computed.
     """
     counts = [on_prompt.counts for on_prompt in forecast.per_prompt]
     return StoredForecast(

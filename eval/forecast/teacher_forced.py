@@ -75,7 +75,7 @@ class Forecastable:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRows:
-    """One draft on the answer to one prompt, at one temperature."""
+    """The results of one draft on the answer to one prompt, at one temperature."""
 
     num_output_tokens: int
     num_rows: int
@@ -122,10 +122,10 @@ def forecast_drafts(
     protocol: Protocol,
     folder: Path,
 ) -> Rows:
-    """Every draft on the target's answer to every prompt; finished batches are cached in `folder`.
+    """Evaluate every draft on the target's answer to every prompt.
 
-    `signal` must give the last hidden state and the ascending union of the layers read by the
-    drafts.
+    Finished batches are cached in `folder`. `signal` must return the last hidden state, and the
+    union of the layers that the drafts use in ascending order.
 
     Raises:
         ValueError: if a prompt plus answer exceeds the target's window.
@@ -177,7 +177,7 @@ class _Batch:
     def rows(
         self, target: Any, signal: SignalFunction, drafts: Mapping[str, Forecastable]
     ) -> list[dict[str, PromptRows]]:
-        """Results in the order of the prompts, by name of the draft."""
+        """The results of every draft, by name, in the order of the prompts."""
         fingerprints = [
             (name, d.fingerprint, d.is_sampled, d.can_sample) for name, d in drafts.items()
         ]
@@ -220,7 +220,7 @@ def evaluate_batch(
     protocol: Protocol,
     device: torch.device | str = "cpu",
 ) -> list[dict[str, PromptRows]]:
-    """Every draft on every text, after one pass of the target over all of them."""
+    """Evaluate every draft on every text, with one target pass over all texts."""
     # 1. One pass of the target over all texts.
     ids = [[*text.prompt.token_ids, *text.output_ids, *text.beyond_ids] for text in texts]
     batch = Batch.padded(ids, [len(text.prompt.token_ids) for text in texts], device=device)
@@ -310,10 +310,10 @@ def _propose(
     texts: Sequence[Continuation],
     most_tokens: int,
 ) -> list[Proposals]:
-    """The proposals for `most_tokens`.
+    """The proposals for K = `most_tokens` tokens.
 
-    One step if autoregressive, K steps, or K looked-up tokens, and then the steps that a head may
-    take.
+    These are one step if the draft is autoregressive, else K steps. A lookup proposes K tokens. In
+    a mix, the lookup's tokens are followed by the steps allowed to the head.
     """
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
@@ -334,9 +334,9 @@ def _propose(
 def _mix(
     looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]
 ) -> list[VerifiedLabels]:
-    """Rates of a block's K tokens: looked up if any is found for the beginning, else drafted.
+    """The rates of a block's K tokens, from the lookup if it finds a first token, else the head.
 
-    `verified` has both in this order.
+    `verified` holds the lookup's rates, then the head's.
     """
     by_lookup, by_head = verified[: len(looked_up)], verified[len(looked_up) :]
     matched_N = _is_found(looked_up[0])
@@ -357,13 +357,13 @@ def _mix(
 
 
 def _is_found(proposed: Proposals) -> Tensor:
-    """True for a label at which a lookup found a token, bool [N]."""
+    """Whether a lookup found a token at each label, bool [N]."""
     assert isinstance(proposed, Tensor), "a lookup"
     return (proposed != NOTHING).cpu()
 
 
 def _looked_up(lookup: Lookup, texts: Sequence[Continuation], most_tokens: int) -> Tensor:
-    """For each label, the j-th token of the block that would have it there, int64 [K, N]."""
+    """For each label, the j-th token of the block whose j-th place is there, int64 [K, N]."""
     columns = []
     for text in texts:
         ids = [*text.prompt.token_ids, *text.output_ids, *text.beyond_ids]
@@ -416,10 +416,10 @@ def _prompt_rows(
     columns: Mapping[str, Tensor],
     protocol: Protocol,
 ) -> PromptRows:
-    """One draft on one answer.
+    """The results of one draft on one answer.
 
-    `others_2SN` are the acceptances with the other `draft_sample_method`, and the ratios for block
-    verification.
+    `others_2SN` holds the acceptance probabilities with the other `draft_sample_method`, and the
+    ratios for block verification.
     """
     num_output = len(text.output_ids)
     # a head reads the target's state of the token before the last one, and a prompt of one token
@@ -460,7 +460,7 @@ def _prompt_rows(
 def _block_table(
     accept_SN: Tensor, num_output: int, is_autoregressive: bool, most_tokens: int
 ) -> NDArray[np.float64]:
-    """P(accepted) of the j-th token of a block begun after output token t, [T, K]."""
+    """P(accepted) for the j-th token of a block that begins after output token t, [T, K]."""
     num_rows = max(num_output - 1, 0)
     # S = 1 for an autoregressive draft: the same step proposes every token, from later rows.
     steps = accept_SN[:1].expand(most_tokens, -1) if is_autoregressive else accept_SN

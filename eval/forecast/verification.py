@@ -49,7 +49,7 @@ NOTHING = -1  # Stands for a proposed token if there is none.
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Tokens of a text, and the rows of a flattened [B, T] batch in which the target predicts them."""
+    """Tokens of a text, and the rows of a flattened [B, T] batch where the target predicts them."""
 
     target_rows_N: Tensor
     ids_N: Tensor
@@ -59,7 +59,7 @@ class Labels:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedLabels:
-    """One draft step at every label, float32 on the CPU, [N] each."""
+    """The rates of one draft step at every label, float32 on the CPU, [N] each."""
 
     accept_greedy_N: Tensor
     """P(label drafted and accepted), with the most probable token."""
@@ -81,9 +81,9 @@ Proposals = DraftStep | Tensor  # a step, or the token looked up for each label,
 def verify_labels(
     proposals: Sequence[Proposals], distribution: ExactTarget, labels: Labels, sampling: Sampling
 ) -> list[VerifiedLabels]:
-    """Every proposal at every label of a text that was sampled so.
+    """Verify every proposal at every label of a text that was sampled with `sampling`.
 
-    The target's logits are computed once, for at most ROWS_A_CHUNK rows at a time.
+    The target's logits are computed once per row, for at most ROWS_A_CHUNK rows at a time.
     """
     results_S5N = torch.zeros(len(proposals), 5, len(labels.ids_N))
     for chunk_N in torch.split(
@@ -125,7 +125,7 @@ def _verify_step(
     length: int,
     temperature: float,
 ) -> Tensor:
-    """The five rates of a draft step, [5, N]; 0 for a label whose draft row is before the text."""
+    """The five rates of a draft step, [5, N]; 0 where a label's draft row precedes the text."""
     # Flat rows: the remainder is the row in a text. The label of row 4 was drafted in 4 - shift.
     has_row_N = rows_N % length >= step.shift
     # without a row of the draft any row is read, and its rates are set to 0 below

@@ -46,11 +46,11 @@ def find_missed_forecast(
     source: str = PUBLISHED,
     cure: str = OTHER_WEIGHTS,
 ) -> Iterator[Finding]:
-    """A finding if serving does not count as the published forecast does.
+    """Yield a finding if the counts in serving do not match the published forecast.
 
-    Both are over the same prompts. `is_exact` if both computed in float32: they count the same on
-    nearly every prompt, so that a small fault shows too. If one was in bfloat16, ties are broken
-    otherwise here and there, and only a difference in the mean counts.
+    Both cover the same prompts. `is_exact` means that both computed in float32: their counts are
+    then equal on nearly every prompt, so even a small fault shows. If one of them used bfloat16,
+    some ties are broken differently, and only a difference in the mean counts.
     """
     # Columns: served, expected.
     accepted_N2, drafts_N2 = (
@@ -80,9 +80,9 @@ def find_missed_forecast(
 
 
 def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterator[Finding]:
-    """A finding if serving accepts clearly less than training measured on held-out text.
+    """Yield a finding if serving accepts clearly less than training measured on held-out text.
 
-    For a draft without a forecast. Greedy answers are more predictable.
+    This is for a draft without a forecast. Greedy answers are more predictable than that text.
     """
     served, expected = counts.tau - 1, trained_tau - 1
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
@@ -95,7 +95,7 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
 
 
 def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
-    """A finding for a draft that accepts nothing. It needs no reference."""
+    """Yield a finding if almost no draft token is accepted. No reference is needed."""
     if counts.num_drafts >= MIN_DRAFTS and counts.tau < MIN_TAU:
         yield Finding(
             f"the draft is dead: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows "
@@ -106,7 +106,7 @@ def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
 
 
 def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
-    """A finding for a draft that accepts everything, on prompts without a forecast."""
+    """Yield a finding if almost every draft token is accepted, on prompts without a forecast."""
     share = counts.num_accepted / max(counts.num_draft_tokens, 1)
     if counts.num_draft_tokens >= MIN_DRAFTS and share > TOO_GOOD:
         yield Finding(

@@ -44,7 +44,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One block as training computes it."""
+    """One draft block, as computed in training."""
 
     passes: list[Pass]
     logits: list[Tensor]
@@ -57,10 +57,10 @@ class Trained:
 def compare(
     draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu"
 ) -> list[Finding]:
-    """The first difference of each kind, in the order of causes; none if serving equals training.
+    """The first difference of each kind, causes first; empty if serving equals training.
 
     Raises:
-        ValueError: it is not known how the engine computes this family.
+        ValueError: redraft does not know how the engine computes this family.
     """
     parity, tolerance = find_family(family).parity, TOLERANCE[dump.run.dtype]
     if parity is None:
@@ -106,7 +106,7 @@ CURES = {
 def _pass_differences(
     trained: Sequence[Pass], served: Sequence[Pass], tolerance: float
 ) -> Iterator[tuple[str, str]]:
-    """(kind, sentence) of every difference between the passes of a block."""
+    """(kind, sentence) for every difference between the passes of a block."""
     if len(trained) != len(served):
         yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
         return
@@ -157,7 +157,7 @@ def _rows_apart(
 
 
 def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[tuple[str, str]]:
-    """Drafted tokens other than training would propose, ties excepted."""
+    """Drafted tokens that differ from those training would propose, except for ties."""
     tie = TIE_LOGIT_GAP if dtype == "float32" else TIE_LOGIT_GAP_HALF
     for k, (logits_W, token) in enumerate(zip(trained.logits, block.drafted, strict=True)):
         best = int(logits_W.argmax())
@@ -234,7 +234,7 @@ Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
 def _recurrent(
     _: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
 ) -> Expected:
-    """EAGLE and MTP: the prefix with tokens shifted by one, then one row per further token."""
+    """EAGLE and MTP: the prefix, shifted by one token, then one row per further token."""
     assert feature_BTD is not None
     # A prefix x[0..4] and 3 drafted tokens: T = 8, and num_rows = 4, because the target has not
     # read x[4]. The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two get
@@ -262,7 +262,7 @@ def _recurrent(
 def _parallel(
     _: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
 ) -> Expected:
-    """Medusa: every head reads the target's last hidden state; each head counts as a pass."""
+    """Medusa: every head uses the target's last hidden state; each head counts as a pass."""
     assert feature_BTD is not None
     # The last row that the target has computed: the one before the prefix's last token.
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
@@ -278,10 +278,10 @@ def _parallel(
 def _block(
     draft: Any, steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int
 ) -> Expected:
-    """DFlash, DSpark: the anchor and the masks in one pass.
+    """DFlash and DSpark: the anchor and the masks in one pass.
 
-    The slots from the first one that proposes. The features went into the cache before, and are not
-    seen here.
+    The pass holds the slots from the first one that proposes a token. The features were written to
+    the cache earlier, so they do not appear here.
     """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
@@ -294,7 +294,7 @@ def _block(
 def _prefix_and_masks(
     draft: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
 ) -> Expected:
-    """P-EAGLE: the prefix as in EAGLE, and the masks, which count as a second pass here."""
+    """P-EAGLE: the prefix as in EAGLE, then the masks, which count as a second pass here."""
     (first, *_), rows = _recurrent(draft, steps, batch, feature_BTD, num_drafted)
     masks_at = first.positions_N[-1] + torch.arange(1, num_drafted)
     hidden = [step.hidden_BTD[0, row] for step, row in rows[1:]]
@@ -309,7 +309,7 @@ def _prefix_and_masks(
 def _autoregressive(
     draft: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
 ) -> Expected:
-    """A standalone draft: the whole prefix, then every drafted token."""
+    """A standalone draft: a pass over the whole prefix, then one per drafted token."""
     ids_T, hidden_TD = batch.input_ids_BT[0].cpu(), steps[0].hidden_BTD[0]
     length = len(ids_T) - num_drafted
     bounds = [(0, length), *((length + k, length + k + 1) for k in range(num_drafted - 1))]

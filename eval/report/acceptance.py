@@ -35,7 +35,7 @@ def build_acceptance_report(
 ) -> dict[str, Any]:
     """The content of report.json; `target` has `name` and `fingerprint`.
 
-    `baseline` is None: `eval.report.regression.compare_reports` makes one.
+    Its `baseline` is None; `eval.report.regression.compare_reports` computes that section.
     """
     rows = build_results(measured)
     report: dict[str, Any] = {
@@ -67,7 +67,7 @@ def build_acceptance_report(
 
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write report.json, .html and .md; returns report.html's path, or report.json's without."""
+    """Write report.json, .html and .md; return the path of report.html, else of report.json."""
     page = write_page(
         folder,
         report,

@@ -25,7 +25,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Specifications by element id on the page. A chart with nothing to compare is left out."""
+    """Chart specifications by element id; charts with nothing to compare are omitted."""
     first = report["settings"]["temperatures"][0]
     at_first = [row for row in report["results"] if row["temperature"] == first]
     overall = [row for row in at_first if row["domain"] is None]
@@ -102,7 +102,7 @@ def _accepted(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
 
 
 def _read_rates(row: Mapping[str, Any]) -> Sequence[Mapping[str, float]]:
-    """The forecast acceptance by position; empty if nothing forecasts the draft."""
+    """The forecast acceptance by position; empty if the draft has no forecast."""
     entries = row["by_num_speculative_tokens"]
     if not entries or not entries[-1]["forecast"]:
         return []
@@ -164,9 +164,9 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
 
 
 def _tau(entry: Mapping[str, Any]) -> dict[str, float]:
-    """tau with the ends of the interval.
+    """tau and the ends of its interval.
 
-    The engine's tau has no interval: both ends are the value itself.
+    The engine's tau has no interval, so both ends are the value itself.
     """
     tau = read_tau(entry)
     ends = entry["forecast"]["tau"] if entry["forecast"] else {"low": tau, "high": tau}

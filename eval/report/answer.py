@@ -19,7 +19,7 @@ Report = Mapping[str, Any]
 def compose_answer(measured: Measured, report: Report) -> list[str]:
     """The report's `answer`, one sentence per item; the first is the page's title.
 
-    All of them are about the draft with the highest tau over all domains at the first temperature.
+    All sentences concern the draft with the highest tau over all domains at the first temperature.
     """
     first, k = measured.temperatures[0], choose_common_k(report["results"])
     taus = {}
@@ -144,7 +144,7 @@ def _other_sampling(report: Report, best: str, k: int) -> Iterator[str]:
 
 
 def advise_block(entry: Mapping[str, Any], temperature: float) -> str:
-    """How to set block verification, if its blocks are longer; else empty."""
+    """How to enable block verification if it accepts longer blocks; else an empty string."""
     found = entry["block_verification"]
     if found is None or (gain := found["gain"])["low"] <= 0:
         return ""
@@ -158,7 +158,7 @@ def advise_block(entry: Mapping[str, Any], temperature: float) -> str:
 
 
 def advise_sample_method(entry: Mapping[str, Any], temperature: float, *, is_sampled: bool) -> str:
-    """The better way to draft by an entry of `by_num_speculative_tokens`, and how to set it."""
+    """The better draft_sample_method for a `by_num_speculative_tokens` entry, and how to set it."""
     served, other = ("probabilistic", "greedy") if is_sampled else ("greedy", "probabilistic")
     found = entry["other_sample_method"]
     gain, tau = found["gain"], read_tau(entry)
@@ -184,6 +184,6 @@ def _on(domain: str | None) -> str:
 
 
 def join_words(parts: Sequence[object]) -> str:
-    """Join as in a sentence: "a, b and c"."""
+    """Join words as in a sentence: "a, b and c"."""
     *head, last = map(str, parts)
     return f"{', '.join(head)} and {last}" if head else last

@@ -17,7 +17,7 @@ HEADROOM = 1.15  # a bar chart's scale over the highest bar: room for the number
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Specifications by element id on the page. A chart without numbers is left out."""
+    """Chart specifications by element id on the page; charts without numbers are omitted."""
     charts = {
         "loss": _curve(report["curves"], {"loss": "loss"}, "nats per token"),
         "alpha": _curve(
@@ -33,7 +33,7 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def to_spec(chart: alt.TopLevelMixin) -> Spec:
-    """The specification of a chart, without the parts set by the page."""
+    """The specification of a chart, without the parts that the page sets."""
     spec: Spec = chart.to_dict()
     # `$schema` is a URL, which the page must not have; `config` holds colours, which are the page's
     del spec["$schema"], spec["config"]
@@ -41,9 +41,9 @@ def to_spec(chart: alt.TopLevelMixin) -> Spec:
 
 
 def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | None:
-    """A line per key of `names`, over the logged steps.
+    """A chart with one line per key of `names`, over the logged steps.
 
-    None if fewer than two steps were logged.
+    It is None if fewer than two steps were logged.
     """
     rows = []
     for entry in entries:
@@ -70,7 +70,7 @@ def panel(rows: Rows, height: float = PANEL_HEIGHT) -> alt.Chart:
 
 
 def tips(*fields: tuple[str, ...]) -> list[alt.Tooltip]:
-    """Tooltips of (field, title) or (field, title, format of the number)."""
+    """Tooltips from (field, title) or (field, title, number format) tuples."""
     return [
         alt.Tooltip(name, title=title, format=number[0] if number else alt.Undefined)
         for name, title, *number in fields
@@ -95,19 +95,19 @@ def color(
     columns: int | None = None,
     **options: Any,
 ) -> alt.Color:
-    """The page's colours for `names`, in this order, with a legend if it `is_shown`."""
+    """The page's colours for `names`, in this order, with a legend if `is_shown`."""
     shown = legend(columns) if is_shown else None
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(names)), legend=shown, **options)
 
 
 def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
-    """The values as text, at the marks of a chart."""
+    """The values as text beside the marks of a chart."""
     text = alt.Text("value:Q", format=number)
     return chart.mark_text(**mark).encode(text=text, color=alt.value("currentColor"))
 
 
 def bars_and_diamonds(base: alt.Chart, bar: str, diamond: str) -> alt.LayerChart:
-    """A numbered bar for every value of one series, a diamond for every one of another."""
+    """A numbered bar for every value of one series, and a diamond for every value of another."""
     bars = base.transform_filter(f"datum.series == '{bar}'").mark_bar(
         width={"band": 0.55}, cornerRadiusEnd=4
     )
@@ -119,7 +119,7 @@ def bars_and_diamonds(base: alt.Chart, bar: str, diamond: str) -> alt.LayerChart
 def bars_with_forecast(
     rows: Rows, x: alt.X, title: str, *, highest: float | None = None
 ) -> alt.LayerChart:
-    """A bar for every value with series `engine`, a diamond with `forecast`.
+    """A bar for every value in the series `engine`, and a diamond for every one in `forecast`.
 
     Rows have `label`, `value` and `series`. The y axis ends above `highest`.
     """
@@ -176,9 +176,9 @@ def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
 
 
 def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
-    """Horizontal bars in the order of `rows`, with the value at the end of each.
+    """Horizontal bars in the order of `rows`, each with its value at the end.
 
-    The bar `ours` is highlighted.
+    The bar labelled `ours` is highlighted.
     """
     highest = max(row["value"] for row in rows)
     base = panel(rows, BAR_HEIGHT * len(rows)).encode(

@@ -71,8 +71,8 @@ def offline_section(
 ) -> dict[str, Any]:
     """The forecasts on held-out prompts.
 
-    Before training, distilled, and by cross-entropy, over which the gain has a 95% interval over
-    pairs.
+    They cover the draft before training, the distilled draft, and the cross-entropy baseline. The
+    gain over that baseline has a 95% interval, paired by prompt.
     """
     section: dict[str, Any] = {}
     for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
@@ -97,7 +97,7 @@ def offline_section(
 def engine_section(
     with_draft: Measurement, lossless: Lossless, tau_forecast: float
 ) -> dict[str, Any]:
-    """The measurements of a real engine, and the error of the forecast, |tau_forecast - tau| / tau."""
+    """Measurements from a real engine, and the forecast error, |tau_forecast - tau| / tau."""
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"
     return {
@@ -127,9 +127,9 @@ def engine_section(
 def domain_section(
     forecast: Forecast, with_draft: Measurement | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The forecast of every domain, and the engine's tau.
+    """The forecast for every domain, and the engine's tau.
 
-    None if the engine did not measure the domain.
+    That tau is None if the engine did not measure the domain.
     """
     measured = with_draft.counts_by_domain if with_draft else {}
     return {
@@ -145,7 +145,7 @@ def domain_section(
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write a draft's report.json and report.html into `folder` and return the path of the page.
+    """Write a draft's report.json and report.html to `folder`, and return the page's path.
 
     Raises:
         ValueError: if a key is missing, or a number is not finite.
@@ -157,7 +157,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
 
 
 def charts_of(module: str) -> Charts:
-    """`build_charts` of a module that is imported late: altair is in the `report` extra."""
+    """A module's `build_charts`, imported lazily because altair is in the `report` extra."""
     return lambda report: dict(import_module(module).build_charts(report))
 
 
@@ -172,9 +172,9 @@ def write_page(
 ) -> Path:
     """Write `report` as <stem>.json and as the page <stem>.html.
 
-    The page comes from `template` with the charts of `charts`, and `extras` are further values for
-    it. Equal reports give equal bytes. Returns the path of the page. Without the `report` extra
-    (altair, vl-convert) no page is written, and the path is <stem>.json.
+    The page is rendered from `template` with the charts from `charts`; `extras` holds further
+    values for the template. Equal reports give equal bytes. Returns the path of the page. Without
+    the `report` extra (altair, vl-convert), no page is written, and the path is <stem>.json.
 
     Raises:
         ValueError: if a number is not finite.
@@ -232,7 +232,7 @@ def _render(
 
 @functools.cache
 def _vega_javascript() -> str:
-    """Vega, Vega-Lite and vega-embed in one script of 0.9 MB that sets `window.vegaEmbed`."""
+    """Vega, Vega-Lite and vega-embed in a single 0.9 MB script that sets `window.vegaEmbed`."""
     import vl_convert  # takes a second to import, and is in the `report` extra
 
     javascript: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

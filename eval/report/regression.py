@@ -42,7 +42,7 @@ class PromptId(msgspec.Struct):
 
 
 class Counted(msgspec.Struct):
-    """Accepted tokens and target steps of every prompt."""
+    """Accepted tokens and target steps for every prompt."""
 
     draft: str
     temperature: float
@@ -52,7 +52,7 @@ class Counted(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The keys of a report of `redraft eval` that a comparison reads."""
+    """The keys of a `redraft eval` report that a comparison uses."""
 
     schema_version: int
     target: Target
@@ -89,7 +89,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The `baseline` section of a report: every change, the falls first."""
+    """The `baseline` section of a report: every change, with the falls first."""
 
     max_loss: float
     num_fell: int
@@ -97,11 +97,11 @@ class Comparison:
 
 
 def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> Report:
-    """An earlier report of the same target.
+    """Read an earlier report on the same target.
 
     Raises:
         FileNotFoundError
-        ValueError: it is none.
+        ValueError: the file is not such a report.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -136,14 +136,14 @@ have the same.
 def match_drafts(
     families: Mapping[str, str], settings: Mapping[str, Any], baseline: Report
 ) -> dict[str, str]:
-    """Name of each draft -> name of the draft in the baseline to compare it with.
+    """Map each draft's name to the name of the baseline draft to compare it with.
 
-    Drafts of the same name are compared. If one draft on each side is left over, these two are
-    compared as well. `families` are the drafts' families by name.
+    Drafts with the same name are compared. If one draft on each side is left over, these two are
+    compared as well. `families` maps the drafts' names to their families.
 
     Raises:
-        ValueError: if a draft has no counterpart, or the baseline was measured with other settings,
-            or not at some temperature.
+        ValueError: if a draft has no counterpart, or the baseline was measured with other settings
+            or lacks a temperature.
     """
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline.settings.get(name, default)
@@ -178,7 +178,11 @@ def match_drafts(
 
 
 def compare_reports(report: Report, baseline: Report, max_loss: float) -> Comparison:
-    """Raises ValueError if a draft has no measurement in common with its counterpart."""
+    """Compare two reports.
+
+    Raises:
+        ValueError: if a draft has no measurement in common with its counterpart.
+    """
     changes = list(_list_changes(report, baseline))
     forecast = {row.draft for row in report.per_prompt}
     if missing := sorted(forecast - {change.draft for change, _ in changes}):
@@ -227,7 +231,7 @@ Sums = dict[tuple[str, str], tuple[float, float]]
 
 
 def _read_sums(report: Report) -> dict[tuple[str, float, int], Sums]:
-    """The sums of a report by (draft, temperature, num_speculative_tokens)."""
+    """A report's sums, by (draft, temperature, num_speculative_tokens)."""
     ids = [(prompt.domain, prompt.id) for prompt in report.prompts]
     sums = {}
     for row in report.per_prompt:

@@ -40,7 +40,7 @@ class Measured:
     """Seed of the sampled answers."""
 
     def rows(self, draft: str, temperature: float) -> list[PromptRows] | None:
-        """The forecast of a draft, one entry per prompt; None if nothing forecasts this draft."""
+        """A draft's forecast, one entry per prompt; None if the draft has no forecast."""
         by_prompt = self.forecast.get(temperature) or [{}]
         return [row[draft] for row in by_prompt] if draft in by_prompt[0] else None
 
@@ -48,7 +48,7 @@ class Measured:
 def build_results(measured: Measured) -> list[dict[str, Any]]:
     """The report's `results`: a row for every draft, temperature and domain.
 
-    The row of all prompts together (domain None) comes first, and is the only one if there is a
+    The row for all prompts together (domain None) comes first, and is the only row if there is a
     single domain.
     """
     names = domains(measured.prompts)
@@ -132,7 +132,7 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
 
 
 def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
-    """tau and verified rows per step by threshold; empty unless k is the most draft tokens."""
+    """tau and verified rows per step, by threshold; empty unless k is the largest measured one."""
     if not rows or k != max(rows[0].counts):
         return []
     points = []
@@ -151,9 +151,9 @@ def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, fl
 def _summarise_other(
     rows: Sequence[PromptRows] | None, k: int, name: Literal["other_counts", "block_counts"]
 ) -> dict[str, Any] | None:
-    """The forecast with the server's other way to draft or to verify, and what it gains.
+    """The forecast for the server's alternative way to draft or verify, and its gain.
 
-    None if that changes nothing.
+    It is None if the alternative changes nothing.
     """
     if not rows or k not in getattr(rows[0], name):
         return None
@@ -171,7 +171,7 @@ def _summarise_other(
 def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Array]:
     """Expected counts per prompt.
 
-    Accepted tokens by position [N, K], target steps [N], drafts [N].
+    Returns accepted tokens by position [N, K], target steps [N], and drafts [N].
     """
     counts = [row.counts[k] for row in rows]
     accepted_NK = np.array([c.accepted_per_position for c in counts], float)
@@ -185,7 +185,7 @@ def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Arr
 def _with_intervals(
     over_NM: Array, under_NM: Array, most: Sequence[float]
 ) -> list[dict[str, float]]:
-    """sum_N over / sum_N under for each of the M quantities, with the 95% interval over prompts.
+    """sum_N over / sum_N under for each of the M quantities, with a 95% interval over prompts.
 
     `most` is the largest possible value of each; the smallest is 0.
     """
@@ -205,7 +205,7 @@ def _summarise_engine(
     k: int,
     temperature: float,
 ) -> dict[str, Any]:
-    """The engine's rates per draft and, if there is a forecast, the difference between the two."""
+    """The engine's rates per draft and, if there is a forecast, how the two differ."""
     total = sum(counts[1:], counts[0])
     section: dict[str, Any] = {
         "num_drafts": total.num_drafts,
@@ -223,11 +223,11 @@ def _summarise_engine(
 def _compare_with_engine(
     counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], k: int, temperature: float
 ) -> dict[str, Any]:
-    """Forecast minus engine, in tau per draft.
+    """The forecast minus the engine's result, in tau per draft.
 
-    Above temperature 0 the engine samples other answers than the forecast did, so the two diverge
-    only if the interval of the difference excludes 0. At temperature 0 the answers are the same and
-    the error alone decides.
+    Above temperature 0, the engine samples different answers than the forecast did, so the two
+    diverge only if the interval of the difference excludes 0. At temperature 0, the answers are the
+    same, so the error alone decides.
     """
     accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
     # Columns: forecast, engine. Per draft and not per step: vLLM's counters know no step without a
@@ -253,7 +253,7 @@ def _compare_with_engine(
 def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
     """The report's `per_prompt`.
 
-    Target steps and accepted tokens of every prompt, for later paired comparisons.
+    It holds the target steps and accepted tokens for every prompt, for later paired comparisons.
     """
     for draft in measured.drafts:
         for temperature in measured.temperatures:
@@ -275,9 +275,9 @@ def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
 def compare_taus(
     measured: Measured, one: str, other: str, temperature: float, k: int
 ) -> tuple[float, float, float] | None:
-    """(tau of `one` - tau of `other`, low, high) with the 95% interval over prompts.
+    """(tau of `one` - tau of `other`, low, high), with a 95% interval over prompts.
 
-    None if either has no forecast.
+    It is None if either draft has no forecast.
     """
     columns = []
     for draft in (one, other):
@@ -294,13 +294,13 @@ def compare_taus(
 def read_tau(entry: Mapping[str, Any]) -> float:
     """Tokens per target step in an entry of `by_num_speculative_tokens`.
 
-    The forecast, or else the engine's count.
+    It is the forecast or, without one, the engine's count.
     """
     return float(entry["forecast"]["tau"]["value"] if entry["forecast"] else entry["engine"]["tau"])
 
 
 def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[str, Any] | None:
-    """A row's entry for this number of draft tokens; None if it was not measured."""
+    """A row's entry for this number of draft tokens; None if that number was not measured."""
     entries: Sequence[Mapping[str, Any]] = row["by_num_speculative_tokens"]
     return next(
         (entry for entry in entries if entry["num_speculative_tokens"] == num_speculative_tokens),
@@ -309,9 +309,9 @@ def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[s
 
 
 def choose_common_k(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The number of draft tokens to compare drafts at.
+    """The number of draft tokens at which to compare drafts.
 
-    The largest in all rows, or else the largest in any row.
+    This is the largest number present in all rows or, if there is none, the largest in any row.
     """
     sets = [
         {entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]}

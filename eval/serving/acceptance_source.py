@@ -29,15 +29,16 @@ class Acceptance:
 
 
 def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
-    """The acceptance of one of the report's drafts with the served sampling.
+    """The acceptance of one of the report's drafts under the served sampling.
 
     | report of | rates |
     |---|---|
     | `redraft eval` | the forecast over all domains; without one, the engine's counts |
     | a training run | the engine's counts at temperature 0; without them, the forecast |
 
-    Raises: FileNotFoundError; ValueError if it is none of these, or was measured with other
-    samplings only.
+    Raises:
+        FileNotFoundError
+        ValueError: the file is neither kind of report, or was measured only with other sampling.
     """
     found = _list_acceptances(read_as(path, dict[str, Any], REPORTS))
     measured = [one for one in found if one.draft == draft]
@@ -58,7 +59,7 @@ def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
 
 
 def list_drafts(path: Path) -> list[str]:
-    """The drafts whose acceptance a report has. Raises: as `read_acceptance`."""
+    """The drafts whose acceptance a report contains. Raises: as `read_acceptance`."""
     found = _list_acceptances(read_as(path, dict[str, Any], REPORTS))
     if names := list(dict.fromkeys(one.draft for one in found)):
         return names

@@ -78,9 +78,9 @@ def choose_mode(
 ) -> tuple[Mode, dict[Mode, float]]:
     """The mode in which vLLM serves the target fastest, from interleaved rounds.
 
-    Returns it with the median tokens/s by mode. `speed` loads a server and returns tokens/s.
-    `options` are those of `vllm_server`. If they ask for eager servers, nothing is measured. The
-    result is kept in the folder `kept` for a run with an equal `key`.
+    Returns the mode, and the median tokens/s by mode. `speed` puts load on a server and returns
+    tokens/s. `options` are passed to `vllm_server`; if they request eager servers, nothing is
+    measured. The result is cached in the folder `kept` for runs with an equal `key`.
     """
     if EAGER in options.get("extra_args", ()):
         return "eager", {}
@@ -122,10 +122,10 @@ def describe_baseline(
     log: Path,
     target: Path,
 ) -> Baseline:
-    """The baseline of a comparison, from all runs of the target alone by requests in flight.
+    """The baseline of a comparison, from all runs of the target alone, by requests in flight.
 
-    `log` is the plain server's; `target` the folder of its model. Call it when the servers have
-    ended: it measures the memory bandwidth.
+    `log` is the plain server's log, and `target` is the folder of its model. Call this after the
+    servers have ended, because it measures the memory bandwidth.
     """
     smallest = loads[min(loads)]
     step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
@@ -145,10 +145,10 @@ def describe_baseline(
 
 
 def read_weight_bytes(target: Path, log: Path) -> float | None:
-    """Bytes of weights that each GPU, or the CPU, reads in a step of the server with this log.
+    """Bytes of weights that each GPU, or the CPU, reads per step of the server with this log.
 
-    None if not known: experts, towers beside the text's model, quantised, in a pipeline, or
-    replicas.
+    It is None if this is unknown: for a target with experts, with towers beside the text model, or
+    with quantised weights, and for a server with a pipeline or replicas.
     """
     served = SERVED.findall(log.read_text(errors="replace")) if log.is_file() else []
     config = read_config(target)
@@ -170,18 +170,18 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
 
 
 def count_speeds(runs: Sequence[Measurement]) -> int:
-    """The number of different speeds of one server at one load.
+    """The number of different speeds at which one server ran under one load.
 
-    Groups of step times a factor `CHANGED` apart.
+    Each speed is a group of step times; the groups are more than a factor of `CHANGED` apart.
     """
     steps_s = sorted(step for run in runs for step in run.half_step_s or ())
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))
 
 
 def measure_bandwidth() -> float:
-    """Bytes/s at which this machine reads memory.
+    """Memory read bandwidth of this machine, in bytes/s.
 
-    A GPU's if the engine runs on one, else the CPU's.
+    It is that of the GPU if the engine runs on one, else that of the CPU.
     """
     import torch
 

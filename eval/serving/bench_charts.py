@@ -12,7 +12,7 @@ TALL = 1.6 * PANEL_HEIGHT
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Specifications by element id on the page."""
+    """Chart specifications by element id on the page."""
     charts = {}
     for load in report["plain"]:
         charts[f"pays-{load}"] = to_spec(_pays(report, load))
@@ -21,7 +21,7 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
-    """tau over the cost of a step. A draft above the diagonal pays."""
+    """tau against the cost of a step. A draft above the diagonal pays off."""
     rows = [
         {
             "series": draft["title"],
@@ -50,9 +50,9 @@ def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
 
 
 def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
-    """Expected speed by number of draft tokens, of the speed without.
+    """Expected speed by number of draft tokens, relative to the speed without a draft.
 
-    A lookup has one number only.
+    A lookup has a single number of draft tokens.
     """
     rows = [
         {"series": draft["title"], "k": row["num_speculative_tokens"], "value": row["speedup"]}
@@ -70,9 +70,9 @@ def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
 
 
 def _series(rows: Rows) -> dict[str, Any]:
-    """Colour and shape of a draft.
+    """The colour and shape of each draft.
 
-    Colours repeat after a few drafts, and then the shapes change.
+    Colours repeat after a few drafts; the shape then changes.
     """
     names = list(dict.fromkeys(row["series"] for row in rows))
     shapes = alt.Scale(

@@ -146,7 +146,7 @@ def describe_draft(choice: Choice, confirmed: ByLoad | None, serve: str) -> Draf
 
 
 def describe_adaptive(draft: DraftReport) -> Iterator[str]:
-    """A line for each load at which adaptive verification is expected to beat the best number."""
+    """A line per load at which adaptive verification should beat the best number of tokens."""
     for load, row in draft.adaptive.items():
         best = draft.predicted[load]
         if row.speedup > best * (1 + WORTH):
@@ -170,7 +170,8 @@ def describe_lossless(served: Lossless, alone: Lossless) -> LosslessReport:
 def choose_served(best: Sequence[Choice]) -> str | None:
     """The name of the draft with the highest expected speed at the smallest load.
 
-    Only drafts that cost nothing at the other loads count. None if no draft has a speed above 1.
+    Only drafts that cost nothing at the other loads count. It is None if no such draft has a speed
+    above 1.
     """
     for choice in best:
         smallest, *others = (choice.speedups[load] for load in sorted(choice.speedups))
@@ -180,7 +181,7 @@ def choose_served(best: Sequence[Choice]) -> str | None:
 
 
 def find_served(report: BenchReport) -> DraftReport | None:
-    """The draft to serve, if it is proven faster: the interval at the smallest load is above 1."""
+    """The draft to serve if it is proven faster: its interval at the smallest load is above 1."""
     for draft in report.drafts:
         if draft.name == report.served and draft.confirmed:
             interval = draft.confirmed[report.settings.loads[0]].interval
@@ -189,7 +190,7 @@ def find_served(report: BenchReport) -> DraftReport | None:
 
 
 def write_bench(folder: Path, report: BenchReport) -> Path:
-    """Write report.json and report.html into `folder`, and return the path of the page."""
+    """Write report.json and report.html to `folder`, and return the path of the page."""
     proven, smallest = find_served(report), str(report.settings.loads[0])
     content = msgspec.to_builtins(report, str_keys=True)
     confirmed = [draft for draft in content["drafts"] if draft["confirmed"]]
@@ -214,7 +215,7 @@ def count_requests(load: int | str) -> str:
 
 
 def describe_ratio(ratio: float, interval: Sequence[float] | None) -> str:
-    """A speed-up in words, "equal" if the interval has 1 in it."""
+    """A speed-up in words; "equal" if the interval contains 1."""
     if not interval:
         return f"{ratio:.2f}x as fast in too few rounds for an interval"
     low, high = interval
@@ -229,7 +230,7 @@ def describe_sampling(settings: Settings) -> str:
 
 
 def verdict(choice: Choice) -> str:
-    """The measured speed of a draft in the first rounds, and the best number of tokens."""
+    """A draft's measured speed in the first rounds, and its best number of draft tokens."""
     speeds = ", ".join(
         f"{row.ratio:.2f}x at {count_requests(load)}" for load, row in choice.measured.items()
     )
@@ -245,7 +246,7 @@ def verdict(choice: Choice) -> str:
 
 
 def compose_answer(report: BenchReport) -> Iterator[str]:
-    """The confirmed drafts, each with its speed and advice, the one to serve, and the baseline."""
+    """The confirmed drafts with speed and advice, then the one to serve, then the baseline."""
     for draft in report.drafts:
         if draft.confirmed:
             speeds = "; ".join(

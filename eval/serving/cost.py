@@ -27,18 +27,18 @@ from redraft.heads.catalog import find_speculative
 
 
 def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
-    """Whether vLLM takes no other number of tokens for this config than the one set.
+    """Whether vLLM accepts only the number of draft tokens that is set in this config.
 
-    vLLM would exit if a step asked the draft for another.
+    vLLM would exit if a step requested a different number from the draft.
     """
     family = find_speculative(draft)
     return family is not None and not family.varies_tokens
 
 
 def has_one_acceptance(draft: Mapping[str, Any]) -> bool:
-    """A position is accepted as often at any load and with any number of tokens after it.
+    """Whether acceptance at a position is independent of the load and of the tokens after it.
 
-    In a block every proposal reads the others.
+    In a block, it is not, because every proposal attends to the others.
     """
     family = find_speculative(draft)
     return not depends_on_load(draft) and (family is None or family.parity != "block")
@@ -46,7 +46,7 @@ def has_one_acceptance(draft: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Measured durations of an engine's steps, in seconds, interpolated.
+    """Measured durations of an engine's steps, in seconds, with interpolation.
 
     Raises:
         ValueError: a batch size has no step with or without a draft, or a time is not positive.
@@ -84,10 +84,10 @@ class StepCosts:
     def from_steps(step_s: Mapping[int, Mapping[int, float]]) -> StepCosts:
         """Split the durations of whole steps, step_s[b][k], into verification and drafting.
 
-        A server shows only both. A target step that verifies k + 1 rows for each of b requests
-        computes as much as a step without a draft for b * (k + 1) requests, whose duration is known
-        from the steps with k = 0. The rest of the step is its k draft steps. However the split
-        falls, the two parts add up to the measured step.
+        A server exposes only their sum. A target step that verifies k + 1 rows for each of b
+        requests computes as much as a step without a draft for b * (k + 1) requests, whose duration
+        is known from the steps with k = 0. The rest of the step is its k draft steps. Whatever the
+        split, the two parts add up to the measured step.
         """
         plain_s = {b: by_k[0] for b, by_k in step_s.items() if 0 in by_k}
         draft_s = {b: _draft_step_s(b, by_k, plain_s) for b, by_k in step_s.items()}
@@ -105,20 +105,20 @@ class StepCosts:
     def step_s(self, batch_size: float, num_speculative_tokens: int) -> float:
         """Duration in seconds of a whole step.
 
-        Drafting and verifying k tokens for each of b requests.
+        The step drafts and verifies k tokens for each of b requests.
         """
         return self.verify_s(batch_size, num_speculative_tokens + 1) + self.propose_s(
             batch_size, num_speculative_tokens
         )
 
     def verify_s(self, batch_size: float, rows: float) -> float:
-        """Duration in seconds of a target step with so many rows for each of b requests, on average."""
+        """Duration in seconds of a target step with `rows` rows per request on average."""
         # First along k at every measured batch size, then along the batch size.
         steps = {b: _line(by_k, rows - 1) for b, by_k in self.target_s.items()}
         return _line(steps, batch_size)
 
     def propose_s(self, batch_size: float, num_speculative_tokens: int) -> float:
-        """Duration in seconds of drafting k tokens for each of b requests."""
+        """Time in seconds to draft k tokens for each of b requests."""
         return num_speculative_tokens * _line(self.draft_s, batch_size)
 
 
@@ -129,7 +129,7 @@ def _requests(count: int) -> str:
 def _draft_step_s(
     batch_size: int, step_s: Mapping[int, float], plain_s: Mapping[int, float]
 ) -> float:
-    """Time per draft token beyond verification, in seconds: the median over the measured k."""
+    """Time per draft token, excluding verification, in seconds: the median over the measured k."""
     drafted = {k: s for k, s in step_s.items() if k}
     if not drafted or not plain_s:
         return 0.0
@@ -145,7 +145,8 @@ def _draft_step_s(
 def _line(points: Mapping[int, float], x: float) -> float:
     """Linear interpolation at x.
 
-    Constant before the first point, extrapolated after the last, but never downwards.
+    The line is constant before the first point and extrapolated after the last, but never
+    downwards.
     """
     known = sorted(points.items())
     if x <= known[0][0] or len(known) == 1:
@@ -174,7 +175,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptivePoint:
-    """tau and verified rows per step at a threshold of the survival, by forecast."""
+    """Forecast tau and verified rows per step at a survival threshold."""
 
     threshold: float
     tau: float
@@ -197,7 +198,7 @@ def predict_adaptive(
     batch_size: int,
     num_speculative_tokens: int,
 ) -> AdaptivePrediction:
-    """The threshold with the most tokens per second at a batch size; of equals, the fewest rows."""
+    """The threshold with the most tokens per second at a batch size; ties go to the fewest rows."""
 
     def predict(point: AdaptivePoint) -> AdaptivePrediction:
         step_s = costs.verify_s(batch_size, point.rows)
@@ -223,7 +224,7 @@ def predict_speed(
     batch_size: int,
     num_speculative_tokens: int,
 ) -> Prediction:
-    """Speed at batch size b with k draft tokens: b * tau_k / step(b, k), in tokens/s."""
+    """The speed at batch size b with k draft tokens: b * tau_k / step(b, k), in tokens/s."""
     emitted = tau(acceptance_per_position[:num_speculative_tokens])
     step_s = costs.step_s(batch_size, num_speculative_tokens)
     return Prediction(
@@ -238,9 +239,9 @@ def predict_speed(
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Batch sizes first to last, both included, with the same best number of draft tokens.
+    """Batch sizes from first to last, inclusive, that share a best number of draft tokens.
 
-    0 is no speculation.
+    A number of 0 means no speculation.
     """
 
     first: int
@@ -276,10 +277,10 @@ class Advice:
     def speculative_config(self, draft: Mapping[str, Any]) -> dict[str, Any] | None:
         """vLLM's --speculative-config for a draft; None if it should not be served.
 
-        It begins with {"method": ..., "model": ...}. `num_speculative_tokens_per_batch_size` has
-        ranges [first, last, k], both ends included. For batch sizes above the last range, vLLM uses
-        the k of that range. A draft that `has_fixed_tokens` gets one number for all batch sizes:
-        the best on average.
+        It begins with {"method": ..., "model": ...}. `num_speculative_tokens_per_batch_size` holds
+        ranges [first, last, k] with both ends included. For batch sizes above the last range, vLLM
+        uses the k of that range. A draft for which `has_fixed_tokens` is true gets one number for
+        all batch sizes: the best on average.
         """
         most = max(r.num_speculative_tokens for r in self.schedule)
         if most == 0:
@@ -294,7 +295,7 @@ class Advice:
         return config
 
     def _best_of_all(self) -> int:
-        """The number above 0 with the highest mean speed-up over the measured batch sizes."""
+        """The number of draft tokens above 0 with the highest mean speed-up over batch sizes."""
         speedups: dict[int, float] = {}
         for row in self.table:
             speedups[row.num_speculative_tokens] = (
@@ -313,9 +314,9 @@ def advise(
 ) -> Advice:
     """The best k for every batch size, from the acceptance by position and measured step costs.
 
-    `choices` are the values of k to choose from besides 0, by default all with a measured
-    acceptance. If several are equally fast, the smallest is chosen: it leaves more of the engine to
-    other requests.
+    `choices` are the values of k to choose from besides 0; by default, all values with a measured
+    acceptance. If several are equally fast, the smallest is chosen, because it leaves more of the
+    engine to other requests.
 
     Raises:
         ValueError: if acceptance is empty or malformed, or was not measured for all of `choices`.

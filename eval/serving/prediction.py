@@ -56,18 +56,18 @@ class Candidate:
 
     @property
     def is_lookup(self) -> bool:
-        """It finds the tokens in text, without a model."""
+        """Whether the draft looks tokens up in text, without a model."""
         family = find_speculative(self.config)
         return family is not None and family.is_lookup
 
     @property
     def chooses_length(self) -> bool:
-        """A step has as many tokens as it finds, as with lookups, or as vLLM verifies."""
+        """Whether a step's draft length varies with what is found, or with what vLLM verifies."""
         return self.is_lookup or is_mixed(self.config) or adaptive.KEY in self.config
 
     @property
     def has_one_acceptance(self) -> bool:
-        """A position is accepted as often at any load and with any number of tokens after it."""
+        """Whether acceptance at a position depends on neither the load nor the tokens after it."""
         return not self.chooses_length and has_one_acceptance(self.config)
 
 
@@ -92,7 +92,7 @@ class Choice:
     def best(self) -> dict[int, Prediction]:
         """The fastest number of tokens, by requests in flight.
 
-        The measured one of a draft that decides itself.
+        For a draft that chooses its own length, this is the measured number.
         """
         chooses_length = self.candidate.chooses_length
         return {
@@ -108,12 +108,12 @@ class Choice:
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
     """The speed of a candidate with every number of draft tokens, at `loads` requests in flight.
 
-    `results` are its rounds with the most draft tokens, and those of the target alone at these and
-    other loads. A position is accepted as often whatever comes after it, except in a block, so one
-    number of tokens gives the acceptance of all smaller. The steps of the target alone say how long
-    verification takes (`StepCosts.from_steps`). Prefills are taken out of the steps and added to
-    the expected time of an answer: the more requests, the larger their share, and it would pass for
-    verification.
+    `results` holds its rounds with the most draft tokens, and those of the target alone at these
+    and other loads. Except in a block, acceptance at a position does not depend on what follows it,
+    so one number of draft tokens gives the acceptance for all smaller ones. The steps of the target
+    alone show how long verification takes (`StepCosts.from_steps`). Prefills are excluded from the
+    steps and added to the expected time of an answer: their share grows with the number of
+    requests, and would otherwise be mistaken for verification.
     """
     k, name = candidate.num_speculative_tokens, candidate.name
     # 1. The time of a step without prefills, by load: k = 0 is the target alone.
@@ -163,7 +163,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
 
 
 def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -> float:
-    """Seconds of a step with `load` requests in flight, without the prefills among the steps."""
+    """Duration in seconds of a step with `load` requests in flight, excluding prefills."""
     runs, num_steps = results[server, load], count(results, server, load).num_drafts
     # A prefill gives an answer's first token. The last step may give fewer tokens than it accepts.
     num_tokens = sum(run.num_output_tokens - len(run.outputs) for run in runs)
@@ -179,10 +179,10 @@ def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -
 def _add_prefill(
     row: Speed, plain: Prediction, tokens: float, plain_s: float, drafting_s: float
 ) -> Speed:
-    """The speed with the prefill of every answer of so many tokens.
+    """The speed including one prefill per answer of `tokens` tokens.
 
-    `plain_s` without a draft, else `drafting_s`. All requests wait for a prefill. `plain` is the row
-    of no draft.
+    A prefill takes `plain_s` without a draft, and `drafting_s` with one. All requests wait for a
+    prefill. `plain` is the row without a draft.
     """
     # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its
     # tokens.
@@ -193,6 +193,6 @@ def _add_prefill(
 
 
 def choose(choices: Sequence[Choice], number: int) -> list[Choice]:
-    """The choices that pay at any load, with the highest expected speed-up at the smallest."""
+    """The `number` fastest choices at the smallest load, among those that pay off at some load."""
     pays = [choice for choice in choices if max(choice.speedups.values()) > 1]
     return sorted(pays, key=lambda choice: -choice.speedups[min(choice.speedups)])[:number]

@@ -59,12 +59,12 @@ def start_servers(
     on_cpu: bool = ENGINE_IS_CPU,
     **options: Any,
 ) -> Iterator[dict[str, VllmServer]]:
-    """A server for each draft's --speculative-config, by name.
+    """Start a server for each draft's --speculative-config, by name.
 
-    `options` are those of `vllm_server`. The servers compute in turns, so they share the cores, and
-    the memory of a GPU in equal parts. On a CPU all start at the same time. On a GPU they start one
-    after the other: until a server is ready, vLLM counts all new use of the GPU's memory as this
-    server's. Raises as `vllm_server`, as soon as one server does not start.
+    `options` are passed to `vllm_server`. The servers compute in turns, so they share the cores,
+    and they divide a GPU's memory equally. On a CPU, all start at the same time. On a GPU, they
+    start one after the other, because until a server is ready, vLLM attributes all new use of the
+    GPU's memory to that server. Raises as `vllm_server`, as soon as one server fails to start.
     """
     given_up = threading.Event()
     if not on_cpu:
@@ -101,9 +101,10 @@ def start_servers(
 
 
 def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
-    """vLLM's arguments with a share of the GPU's memory that leaves room for all servers.
+    """vLLM's arguments, with a share of the GPU's memory that leaves room for all servers.
 
-    Arguments that name a share stay. By default each server takes nearly the whole GPU.
+    Arguments that already set a share are left unchanged. By default, each server takes nearly the
+    whole GPU.
     """
     # vLLM takes both spellings, and the value after an equals sign or as the next argument.
     named = any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args)
@@ -117,9 +118,9 @@ Results = Mapping[tuple[str, int], Sequence[Measurement]]  # by server and reque
 
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
-    """The results of `run()`, or an earlier run's with an equal `key` in `folder`, as a whole.
+    """The results of `run()`, or all of those that an earlier run with an equal `key` cached.
 
-    Speeds of different days are not compared.
+    Results are reused only as a whole, so that speeds from different days are not compared.
     """
 
     def listed() -> list[tuple[str, int, list[Measurement]]]:
@@ -142,9 +143,9 @@ def measure_servers(
 ) -> Results:
     """Start a server for each draft's --speculative-config, and measure all of them in rounds.
 
-    `alone` are further loads of the target alone. `options` are those of `vllm_server`. Unless
-    `is_together`, one server is alive at a time, and each round starts all of them again: for a
-    target that fills the machine. Raises as `start_servers` and `measure`.
+    `alone` holds further loads for the target alone. `options` are passed to `vllm_server`. Unless
+    `is_together`, only one server is alive at a time, and each round restarts all of them; this is
+    for a target that fills the machine. Raises as `start_servers` and `measure`.
     """
     if is_together:
         with start_servers(target, drafts, logs, **options) as servers:
@@ -164,7 +165,7 @@ def measure_servers(
 
 
 def _take_turns(names: Sequence[str], number: int) -> list[str]:
-    """The order of the servers in a round: each round starts with the next one."""
+    """The order of the servers in a round: each round starts with the next server."""
     turn = number % len(names)
     return [*names[turn:], *names[:turn]]
 
@@ -172,13 +173,13 @@ def _take_turns(names: Sequence[str], number: int) -> list[str]:
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
     """Measure every server in every round.
 
-    A round starts at the prompt after the last one of the round before. A load in which a server
-    changes speed by more than a third is measured again on all servers (`changed_speed`), at most
+    A round starts at the prompt after the previous round's last one. A load in which a server
+    changes speed by more than a third (`changed_speed`) is measured again on all servers, at most
     `plan.most_repeats` times.
 
     Raises:
-        ValueError: the servers run in different modes, so a ratio of speeds would measure the
-            compiler.
+        ValueError: the servers run in different modes, so a ratio of their speeds would measure
+            the compiler.
     """
     if len(modes := {server.mode for server in servers.values()}) > 1:
         found = ", ".join(f"{name} is {server.mode}" for name, server in servers.items())
@@ -222,9 +223,10 @@ def _measure(
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:
-    """The rounds of one server as one measurement.
+    """Merge the rounds of one server into one measurement.
 
-    A prompt of several counts once, as first measured. Such a part has no duration and no speed.
+    A prompt that occurs in several rounds counts once, as first measured. The result has no
+    duration and no speed.
     """
     outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
     for run in runs:
@@ -244,7 +246,7 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
 
 
 def select_prompts(run: Measurement, like: Measurement) -> Measurement:
-    """The part of a merged measurement with the prompts of another."""
+    """The part of a merged measurement that covers the prompts of another measurement."""
     outputs = {
         tuple(p.token_ids): output for p, output in zip(run.prompts, run.outputs, strict=True)
     }
@@ -263,7 +265,7 @@ def plain_runs(groups: Iterable[Results]) -> dict[int, list[Measurement]]:
 
 
 def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
-    """Counts over all rounds. A target step without a draft counts too: n-grams often find none."""
+    """Counts over all rounds, including target steps without a draft, common with n-grams."""
     outputs = [output for run in results[name, concurrency] for output in run.outputs]
     return sum(map(count_steps, outputs), AcceptanceCounts.zero())
 
@@ -323,10 +325,10 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
 
 
 def measure_prefill(results: Results, name: str) -> float:
-    """Seconds of an answer before it decodes, with one request in flight.
+    """Seconds before an answer starts to decode, with one request in flight.
 
-    The median over the rounds. 0 if the engine's clock is not known, or if no round had one request
-    in flight.
+    It is the median over the rounds, and 0 if the engine's times are unknown or if no round had a
+    single request in flight.
     """
     # With one request in flight, decode times do not overlap: the rest is the time before decoding.
     before_s = [

@@ -29,9 +29,10 @@ OF_VLLM: tuple[Check, ...] = (eagle3.nested_ids, dflash.causality)
 def static_findings(
     pair: Pair, *, method: str | None, num_speculative_tokens: int, engine: str = "vllm"
 ) -> list[Finding]:
-    """The problems visible in configs and tensors, without running the draft.
+    """Report the problems visible in configs and tensors, without running the draft.
 
-    Of an engine other than vLLM (`heads.engines`), the places where vLLM alone looks do not count.
+    For an engine other than vLLM (`heads.engines`), the checks in `OF_VLLM` are skipped, because
+    they cover places that vLLM alone reads.
     """
     own = pair.family.own_checks()
     # `first_cure` shows the first problem, so causes come before consequences.
@@ -50,7 +51,7 @@ def static_findings(
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
-    """The first problem of a refused draft, with the cure; empty if nothing is found."""
+    """The first problem of a rejected draft and its cure, or an empty string if none is found."""
     try:
         pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
@@ -83,9 +84,9 @@ def notes(pair: Pair) -> Iterator[str]:
 
 
 def manifest(pair: Pair) -> Iterator[Finding]:
-    """Every file is as it was published.
+    """Check that every file is as it was published.
 
-    A folder without a manifest was not published and passes.
+    A folder without a manifest was not published, and passes.
     """
     if not (pair.draft / MANIFEST).is_file():
         return
@@ -97,7 +98,7 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 
 
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
-    """The provenance names the given target; another version of it is a doubt."""
+    """Check that the provenance names the given target; another version of it is a doubt."""
     trained_for = pair.provenance.target_fingerprint
     # A folder with the layer in it differs from the target of the layer's training.
     if pair.is_own_target or trained_for in ("", pair.target.fingerprint):
@@ -113,9 +114,9 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
 
 
 def completeness(pair: Pair, engine: str = "vllm") -> Iterator[Finding]:
-    """The checkpoint has exactly the tensors of the head.
+    """Check that the checkpoint has exactly the tensors of the head.
 
-    Engines silently load an incomplete one.
+    Engines load an incomplete checkpoint without an error.
     """
     try:
         if pair.family.is_head:
@@ -144,7 +145,7 @@ EXTRA = {
 
 
 def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
-    """An unknown tensor by its meaning, and the engine's treatment of it."""
+    """Describe the purpose of an unknown tensor, and how the engine treats it."""
     name = names[0]
     known = (meaning for pattern, meaning in EXTRA.items() if re.search(pattern, name))
     meaning = next(known, f"no tensor of this family ({pair.family.title})")
@@ -163,9 +164,9 @@ QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: values say nothing wit
 
 
 def numbers(pair: Pair) -> Iterator[Finding]:
-    """Every value is finite, and no matrix is all zeros.
+    """Check that every value is finite and that no matrix is all zeros.
 
-    Zero biases and zero-centred norms are usual.
+    Zero biases and zero-centred norms are normal.
     """
     for name in draft_tensors(pair):
         # F64, F32, F16, BF16. Not BOOL (t2d), which begins with B as well.
@@ -189,7 +190,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
 
 
 def draft_tensors(pair: Pair) -> list[str]:
-    """The tensors of the draft; in a folder that also holds its target, only its own."""
+    """Names of the draft's tensors; in a folder with its target, only the draft's own."""
     if not (pair.is_own_target and pair.family.is_in_target):
         return list(pair.shapes)
     prefix = detect_layout(pair.target_config).prefix.format(n=pair.target_config.num_hidden_layers)
@@ -197,7 +198,7 @@ def draft_tensors(pair: Pair) -> list[str]:
 
 
 def copy_of_target(pair: Pair) -> Iterator[Finding]:
-    """A standalone draft is another model than its target."""
+    """Check that a standalone draft is not a copy of its target."""
     files = {folder: list_tensors(folder) for folder in (pair.draft, pair.target.folder)}
     if files[pair.draft].keys() != files[pair.target.folder].keys():
         return
@@ -232,7 +233,7 @@ methods. (`vllm.config.speculative`, in the order in which it looks.)
 
 
 def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
-    """The method asked for, the one in the config, and the one in the path are the family's."""
+    """Check that the requested method and those implied by config and path are the family's."""
     family, right = pair.family.name, pair.family.method
     if method not in (None, right):
         yield Finding(
@@ -265,7 +266,7 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
 
 
 def number_of_tokens(pair: Pair, num_speculative_tokens: int) -> Iterator[Finding]:
-    """No more draft tokens are asked for than the checkpoint can propose."""
+    """Check that no more draft tokens are requested than the checkpoint can propose."""
     most = pair.family.max_tokens(pair.config)
     if most is not None and num_speculative_tokens > most:
         yield Finding(

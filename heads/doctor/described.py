@@ -15,7 +15,7 @@ from redraft.heads.provenance import read_provenance
 
 
 def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
-    """(facts to print, problems) of a draft, from config.json and the names of its tensors.
+    """Describe a draft by config.json and its tensor names: (facts to print, problems).
 
     Raises:
         FileNotFoundError: the folder has no weights.
@@ -60,7 +60,7 @@ def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
 
 
 def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[str]:
-    """The required target: sizes, vocabulary and layers."""
+    """Yield what the draft requires of its target: name, sizes, vocabulary and layers."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     if name := verifier.get("name_or_path") or read_provenance(folder).target:
         yield str(name)

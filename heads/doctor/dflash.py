@@ -33,7 +33,7 @@ COUNTED = {
 
 
 def target_layers(pair: Pair) -> Iterator[Finding]:
-    """The layers exist, and `fc` reads as many."""
+    """Check that the target layers exist and that `fc` reads the same number of them."""
     section, place = _section(pair, pair.config)
     key = LAYERS_OF_SPECULATORS if pair.is_speculators else LAYERS
     ids = section.get(key)
@@ -63,7 +63,7 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
-    """The token in the empty slots is a row of the target's embeddings."""
+    """Check that the token in the empty slots has a row in the target's embedding table."""
     section, place = _section(pair, pair.config)
     mask = section.get("mask_token_id")
     if mask is None:
@@ -76,7 +76,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 
 
 def as_trained(pair: Pair) -> Iterator[Finding]:
-    """The keys with an influence on the arithmetic are as in training."""
+    """Check that the keys that affect the arithmetic have their values from training."""
     section, place = _section(pair, pair.config)
     trained, _ = _section(pair, pair.trained_with or {})
     for key in SECTION_KEYS:
@@ -89,7 +89,10 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
 
 
 def causality(pair: Pair) -> Iterator[Finding]:
-    """The direction of attention within a block is written down, unless windows imply it."""
+    """Check that the config states the direction of attention in a block, or has windows.
+
+    Windows imply the direction.
+    """
     section, place = _section(pair, pair.config)
     is_said = "causal" in section or "is_causal" in pair.config
     has_windows = SLIDING in (pair.config.get("layer_types") or ())
@@ -102,7 +105,7 @@ def causality(pair: Pair) -> Iterator[Finding]:
 
 
 def block_size(pair: Pair) -> Iterator[Finding]:
-    """The block is as long as in training."""
+    """Check that the block is as long as in training."""
     served, trained = pair.config.get("block_size"), (pair.trained_with or {}).get("block_size")
     if served is None or (trained is not None and served != trained):
         said = "missing" if served is None else served
@@ -113,7 +116,10 @@ def block_size(pair: Pair) -> Iterator[Finding]:
 
 
 def head_norms(pair: Pair) -> Iterator[Finding]:
-    """Every layer has the norms of queries and keys, which the engine would otherwise leave at one."""
+    """Check that every layer has query and key norms.
+
+    The engine would leave missing norms at one.
+    """
     for i in range(pair.layer_config.get("num_hidden_layers", 0)):
         missing = [
             n for n in ("q_norm", "k_norm") if f"layers.{i}.self_attn.{n}.weight" not in pair.shapes
@@ -127,7 +133,7 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
 
 
 def rotation(pair: Pair) -> Iterator[Finding]:
-    """Rotary parameters and head size are those that the head was trained with."""
+    """Check that the rotary parameters and the head size are those of training."""
     trained, served = pair.trained_with or {}, pair.layer_config
     place = "transformer_layer_config" if pair.is_speculators else "config.json"
     for key in ("head_dim", "rope_parameters"):

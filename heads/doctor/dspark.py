@@ -12,7 +12,11 @@ CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def layout(pair: Pair) -> Iterator[Finding]:
-    """A block whose anchor proposes nothing says so, and in the layout of speculators every block."""
+    """Check that the config states whether the anchor proposes a token, where readers need it.
+
+    In the `speculators` layout, every config must state it. In vLLM's layout, only the config of a
+    head whose anchor proposes nothing must.
+    """
     if "sample_from_anchor" in pair.config:
         return
     trained = (pair.trained_with or {}).get("sample_from_anchor")
@@ -31,10 +35,10 @@ def layout(pair: Pair) -> Iterator[Finding]:
 
 
 def markov_head(pair: Pair) -> Iterator[Finding]:
-    """The shapes of the Markov head's matrices.
+    """Check the shapes of the Markov head's matrices.
 
-    The table of codes has a row for each of the target's tokens, the output head one for each of
-    the draft's.
+    The table of codes has one row per target token, and the output head has one row per draft
+    token.
     """
     rank = pair.config.get("markov_rank")
     found = {
@@ -71,7 +75,7 @@ def markov_head(pair: Pair) -> Iterator[Finding]:
 
 
 def confidence_head(pair: Pair) -> Iterator[Finding]:
-    """The confidence head is there and switched on, or neither."""
+    """Check that the confidence head is present and enabled, or absent and disabled."""
     held, enabled = (
         [name for name in CONFIDENCE if name in pair.shapes],
         pair.config.get("enable_confidence_head"),

@@ -23,7 +23,7 @@ WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same 
 
 
 def nested_ids(pair: Pair) -> Iterator[Finding]:
-    """The layers are named at the top level of the config, where they have one meaning."""
+    """Check that the layers are named at the config's top level, where they have one meaning."""
     nested = _nested_ids(pair)
     if nested and not pair.config.get(AUX_LAYERS):
         above = [layer + 1 for layer in nested]
@@ -37,7 +37,7 @@ def nested_ids(pair: Pair) -> Iterator[Finding]:
 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:
-    """The engine feeds the layers of training."""
+    """Check that the engine feeds the layers used in training."""
     top, nested = pair.config.get(AUX_LAYERS), _nested_ids(pair)
     num_layers = pair.target_config.num_hidden_layers
     if not top and nested:
@@ -103,7 +103,7 @@ def _write_ids(trained: Sequence[int]) -> str:
 
 
 def options(pair: Pair) -> Iterator[Finding]:
-    """Options with an influence on the arithmetic are as in training."""
+    """Check that the options that affect the arithmetic are as in training."""
     for key in ARCHITECTURE:
         trained = (pair.trained_with or {}).get(key)
         # vLLM's `update_eagle3` takes true, `update_peagle` false.
@@ -127,9 +127,9 @@ def options(pair: Pair) -> Iterator[Finding]:
 
 
 def vocabulary_map(pair: Pair) -> Iterator[Finding]:
-    """The maps of a reduced vocabulary.
+    """Check the maps of a reduced vocabulary.
 
-    D2t[i] is the target's id minus draft id i, t2d marks the kept target ids.
+    `d2t[i]` is the target id minus draft id i, and `t2d` marks the target ids that are kept.
     """
     vocab_size = pair.target_config.vocab_size
     rows = pair.shapes.get("lm_head.weight", (vocab_size,))[0]
@@ -177,7 +177,10 @@ def _check_map(pair: Pair, rows: int, vocab_size: int) -> Iterator[Finding]:
 
 
 def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> Iterator[Finding]:
-    """The faults of a map; `kept_W` are the ids marked in t2d, None if it is absent."""
+    """Report the faults in a vocabulary map.
+
+    `kept_W` contains the ids marked in t2d; it is None if t2d is absent.
+    """
     ids_W = offset_W + torch.arange(len(offset_W))
     # Ascending ids taken for offsets lead to ascending ids again: [5, 9] to [5, 10]. So t2d
     # decides. Without it, ids beyond the vocabulary give the mistake away, or a map too long to be

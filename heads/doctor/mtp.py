@@ -22,7 +22,7 @@ VALUES = {
 
 
 def layout(pair: Pair) -> Iterator[Finding]:
-    """The layer was trained in the layout of this target, because the engine assumes it."""
+    """Check that the layer was trained in this target's layout, because the engine assumes it."""
     served, trained = detect_layout(pair.target_config), pair.trained_with or {}
     for key, sentence in FACTS.items():
         value = getattr(served, key)
@@ -40,9 +40,9 @@ def layout(pair: Pair) -> Iterator[Finding]:
 
 
 def rope(pair: Pair) -> Iterator[Finding]:
-    """Rotary parameters are all of the target's, a partial rotation included.
+    """Check that all rotary parameters equal the target's, including a partial rotation.
 
-    The layer is of the target's class.
+    The layer has the same class as the target's layers.
     """
     mine = load_text_config(pair.draft).rope_parameters
     yield from shared.compare_rope(mine, pair.target_config.rope_parameters)

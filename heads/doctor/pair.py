@@ -28,7 +28,7 @@ from redraft.heads.provenance import Provenance, read_provenance
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and the cure, one line each."""
+    """A problem and its cure, one line each."""
 
     problem: str
     cure: str
@@ -53,8 +53,8 @@ class Pair:
         """Read both folders.
 
         Raises:
-            FileNotFoundError
-            ValueError: one is corrupt, or no draft.
+            FileNotFoundError: a folder or a required file is missing.
+            ValueError: a folder is corrupt, or the draft's folder contains no draft.
         """
         config = read_config(draft)
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
@@ -82,7 +82,7 @@ class Pair:
 
     @property
     def is_own_target(self) -> bool:
-        """Both are one folder: a target with an MTP layer in it."""
+        """Whether both are the same folder: a target that includes an MTP layer."""
         return self.draft.resolve() == self.target.folder.resolve()
 
     @property
@@ -97,16 +97,16 @@ class Pair:
 
     @property
     def is_as_wide(self) -> bool:
-        """Whether the head is for a target of this hidden size.
+        """Whether the head is for a target with this hidden size.
 
-        If not, its layers cannot be counted by it.
+        If not, the width of `fc` does not reveal how many layers the head reads.
         """
         return self.layer_config.get("hidden_size") in (None, self.target_config.hidden_size)
 
     def choose_tokens(self, asked: int | None) -> int:
-        """Draft tokens a step: those asked for, those it was published with, or 3 at most.
+        """Choose the draft tokens per step: the number requested, the one published, or at most 3.
 
-        Those of its publication, so that the forecast can be compared.
+        The number published with the draft keeps the forecast comparable.
         """
         most = self.family.max_tokens(self.config) or NUM_TOKENS
         recorded = self.provenance.config.prove.num_speculative_tokens

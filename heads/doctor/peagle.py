@@ -12,7 +12,7 @@ KEYS = ("mask_token_id", "pard_token")  # as `speculators` writes it, and as vLL
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
-    """The token in the slots to fill is a row of the target's embeddings, and as in training."""
+    """Check that the token in the slots to fill has a target embedding and is as in training."""
     # vLLM looks in this order as well, so `mask_token_id` wins.
     key = next((key for key in KEYS if pair.config.get(key) is not None), None)
     trained = (pair.trained_with or {}).get("mask_token_id")
@@ -33,7 +33,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 
 
 def mask_feature(pair: Pair) -> Iterator[Finding]:
-    """The feature of the masks is as wide as the streams that `fc` reads."""
+    """Check that the feature for the masks is as wide as the streams that `fc` reads."""
     width, found = pair.shapes["fc.weight"][1], pair.shapes.get("mask_hidden")
     if found is not None and found[-1] != width:
         yield Finding(
@@ -42,7 +42,7 @@ def mask_feature(pair: Pair) -> Iterator[Finding]:
 
 
 def stream_norms(pair: Pair) -> Iterator[Finding]:
-    """vLLM finds the option `fc_norm` in the section in which it looks (`update_peagle`)."""
+    """Check that the option `fc_norm` is in the section where vLLM reads it (`update_peagle`)."""
     is_normed = any(name.startswith("fc_norm.") for name in pair.shapes)
     if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
         yield Finding(

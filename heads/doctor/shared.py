@@ -26,7 +26,7 @@ SAME_WITHIN = 0.01  # relative, of two copies of a matrix; bfloat16 alone makes 
 
 
 def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Iterator[Finding]:
-    """Copies of borrowed tensors equal the target's."""
+    """Check that copies of borrowed tensors equal the target's."""
     copies = {
         name: IN_TARGET[end] for name in pair.shapes for end in borrowed if name.endswith(end)
     }
@@ -47,11 +47,14 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
 
 
 def require_own_head(draft: Path, target: Path) -> None:
-    """Refuse a draft whose lm_head equals the target's bit by bit.
+    """Reject a draft whose lm_head equals the target's bit for bit.
 
-    vLLM shares the target's head with such a draft. It decides this when it starts, so a later
-    version with a trained head could not be swapped in. A draft without an lm_head passes, because
-    later versions have none either. Raises ValueError.
+    vLLM shares the target's head with such a draft. It decides this at startup, so a later version
+    with a trained head could not be swapped in. A draft without an lm_head passes, because its
+    later versions have none either.
+
+    Raises:
+        ValueError: the draft's lm_head equals the target's.
     """
     if HEAD not in tensor_files(draft):
         return
@@ -65,7 +68,7 @@ def require_own_head(draft: Path, target: Path) -> None:
 
 
 def rope(pair: Pair) -> Iterator[Finding]:
-    """Rotary parameters of a Llama layer at the target's positions."""
+    """Check a Llama layer's rotary parameters against the target's."""
     kept = {
         k: v
         for k, v in pair.layer_config.items()
@@ -82,7 +85,7 @@ def rope(pair: Pair) -> Iterator[Finding]:
 def compare_rope(
     mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: bool = False
 ) -> Iterator[Finding]:
-    """Differences between the rotary parameters of the draft (`mine`) and the target (`its`)."""
+    """Report differences between the rotary parameters of the draft (`mine`) and target (`its`)."""
     mine, its = _known(mine), _known(its)
     for key in sorted(mine.keys() | its.keys()):
         if mine.get(key) != its.get(key):
@@ -99,7 +102,10 @@ def _known(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def positions(pair: Pair) -> Iterator[Finding]:
-    """The draft has as many positions as the target; engines draft nothing beyond the last."""
+    """Check that the draft has at least as many positions as the target.
+
+    Engines draft nothing beyond the draft's last position.
+    """
     mine, its = (
         pair.layer_config.get("max_position_embeddings"),
         pair.target_config.max_position_embeddings,
@@ -113,7 +119,7 @@ def positions(pair: Pair) -> Iterator[Finding]:
 
 
 def sizes(pair: Pair) -> Iterator[Finding]:
-    """Hidden size and vocabulary of a head are the target's."""
+    """Check that a head's hidden size and vocabulary size equal the target's."""
     for key in ("hidden_size", "vocab_size"):
         mine, its = pair.layer_config.get(key), getattr(pair.target_config, key)
         if mine not in (None, its):
@@ -124,7 +130,7 @@ def sizes(pair: Pair) -> Iterator[Finding]:
 
 
 def fc_bias(pair: Pair) -> Iterator[Finding]:
-    """No bias of `fc` but zeros: vLLM adds none."""
+    """Check that `fc` has no bias other than zeros, because vLLM adds none."""
     if "fc.bias" in pair.shapes and bool(read_tensors(pair.draft, ["fc.bias"])["fc.bias"].any()):
         yield Finding(
             "the checkpoint holds fc.bias, which the engine does not add",
@@ -144,9 +150,9 @@ AS_TRAINED = (
 
 
 def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
-    """Layers, heads and biases in config.json match the checkpoint.
+    """Check that the layers, heads and biases in config.json match the checkpoint.
 
-    Engines fill a gap with random memory.
+    Engines leave random memory in place of missing tensors.
     """
     config = pair.layer_config
     names = {
@@ -181,7 +187,7 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
 
 
 def activation(pair: Pair) -> Iterator[Finding]:
-    """The layer's MLP gates with SiLU, the one function that engines compute for a Llama layer."""
+    """Check that the layer's MLP uses SiLU, which engines always compute for a Llama layer."""
     if (act := pair.layer_config.get("hidden_act", "silu")) not in ("silu", "swish"):
         yield Finding(
             f'hidden_act is "{act}", engines compute a Llama layer with "silu" only',
@@ -191,9 +197,10 @@ def activation(pair: Pair) -> Iterator[Finding]:
 
 
 def arithmetic(pair: Pair) -> Iterator[Finding]:
-    """Norm and heads are those of training.
+    """Check that the norm and the attention heads are those of training.
 
-    For another trainer's head they are compared with the target's layers: a doubt.
+    For a head from another trainer, they are compared with the target's layers, and a difference is
+    a doubt.
     """
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
@@ -248,9 +255,9 @@ EAGLE1: tuple[Check, ...] = (
 
 
 def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
-    """The token in the empty slots has a row of the target's embeddings and ends no answer.
+    """Check that the mask token has a row in the target's embeddings and ends no answer.
 
-    Otherwise the head would learn both meanings at once.
+    A token that ends answers would make the head learn two meanings for it.
     """
     rows = pair.target_config.vocab_size
     if not 0 <= mask < rows:

@@ -9,9 +9,9 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 
 
 def tokenizer(pair: Pair) -> Iterator[Finding]:
-    """Vocabulary and tokenizer are the target's.
+    """Check that the vocabulary and the tokenizer are the target's.
 
-    The target reads the proposed ids as they are.
+    The target uses the proposed ids as they are.
     """
     mine, its = pair.config.get("vocab_size"), pair.target_config.vocab_size
     if mine != its:

@@ -11,7 +11,7 @@ NEAR = "a head with a window smaller than in training loses the keys that it lea
 
 
 def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
-    """Windows and directions are read as in training, and no further than in training."""
+    """Check that vLLM reads the windows and directions of training, and no larger windows."""
     try:
         trained, served = trained_views(config), served_views(config)
     except ValueError as error:
@@ -42,7 +42,7 @@ def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
 
 
 def windows(pair: Pair) -> Iterator[Finding]:
-    """`view_findings`, and the window that the target lends to the head's full layers."""
+    """Report `view_findings`, and the window that the target imposes on the head's full layers."""
     found = list(view_findings(pair.config, pair.family.name))
     yield from found
     reach = target_window(pair.target_config)

@@ -9,9 +9,10 @@ from redraft.heads.engines.table import Engine, Export
 
 
 def engine_findings(engine: Engine, pair: Pair) -> list[Finding]:
-    """The parts of a draft that the engine does not serve, or reads otherwise than training.
+    """Report what the engine does not serve in a draft, or interprets differently from training.
 
-    None of them changes the text: verification keeps it the target's, and acceptance falls.
+    None of these parts changes the generated text: verification keeps it the target's, and only
+    acceptance falls.
     """
     try:
         engine.require_served(pair.family)
@@ -24,7 +25,7 @@ def engine_findings(engine: Engine, pair: Pair) -> list[Finding]:
 
 
 def other_version(engine: Engine, installed: str) -> list[Finding]:
-    """A doubt if another release of the engine is installed than the one whose loaders were read."""
+    """Report a doubt if the installed engine is not the release whose loaders were read."""
     if installed in ("", engine.version):
         return []
     return [
@@ -38,18 +39,19 @@ def other_version(engine: Engine, installed: str) -> list[Finding]:
 
 
 def require_exportable(engine: Engine, pair: Pair) -> None:
-    """Raise ValueError, naming the first reason, if the engine cannot compute the draft."""
+    """Raise ValueError with the first reason if the engine cannot compute the draft."""
     engine.require_served(pair.family)
     for finding in engine.rules().find_refused(pair):
         raise ValueError(f"{pair.draft}: {finding.problem}; {finding.cure}")
 
 
 def export_draft(engine: Engine, export: Export, *, overwrite: bool) -> None:
-    """Publish the draft as the engine reads it, with the draft's provenance.
+    """Publish the draft in the engine's format, together with the draft's provenance.
 
     Raises:
-        ValueError: as `require_exportable`, or a tensor is missing, unknown or of another shape.
-        FileExistsError: the output is not empty, or holds files that redraft did not publish.
+        ValueError: as for `require_exportable`, or a tensor is missing, unknown or has the wrong
+            shape.
+        FileExistsError: the output is not empty, or contains files that redraft did not publish.
         OSError: the disk is full.
     """
     require_exportable(engine, export.pair)

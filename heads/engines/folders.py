@@ -31,17 +31,17 @@ MAPS = ("d2t", "t2d")
 
 
 def write_as_is(pair: Pair, folder: Path) -> None:
-    """The files of a whole model, as they are."""
+    """Write the files of a whole model unchanged, without the manifest and the provenance."""
     for path in pair.draft.iterdir():
         if path.is_file() and path.name not in (MANIFEST, PROVENANCE):
             link(path, folder / path.name)
 
 
 def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
-    """The head in the layout of vLLM and its stored type, then changed by `edit`.
+    """Write the head in vLLM's layout and in its stored dtype, then apply `edit`.
 
     Raises:
-        ValueError: a tensor of the head is missing, unknown or of another shape.
+        ValueError: a tensor of the head is missing, unknown or has the wrong shape.
     """
     head = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder))
     kinds = [pair.dtypes[name] for name in pair.shapes if pair.dtypes[name] in DTYPES]
@@ -54,19 +54,22 @@ def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
 
 
 def layers_read(pair: Pair) -> list[int]:
-    """The target layers of an EAGLE-3 head's training, by the number of layers below the stream."""
+    """The target layers that an EAGLE-3 head was trained on.
+
+    Each is given by the number of layers below the stream.
+    """
     recorded = (pair.trained_with or {}).get(AUX_LAYERS) or pair.config.get(AUX_LAYERS)
     return list(recorded or nested_layers(pair.config) or default_layers(pair))
 
 
 def default_layers(pair: Pair) -> list[int]:
-    """The layers that every engine reads if it is told none."""
+    """The layers that every engine reads if none are specified."""
     count = pair.target_config.num_hidden_layers
     return [2, count // 2, count - 3]
 
 
 def name_later_norms(tensors: Tensors, name: str) -> None:
-    """Call the first norm of every layer after the first one `name`."""
+    """Rename the first norm in every layer after the first layer to `name`."""
     for old in list(tensors):
         if re.fullmatch(r"layers\.[1-9]\d*\.(input_layernorm|hidden_norm)\.weight", old):
             prefix = ".".join(old.split(".")[:2])
@@ -74,9 +77,10 @@ def name_later_norms(tensors: Tensors, name: str) -> None:
 
 
 def widen_vocabulary(config: dict[str, Any], tensors: Tensors, vocab_size: int) -> None:
-    """Propose from the whole vocabulary.
+    """Make the draft propose from the whole vocabulary.
 
-    The target's head replaces its rows, and a Markov head gets a bias of zero for the other ids.
+    The target's head replaces the draft's rows, and a Markov head gets a bias of zero for the
+    additional ids.
     """
     config["draft_vocab_size"] = vocab_size
     tensors.pop("lm_head.weight", None)
@@ -91,7 +95,7 @@ def widen_vocabulary(config: dict[str, Any], tensors: Tensors, vocab_size: int) 
 
 
 def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:
-    """A block head with a vocabulary of its own, which only vLLM and llama.cpp read."""
+    """Report a block head's own vocabulary, which only vLLM and llama.cpp read."""
     if "d2t" in pair.shapes:
         rows = pair.shapes["d2t"][0]
         yield Finding(
@@ -102,7 +106,7 @@ def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Finding]:
-    """The layers do not see what they saw in training; `views` are those that the engine reads."""
+    """Report the first layer whose view in the engine (`views`) differs from that in training."""
     for layer, (trained, served) in enumerate(zip(trained_views(pair.config), views, strict=True)):
         if trained != served:
             yield Finding(
@@ -113,7 +117,7 @@ def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Fin
 
 
 def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
-    """A scale of the head's logits, which vLLM reads: the argmax is the same without it."""
+    """Report a scale on the head's logits, which vLLM reads; the argmax is the same without it."""
     if (scale := pair.layer_config.get("logit_scale", 1)) != 1:
         yield Finding(
             f"{title} drops logit_scale, {scale}: greedy drafts are the same, sampled ones are not",
@@ -123,7 +127,7 @@ def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
-    """The layout of the package `speculators`, which only vLLM reads."""
+    """Report the layout of the package `speculators`, which only vLLM reads."""
     if pair.is_speculators:
         yield Finding(
             f"{title} does not read the layout of the package speculators", export_cure(title)
@@ -131,15 +135,15 @@ def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def export_cure(title: str) -> str:
-    """The cure of a folder that an engine reads otherwise."""
+    """The cure for a folder that an engine interprets differently from training."""
     return f"redraft export DRAFT --engine {title.lower()}"
 
 
 def shell(*words: object) -> str:
-    """A command line for a shell."""
+    """Join words into a shell command line."""
     return shlex.join(str(word) for word in words)
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of config.json; empty if there is none."""
+    """Return a section of config.json, or an empty mapping if there is none."""
     return config.get(name) or {}

@@ -93,7 +93,7 @@ OUTER = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """How an architecture of llama.cpp turns queries and keys."""
+    """How a llama.cpp architecture rotates queries and keys."""
 
     neighbours: bool
     """Pairs of neighbours instead of halves."""
@@ -111,7 +111,7 @@ EAGLE3, DFLASH = Rotation(True, (PLAIN, LLAMA3)), Rotation(False)
 
 
 def find_refused(pair: Pair) -> Iterator[Finding]:
-    """The parts of a draft that llama.cpp does not compute, or reads otherwise without an error."""
+    """Report the parts of a draft that llama.cpp does not compute, or misreads without an error."""
     if not pair.family.is_head:
         yield from _refuse_standalone(pair)
         return
@@ -136,17 +136,17 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
-    """A folder is no file: llama.cpp reads none, and misreads none."""
+    """Report nothing, because llama.cpp reads no folder and so cannot misread one."""
     yield from ()
 
 
 def write(export: Export, folder: Path) -> None:
-    """Write the draft as a GGUF file into `folder`, for the target's file `export.gguf`.
+    """Write the draft as a GGUF file into `folder`, for the target's GGUF file `export.gguf`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is of another target or architecture, or corrupt; or a tensor is missing,
-            unknown or of another shape.
+        FileNotFoundError: the target's GGUF file does not exist.
+        ValueError: no GGUF file is given, or it is corrupt or contains another target or
+            architecture; or a tensor is missing, unknown or has the wrong shape.
     """
     if export.gguf is None:
         raise ValueError(f"{TITLE} serves a draft beside the target's GGUF file: give --gguf")
@@ -173,10 +173,10 @@ def write(export: Export, folder: Path) -> None:
 
 
 def read_model(folder: Path) -> tuple[str, dict[str, Value], dict[str, Tensor]]:
-    """llama.cpp's architecture, keys and tensors of a whole model in `STANDALONE`.
+    """Read llama.cpp's architecture, keys and tensors for a whole model in `STANDALONE`.
 
     Raises:
-        ValueError: it holds a tensor for which llama.cpp has no place.
+        ValueError: the model contains a tensor for which llama.cpp has no place.
     """
     config, stored = read_config(folder), _read_all(folder)
     if config.get("tie_word_embeddings"):
@@ -186,7 +186,7 @@ def read_model(folder: Path) -> tuple[str, dict[str, Value], dict[str, Tensor]]:
 
 
 def serve(export: Export) -> str:
-    """The command."""
+    """The shell command that serves the target with the draft."""
     return shell(
         *("llama-server", "-m", export.gguf, "-md", export.output / FILE),
         *("--spec-type", TYPES[export.pair.family.name]),
@@ -263,9 +263,9 @@ def _refuse_standalone(pair: Pair) -> Iterator[Finding]:
 
 
 def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
-    """Raise ValueError unless a GGUF file holds this target, whatever its types are.
+    """Raise ValueError unless a GGUF file contains this target, regardless of its tensor types.
 
-    Sizes, tokens, and a sample of the embeddings are compared.
+    The sizes, the tokens and a sample of the embeddings are compared.
     """
     config, other = target.text_config, "a draft proposes badly beside another target: give"
     for name, theirs, ours in (
@@ -307,7 +307,7 @@ def _read_all(folder: Path) -> dict[str, Tensor]:
 
 
 def _keys(pair: Pair, config: Mapping[str, Any]) -> dict[str, Value]:
-    """The keys of a head beside those of its layers, from its config.json in the layout of vLLM."""
+    """The keys for a head other than its layers' keys, from its config.json in vLLM's layout."""
     layers = pair.family.read_layers(config)
     if pair.family.name == "eagle3":
         return {

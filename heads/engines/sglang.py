@@ -41,7 +41,7 @@ ALGORITHMS = {
 
 
 def find_refused(pair: Pair) -> Iterator[Finding]:
-    """The parts of a draft that SGLang does not compute."""
+    """Report the parts of a draft that SGLang does not compute."""
     last = pair.target_config.num_hidden_layers
     if pair.family.layers_key and last in _layers(pair):
         yield Finding(
@@ -91,7 +91,7 @@ def _layers(pair: Pair) -> list[int]:
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
-    """The parts of this folder that SGLang reads otherwise than training."""
+    """Report the parts of this folder that SGLang interprets differently from training."""
     yield from folders.dropped_scale(pair, TITLE)
     if pair.is_speculators:
         yield from folders.other_layout(pair, TITLE)
@@ -151,7 +151,10 @@ def _views(pair: Pair) -> tuple[View, ...]:
 
 
 def write(export: Export, folder: Path) -> None:
-    """The draft as SGLang reads it; vLLM reads the folder too, but for EAGLE-1 and several layers."""
+    """Write the draft in SGLang's format.
+
+    vLLM can read the folder too, except for EAGLE-1 heads and heads with several layers.
+    """
     pair = export.pair
     if pair.family.is_head:
         folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))
@@ -177,7 +180,10 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
 
 
 def serve(export: Export) -> str:
-    """The command. DFlash and DSpark propose whole blocks, whatever `num_tokens` says."""
+    """The shell command that serves the target with the draft.
+
+    DFlash and DSpark propose whole blocks, regardless of `num_tokens`.
+    """
     pair, num_tokens = export.pair, export.num_tokens
     name = pair.family.name
     words: list[object] = ["python", "-m", "sglang.launch_server", "--model-path", pair.target.name]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A draft on its way to an engine."""
+    """A draft to be exported to an engine."""
 
     pair: Pair
     output: Path
@@ -36,16 +36,19 @@ class Export:
 
 
 class Rules(Protocol):
-    """The module of an engine. The families in the row's `unserved` never get here."""
+    """The interface of an engine's module.
+
+    It is never used for the families in the row's `unserved`.
+    """
 
     def find_refused(self, pair: Pair) -> Iterator[Finding]:
-        """The parts of a draft that the engine cannot compute, however the folder is written."""
+        """Report the parts of a draft that the engine cannot compute from any form of folder."""
         ...
 
     def find_misread(self, pair: Pair) -> Iterator[Finding]:
-        """The parts of this folder that the engine reads otherwise than training.
+        """Report the parts of this folder that the engine interprets differently from training.
 
-        `write` cures them.
+        `write` corrects them.
         """
         ...
 
@@ -60,7 +63,7 @@ class Rules(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One row of the table."""
+    """One row of the table of engines."""
 
     name: str
     """On the command line."""
@@ -79,19 +82,19 @@ class Engine:
 
     @property
     def proof(self) -> str:
-        """The engine's name with the state of its rules, for reports."""
+        """The engine's name and version, with the state of its rules, for reports."""
         state = "run" if self.is_run else "its loaders were read, not run"
         return f"{self.title} {self.version} ({state})"
 
     def find_installed(self) -> str:
-        """The version of the engine beside redraft; empty without one."""
+        """The version of the engine installed beside redraft, or an empty string if none is."""
         try:
             return importlib.metadata.version(self.package) if self.package else ""
         except importlib.metadata.PackageNotFoundError:
             return ""
 
     def rules(self) -> Rules:
-        """The module of rules. Loads torch."""
+        """Import the module of rules, which loads torch."""
         return cast(Rules, import_module(self.module))
 
     def require_served(self, family: Family) -> None:
@@ -164,10 +167,10 @@ else:
 
 
 def find_engine(name: str) -> Engine:
-    """The row of an engine.
+    """Return the row for an engine.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such engine exists.
     """
     known = {engine.name: engine for engine in ENGINES}
     if name not in known:

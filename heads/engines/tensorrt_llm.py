@@ -40,7 +40,7 @@ DECODING_TYPES = {
 
 
 def find_refused(pair: Pair) -> Iterator[Finding]:
-    """The parts of a draft that TensorRT-LLM does not compute."""
+    """Report the parts of a draft that TensorRT-LLM does not compute."""
     name = pair.family.name
     if name == "eagle3":
         yield from _refuse_eagle3(pair)
@@ -100,7 +100,7 @@ def _refuse_views(pair: Pair) -> Iterator[Finding]:
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
-    """The parts of this folder that TensorRT-LLM reads otherwise than training."""
+    """Report the parts of this folder that TensorRT-LLM interprets differently from training."""
     yield from folders.dropped_scale(pair, TITLE)
     if pair.is_speculators:
         yield from folders.other_layout(pair, TITLE)
@@ -151,7 +151,7 @@ def _misread_dspark(pair: Pair) -> Iterator[Finding]:
 
 
 def write(export: Export, folder: Path) -> None:
-    """The draft as TensorRT-LLM reads it, with the options of the server."""
+    """Write the draft in TensorRT-LLM's format, with the options for the server."""
     pair = export.pair
     if pair.family.is_head:
         folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))
@@ -184,7 +184,7 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
 
 
 def options(export: Export) -> dict[str, Any]:
-    """The options of trtllm-serve."""
+    """The options for trtllm-serve."""
     pair = export.pair
     chosen: dict[str, Any] = {
         "decoding_type": DECODING_TYPES[pair.family.name],
@@ -198,7 +198,11 @@ def options(export: Export) -> dict[str, Any]:
 
 
 def serve(export: Export) -> str:
-    """The command. A target with an MTP layer is served as it is, so its options are on the line."""
+    """The shell command that serves the target with the draft.
+
+    A target that includes an MTP layer is served as it is, so the command line contains its
+    options.
+    """
     if export.pair.is_own_target:
         text = folders.shell(json.dumps(options(export)))
         command = folders.shell("trtllm-serve", export.pair.target.name, "--extra_llm_api_options")

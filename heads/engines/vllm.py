@@ -19,12 +19,12 @@ from redraft.heads.engines.table import Export
 
 
 def find_refused(pair: Pair) -> Iterator[Finding]:
-    """Nothing: each family has a method."""
+    """Report nothing, because vLLM has a method for each family."""
     yield from ()
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
-    """The names of a norm in SGLang's and TensorRT-LLM's folders."""
+    """Report a norm that has the name used in SGLang's and TensorRT-LLM's folders."""
     if any(name.startswith("layers.1.hidden_norm") for name in pair.shapes):
         yield Finding(
             "vLLM calls the first norm of layers.1 input_layernorm, and does not start with "
@@ -34,7 +34,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
 
 
 def write(export: Export, folder: Path) -> None:
-    """The draft in the layout `vllm`."""
+    """Write the draft in the layout `vllm`."""
     if export.pair.family.is_head:
         write_changed(export.pair, folder, lambda config, tensors: None)
     else:
@@ -42,7 +42,10 @@ def write(export: Export, folder: Path) -> None:
 
 
 def serve(export: Export) -> str:
-    """The command. `redraft serve` takes the same folder."""
+    """The shell command that serves the target with the draft.
+
+    `redraft serve` accepts the same folder.
+    """
     pair = export.pair
     model = {} if pair.is_own_target else {"model": str(export.output)}
     spoken = {**pair.family.speculative, **model, "num_speculative_tokens": export.num_tokens}

@@ -55,7 +55,7 @@ Config = options.DFlash
 
 
 class Attention(Projections):
-    """Grouped-query attention with normed heads, as in Qwen3."""
+    """Grouped-query attention with query and key norms, as in Qwen3."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__(replace(shape, attention_bias=False, qk_norm=True), shape.hidden_size)
@@ -63,7 +63,7 @@ class Attention(Projections):
     def keys_and_values(
         self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """[B, key heads, T, head size] each."""
+        """Return keys and values, [B, key heads, T, head size] each."""
         return rotate(self.k_norm(self._heads(self.k_proj(x_BTD))), cos_sin), self._heads(
             self.v_proj(x_BTD)
         )
@@ -75,7 +75,7 @@ class Attention(Projections):
         context: tuple[Tensor, Tensor],
         mask: BlockMask,
     ) -> Tensor:
-        """The blocks' rows, laid end to end, over the context and their own block."""
+        """Attend from the blocks' rows, laid end to end, to the context and to their own block."""
         q = rotate(self.q_norm(self._heads(self.q_proj(x_BND))), cos_sin)
         out_BHNE = attend_blocks(
             q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5
@@ -106,10 +106,11 @@ class DFlash(nn.Module):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """An untrained head, with the target's embeddings and output head.
+        """Make an untrained head with the target's embeddings and output head.
 
-        Without a mask token, the last row of the embeddings is taken. `draft_ids_W` are the target
-        ids to propose, ascending; None for all. `shape` is by default that of the target's layers.
+        Without a mask token in `config`, the last row of the embeddings is used. `draft_ids_W` are
+        the target ids to propose, ascending; None means all. `shape` defaults to that of the
+        target's layers.
 
         Raises:
             ValueError: the target does not have these layers or ids.
@@ -153,10 +154,10 @@ class DFlash(nn.Module):
         return self.config.num_tokens
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """c, the context of every row, [B, T, D].
+        """Compute c, the context for every row, [B, T, D].
 
         Raises:
-            ValueError: other aux layers, or none.
+            ValueError: the signal has different aux layers, or none.
         """
         # [B, T, L, D] with ascending layers, flattened to the L * D columns of `fc`.
         aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(product_dtype(self.fc.weight))
@@ -166,10 +167,10 @@ class DFlash(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """One step for each slot that proposes, of shifts 1, 2, ...
+        """Return one step for each slot that proposes a token, with shifts 1, 2, ...
 
-        While gradients are recorded, a row of the batch has at most `num_anchors` anchors.
-        Otherwise it has all.
+        While gradients are recorded, each row of the batch has at most `num_anchors` anchors.
+        Otherwise, all anchors are used.
         """
         # 1. The blocks, as long as the tokens asked for: fewer tokens are a shorter block, in an
         #    engine too.
@@ -198,7 +199,7 @@ class DFlash(nn.Module):
     def _draft_step(
         self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor
     ) -> DraftStep:
-        """The step of the draft token number `shift`, counted from 1."""
+        """Make the step for draft token number `shift`, counted from 1."""
         return DraftStep(
             hidden_BTD=hidden_BTD,
             head_WD=self._head_WD,
@@ -210,7 +211,7 @@ class DFlash(nn.Module):
         )
 
     def _blocks(self, batch: Batch, context_BTD: Tensor, rows_BA: Tensor, num_slots: int) -> Tensor:
-        """The input of the output head in every slot of the blocks, [B, A, S, D]."""
+        """Compute the output head's input for every slot of the blocks, [B, A, S, D]."""
         cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
         layers = list(self.layers)
         # once for all blocks: no block changes the context's keys, and an engine keeps them in its
@@ -254,12 +255,12 @@ class DFlash(nn.Module):
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually the last, on the stream of the highest aux layer.
+        """Start from target layers, usually the last, on the stream of the highest aux layer.
 
-        Tensors of other shapes stay random.
+        Tensors with other shapes stay random.
 
         Raises:
-            ValueError: another number of layers.
+            ValueError: the number of layers differs from the draft's.
         """
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
@@ -287,13 +288,13 @@ class DFlash(nn.Module):
         target_name: str = "",
         num_speculative_tokens: int | None = None,
     ) -> None:
-        """Write a folder for vLLM's method of this name; `like` decides the layout if it is given.
+        """Write a folder for the vLLM method of this name; `like`, if given, decides the layout.
 
         The embeddings are the target's and are left out. So is the output head, unless the
-        vocabulary is reduced: then the folder has its rows and `d2t`. The layout "speculators", of
-        the package with this name, also names the target, from which the package takes the rest,
-        and `num_speculative_tokens`, by default those of a block. If `like` has this layout, both
-        are taken from there.
+        vocabulary is reduced: then the folder contains the head's rows and `d2t`. The layout
+        "speculators", of the package with this name, also names the target, from which the package
+        takes the rest, and `num_speculative_tokens`, which defaults to the number in a block. If
+        `like` has this layout, both are taken from there.
         """
         earlier = read_config(like) if like else {}
         is_speculators = layout == "speculators" or speculators.MARK in earlier
@@ -377,20 +378,20 @@ class DFlash(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
-        """A head from a folder in either layout, ours or another trainer's.
+        """Load a head from a folder in either layout, written by redraft or another trainer.
 
         Raises:
-            ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head
-                are not the target's, or the head attends in a way that is not supported here.
+            ValueError: a tensor is missing, unknown or has the wrong shape; the embeddings or the
+                head are not the target's; or the head attends in a way that is not supported here.
         """
         return load_head(cls, cls._read, folder, target)
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint.
+        """Read the options of a checkpoint.
 
         Raises:
-            ValueError: its attention is another.
+            ValueError: its attention is not supported here.
         """
         # A DSpark head without a Markov head (markov_rank 0) has the keys at the top level.
         section = {**config, **(config.get(SECTION) or {})}
@@ -409,10 +410,11 @@ def has_ranks() -> bool:
 def choose_anchors(
     batch: Batch, limit: int | None, *, has_ranks: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
+    """Choose anchors: (rows before them, int64 [B, A]; whether a row is chosen, bool [B, T]).
 
-    Rows are chosen among those with a label one row after the anchor. If a row of the batch has
-    fewer than `limit` of them, others fill the rest up and count as none. See `choose_rows`.
+    The rows ascend. They are chosen among those with a label one row after the anchor. If a row of
+    the batch has fewer than `limit` such rows, other rows fill the gap and are not marked as
+    chosen. See `choose_rows`.
     """
     has_label_BT = label_rows(batch, 1)
     if limit is None:

@@ -35,7 +35,10 @@ def load_head(
     folder: Path,
     target: Target,
 ) -> Head:
-    """The head that `make` builds with the options of config.json. Raises as `DFlash.load`."""
+    """Load the head that `make` builds with the options in config.json.
+
+    It raises the same errors as `DFlash.load`.
+    """
     stored = read_config(folder)
     trained_views(stored, folder)  # raises, before transformers does with fewer words
     config = translate(stored, folder)
@@ -62,7 +65,7 @@ def load_head(
 
 
 def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """config.json in the keys of vLLM: as it is, or from the layout of the package `speculators`.
+    """Return config.json with vLLM's keys, translated if it is in the `speculators` layout.
 
     Raises:
         ValueError: it names no mask token or no target layers.
@@ -92,10 +95,10 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
 def read_options(
     config: Mapping[str, Any], section: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """The fields of a `Config` in config.json; layers and mask token are in `section`.
+    """Read the fields of a `Config` from config.json; layers and mask token are in `section`.
 
     Raises:
-        ValueError: the windows cannot be read, or the attention rotates in another way.
+        ValueError: the windows cannot be read, or the rotation or the activation is not supported.
     """
     if config.get("is_neox_style") is False:
         raise ValueError(f"{folder}: only rotary halves (is_neox_style) are supported here")

@@ -42,9 +42,9 @@ Config = options.DSpark
 
 
 class MarkovHead(nn.Module):
-    """The bias of the logits by the token before.
+    """The bias on the logits that depends on the previous token.
 
-    A table of codes, and an output head for codes.
+    It consists of a table of codes and an output head for codes.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
@@ -62,7 +62,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(hidden_size + rank, 1)
 
     def forward(self, hidden_BTD: Tensor, code_BTR: Tensor) -> Tensor:
-        """The logit of the estimated acceptance, in float32 as in engines, [B, T]."""
+        """Compute the logit of the estimated acceptance, in float32 as in engines, [B, T]."""
         wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
         # the two parts apart: one row of both, of every token and slot, would take gigabytes
         # The weight is [1, D + R], hidden state first, as in vLLM's concatenation.
@@ -90,7 +90,7 @@ class DSpark(DFlash):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """An untrained head. Arguments and errors are as of `DFlash`."""
+        """Make an untrained head; arguments and errors are those of `DFlash`."""
         super().__init__(config, target, draft_ids_W, shape)
         rank = config.markov_rank
         self.markov_head = MarkovHead(self.shape.vocab_size, len(self._head_WD), rank)
@@ -139,11 +139,11 @@ class DSpark(DFlash):
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint.
+        """Read the options of a checkpoint.
 
         Raises:
-            ValueError: the attention, the Markov head or the confidence head is of another kind, or
-                the kind of block is not written down.
+            ValueError: the attention, the Markov head or the confidence head is of an unsupported
+                kind, or the config does not state the kind of block.
         """
         if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
             raise ValueError(

@@ -68,7 +68,7 @@ class Eagle1(nn.Module):
     def step(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
     ) -> tuple[Tensor, Tensor]:
-        """The predicted feature, [B, T, D], twice: the head reads it, and it is fed back."""
+        """Return the predicted feature, [B, T, D], twice: as the head's input and as feedback."""
         embed_BTD = F.embedding(ids_BT, self._embed_VD).to(self.fc.weight.dtype)
         x_BTD = self.fc(torch.cat([embed_BTD, feature_BTD.to(embed_BTD.dtype)], dim=-1))
         out_BTD = self.layers[0](x_BTD, self._rotary(position_ids_BT, x_BTD), memory)
@@ -81,7 +81,7 @@ class Eagle1(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ..., each with its feature's distance from the target's."""
+        """Return steps with shifts 1, 2, ..., each with its feature's distance to the target's."""
         target_BTD = final_hidden(signal)
         steps = unroll(
             self,
@@ -109,7 +109,7 @@ class Eagle1(nn.Module):
         weights: Weights = None,
         like: Path | None = None,
     ) -> None:
-        """Write a folder for vLLM's `method: eagle`, which shares embeddings and head."""
+        """Write a folder for vLLM's `method: eagle`, which shares the embeddings and the head."""
         left_out = {field.name for field in fields(options.LayerSizes)}  # they stand in config.json
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
@@ -123,10 +123,12 @@ class Eagle1(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:
-        """A head from a folder of ours or another trainer's, without copied embeddings and head.
+        """Load a head from a folder written by redraft or another trainer.
+
+        Copies of the target's embeddings and head in the folder are left out.
 
         Raises:
-            ValueError: a tensor or a copy is another.
+            ValueError: a tensor does not fit, or a copy differs from the target's.
         """
         config = read_config(folder)
         known = {field.name for field in fields(Config)}

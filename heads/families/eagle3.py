@@ -103,9 +103,9 @@ class Eagle3(nn.Module):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """An untrained head, with the target's embeddings and a copy of its output head.
+        """Make an untrained head with the target's embeddings and a copy of its output head.
 
-        `draft_ids_W` are the target ids to propose, ascending; None for all. `shape` is by default
+        `draft_ids_W` are the target ids to propose, ascending; None means all. `shape` defaults to
         that of the target's layers.
 
         Raises:
@@ -154,15 +154,15 @@ class Eagle3(nn.Module):
         return self.lm_head.weight if self.config.own_head else self._frozen_head_WD
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """The target's embeddings, [B, T, D]."""
+        """Look up the target's embeddings for these ids, [B, T, D]."""
         return F.embedding(ids_BT, self._embed_VD)
 
     def step(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: Memory
     ) -> tuple[Tensor, Tensor]:
-        """The input of the output head and the feature to feed back, both [B, T, D].
+        """Return the output head's input and the feature to feed back, both [B, T, D].
 
-        `memories` has one for each layer.
+        `memories` has one entry per layer.
         """
         cos_sin = self._rotary(position_ids_BT, feature_BTD)
         embed_BTD = self.embed(ids_BT).to(feature_BTD.dtype)
@@ -173,10 +173,10 @@ class Eagle3(nn.Module):
         return normed_BTD, normed_BTD if self.config.norm_output else x_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """fc(concat aux), the feature of step 0, [B, T, D].
+        """Compute fc(concat aux), the feature for step 0, [B, T, D].
 
         Raises:
-            ValueError: other aux layers.
+            ValueError: the signal has different aux layers.
         """
         is_normed = self.config.norm_before_fc or self.config.fc_norm
         # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy
@@ -190,7 +190,7 @@ class Eagle3(nn.Module):
         return out
 
     def concat(self, aux_BTLD: Tensor) -> Tensor:
-        """The streams end to end, [B, T, L D], normed if the options say so."""
+        """Lay the streams end to end, [B, T, L D], with the norms that the options enable."""
         # One norm over all L * D numbers, or one for each stream. vLLM has the same order.
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
@@ -203,7 +203,7 @@ class Eagle3(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ...: features of the head, the true tokens."""
+        """Return steps with shifts 1, 2, ..., which use the head's features and the true tokens."""
         feature_BTD, rule = self.feature(signal), self.shape.rule
         return unroll(
             self,
@@ -217,14 +217,14 @@ class Eagle3(nn.Module):
         )
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually its last, on the stream of the highest aux layer.
+        """Start from target layers, usually the last, on the stream of the highest aux layer.
 
-        Tensors of equal shape are copied. Attention's projections in the first layer are twice as
-        wide as the target's: the half for the feature is copied, the half for the embedding stays
-        random. Tensors of any other shape stay random too.
+        Tensors of equal shape are copied. The attention projections in the first layer are twice as
+        wide as the target's: the half for the feature is copied, and the half for the embedding
+        stays random. Tensors of any other shape stay random too.
 
         Raises:
-            ValueError: another number of layers.
+            ValueError: the number of layers differs from the draft's.
         """
         if len(layers) != self.config.num_layers:
             raise ValueError(
@@ -263,11 +263,11 @@ class Eagle3(nn.Module):
         target_name: str = "",
         num_speculative_tokens: int = 3,
     ) -> None:
-        """Write a folder for vLLM's `method: eagle3`; `like` decides the layout if it is given.
+        """Write a folder for vLLM's `method: eagle3`; `like`, if given, decides the layout.
 
-        The layout "vllm" leaves out the embeddings, and the head unless it was trained: vLLM shares
-        the target's. The layout "speculators", of the package with this name, holds both. It also
-        names the target and `num_speculative_tokens`.
+        The layout "vllm" leaves out the embeddings, and also the head unless it was trained,
+        because vLLM shares the target's. The layout "speculators", of the package with this name,
+        contains both. It also names the target and `num_speculative_tokens`.
         """
         tensors = self._tensors(weights or self.state_dict())
         if layout == "speculators" or (like and speculators.MARK in read_config(like)):
@@ -287,7 +287,7 @@ class Eagle3(nn.Module):
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
 
     def _tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights, with the maps of a reduced vocabulary and the matching rows of the head."""
+        """Add the maps for a reduced vocabulary and the matching head rows to the weights."""
         if self._draft_ids_W is None:
             return dict(weights)
         # the weights come last: if they hold a trained head, it replaces the target's rows
@@ -342,10 +342,10 @@ class Eagle3(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
-        """A head from an exported folder of either layout, or another trainer's.
+        """Load a head from an exported folder in either layout, or from another trainer's folder.
 
         Raises:
-            ValueError: a tensor, d2t and t2d, or the embeddings do not fit.
+            ValueError: a tensor, the pair of d2t and t2d, or the embeddings do not fit.
         """
         checkpoint = read_checkpoint(folder, target)
         options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
@@ -362,7 +362,7 @@ class Eagle3(nn.Module):
 
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Any:
-        """The options of a checkpoint: the engine's keys for architecture, ours for training."""
+        """Read a checkpoint's options: the engine's keys for architecture, ours for training."""
         known = {field.name for field in fields(Config)}
         training = {
             name: value for name, value in config.get("redraft", {}).items() if name in known
@@ -385,7 +385,7 @@ class Eagle3(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """An exported folder of this layout, or of another trainer's, as it was read."""
+    """The contents of an exported folder in this layout, from redraft or another trainer."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -394,7 +394,7 @@ class Checkpoint:
     shape: LlamaShape
 
     def load_into(self, head: Eagle3, folder: Path) -> None:
-        """Copy the weights. Raises: as `files.tensors.load_into`."""
+        """Copy the weights into `head`, with the same errors as `files.tensors.load_into`."""
         unused = () if head.config.own_head else ("lm_head.weight",)
         load_into(
             head,
@@ -404,7 +404,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
-    """The weights and config of a folder.
+    """Read the weights and config from a folder.
 
     Raises:
         ValueError: d2t and t2d disagree, the embeddings are not the target's, or the windows cannot

@@ -43,11 +43,11 @@ def start_by_least_squares(
 ) -> None:
     """Set the weights of an untrained head by least squares.
 
-    Its output head and final norm stay the target's (`Eagle3.init_from_layers`). `known` are
-    batches with the target's hidden states: several times as many tokens as F + D. `stream_scales`
-    are, for each stream, the factors of the norm in the target's layer that reads it, [D].
-    `fc_norm` takes them, because they shrink the entries that are hundreds of times as large as the
-    others.
+    The output head and the final norm stay the target's (`Eagle3.init_from_layers`). `known`
+    contains batches with the target's hidden states, with several times as many tokens as F + D.
+    `stream_scales` contains, for each stream, the factors of the norm in the target layer that
+    reads it, [D]. They become the factors of `fc_norm`, because they shrink the entries that are
+    hundreds of times as large as the others.
 
     Raises:
         ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature
@@ -63,7 +63,7 @@ def start_by_least_squares(
         norm.weight.fill_(1.0)
 
     def rows() -> Iterator[Rows]:
-        """Made again each time it is asked.
+        """Compute the rows again on each call.
 
         In float32 they take several times the memory of `known`.
         """
@@ -112,10 +112,10 @@ def start_by_least_squares(
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows t of a batch that have a row before them and one after them in their document.
+    """The rows t of a batch that have a preceding and a following row in their document.
 
     The first row of a document is left out, because in many targets its streams are a thousand
-    times as long. Row t + 1 has a state: it is zero if no server was asked for it.
+    times as long. Row t + 1 must have a state, which is zero if no server was asked for it.
     """
 
     kept_BT: Tensor
@@ -129,7 +129,7 @@ class Rows:
 
     @property
     def inputs(self) -> Tensor:
-        """[S, F + D]."""
+        """Streams and next embeddings side by side, [S, F + D]."""
         return torch.cat([self.streams_SF, self.next_SD], dim=1)
 
     @staticmethod
@@ -155,7 +155,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The tasks of the attention heads, as (query head, key head)."""
+    """The tasks of the attention heads, as pairs (query head, key head)."""
 
     own_row: list[tuple[int, int]]
     same_token: list[tuple[int, int]]
@@ -184,9 +184,9 @@ class Roles:
 def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
     """Set queries and keys for their tasks, and clear the values.
 
-    A key holds the token of its row's embedding in the fast half of the rotary pairs, which tell
-    near from far, and the token of its row's feature in the slow half, which hardly turn within
-    some hundreds of tokens.
+    A key encodes the token of its row's embedding in the fast half of the rotary pairs, which
+    distinguish near from far. It encodes the token of its row's feature in the slow half, which
+    hardly turns within some hundreds of tokens.
     """
     attention, size, width = head.midlayer.self_attn, head.shape.hidden_size, roles.head_size
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -218,9 +218,9 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
 
 
 def random_rows(count: int, size: int, score: float, head_size: int) -> Tensor:
-    """`count` orthogonal rows for queries and keys.
+    """Make `count` orthogonal rows for queries and keys.
 
-    A normed embedding of `size` has about this score with itself.
+    A normed embedding of width `size` scores about `score` with itself.
     """
     rows: Tensor = torch.linalg.qr(torch.randn(size, count))[0].mT
     return rows * math.sqrt(score * math.sqrt(head_size) / rows.shape[0])
@@ -229,7 +229,7 @@ def random_rows(count: int, size: int, score: float, head_size: int) -> Tensor:
 def attend(
     head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], rows: Iterable[Rows]
 ) -> Iterator[Tensor]:
-    """The input of attention's output projection on the kept rows of each batch, [S, H E]."""
+    """Yield the input of attention's output projection for each batch's kept rows, [S, H E]."""
     taken: list[Tensor] = []
 
     def take(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -253,7 +253,7 @@ def gram(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
-    """W with X W ~ Y, from the means of X^T X and X^T Y."""
+    """Solve X W ~ Y for W by ridge regression, from the means of X^T X and X^T Y."""
     penalised = squares.clone()
     penalised.diagonal().add_(RIDGE * squares.diagonal().mean())
     solved: Tensor = torch.linalg.solve(penalised, products)
@@ -261,7 +261,10 @@ def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
 
 
 def factor(matrix_DD: Tensor, squares_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(left [D, R], right [R, D]), whose product is nearest to the matrix on such inputs."""
+    """Factor a matrix into (left [D, R], right [R, D]).
+
+    Their product is the nearest to the matrix on inputs with these second moments.
+    """
     values, vectors = torch.linalg.eigh(squares_DD)
     root = values.clamp_min(values.max() * 1e-9).sqrt()
     u, s, vt = torch.linalg.svd(matrix_DD @ (vectors * root))

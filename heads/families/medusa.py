@@ -54,7 +54,7 @@ class Medusa(nn.Module):
     engine_output = 0
 
     def __init__(self, config: Config, target: Target) -> None:
-        """Every head starts as the target's: the blocks are zero, `lm_heads` are copies."""
+        """Start every head as the target's: the blocks are zero and the `lm_heads` are copies."""
         super().__init__()
         self.config = config
         self.vocab_size, self.hidden_size = target.head_VD.shape
@@ -87,7 +87,7 @@ class Medusa(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """One step for each head, of shifts 1, 2, ..."""
+        """Return one step for each head, with shifts 1, 2, ..."""
         hidden_BTD = final_hidden(signal).to(self._dtype)
         return [
             DraftStep(
@@ -128,10 +128,10 @@ class Medusa(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Medusa:
-        """A head from an exported folder, or in the layout of Medusa's authors.
+        """Load a head from an exported folder, or from one in the layout of Medusa's authors.
 
         Raises:
-            ValueError: a tensor is missing, of another shape, or unknown.
+            ValueError: a tensor is missing, unknown or has the wrong shape.
         """
         head = Medusa(_read(read_config(folder)), target)
         tensors = read_tensors(folder, tensor_files(folder))
@@ -140,9 +140,9 @@ class Medusa(nn.Module):
 
 
 def _our_name(name: str) -> str:
-    """The authors number a head's modules.
+    """Translate a tensor name from the authors' layout, which numbers a head's modules.
 
-    `0.0.linear` is the first block of head 0, `0.1` its `lm_head`.
+    `0.0.linear` is the first block of head 0, and `0.1` is its `lm_head`.
     """
     name = name.removeprefix("medusa_heads.")
     name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)

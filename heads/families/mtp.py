@@ -50,7 +50,7 @@ def attend_memory(
 ) -> tuple[Tensor, None]:
     """An attention function for transformers, [B, T, H, E].
 
-    The memory decides which keys a query sees.
+    The memory decides which keys a query attends to.
     """
     return memory.attend(query, key, value, scaling).transpose(1, 2), None
 
@@ -66,10 +66,10 @@ class Mtp(nn.Module):
     max_tokens: int | None = None
 
     def __init__(self, config: Config, target: Target) -> None:
-        """A layer with random weights.
+        """Make a layer with random weights.
 
         Raises:
-            ValueError: this architecture has no MTP layout.
+            ValueError: the target's architecture has no MTP layout here.
         """
         super().__init__()
         self.config = config
@@ -102,7 +102,7 @@ class Mtp(nn.Module):
     def step(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
     ) -> tuple[Tensor, Tensor]:
-        """The normed output, [B, T, D], twice: the head reads it, and it is fed back."""
+        """Return the normed output, [B, T, D], twice: as the head's input and as feedback."""
         dtype = self.combine.weight.dtype
         embed_BTD = F.embedding(ids_BT, self._embed_VD).to(dtype)
         # By position, not by row: a packed batch begins several documents, and vLLM tests the
@@ -121,7 +121,7 @@ class Mtp(nn.Module):
         return out_BTD, out_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """The target's feature of step 0, [B, T, D]."""
+        """The target's feature for step 0, [B, T, D]."""
         if self.layout.reads_normed:
             return final_hidden(signal)
         if signal.aux_BTLD is None or signal.aux_BTLD.shape[2] != 1:
@@ -134,11 +134,11 @@ class Mtp(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ...: features of the layer, the true tokens."""
+        """Return steps with shifts 1, 2, ..., which use the layer's features and true tokens."""
         return unroll(self, batch, self.feature(signal), self._head_VD, num_steps)
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as one layer of the target, with the feature as input.
+        """Start from one layer of the target, with the feature as its input.
 
         The weights for the embedding stay random.
         """
@@ -157,7 +157,7 @@ class Mtp(nn.Module):
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
 
     def checkpoint_tensors(self, weights: Weights = None) -> dict[str, Tensor]:
-        """The layer's tensors, or `weights`, under the names of the target's checkpoint."""
+        """The layer's tensors, or `weights`, under the names used in the target's checkpoint."""
         return self.layout.to_checkpoint(
             weights or self.state_dict(), self._target_config.num_hidden_layers
         )
@@ -172,7 +172,7 @@ class Mtp(nn.Module):
     ) -> None:
         """Write the layer alone, with the target's config.
 
-        `mtp_folder.stitch` puts it into the target.
+        `mtp_folder.stitch` adds it to the target.
         """
         config = {
             **self._target_config.to_dict(),
@@ -184,9 +184,9 @@ class Mtp(nn.Module):
         )
 
     def record(self) -> dict[str, Any]:
-        """The `redraft` section of a config.json.
+        """The `redraft` section for a config.json.
 
-        How the layer was trained, and which inputs it got.
+        It records how the layer was trained and which inputs it received.
         """
         given = {
             key: getattr(self.layout, key)
@@ -197,10 +197,10 @@ class Mtp(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Mtp:
-        """The layer in an exported folder, or a target's, in its layout.
+        """Load the layer from an exported folder, or from a target's folder in the target's layout.
 
         Raises:
-            ValueError: there is none, or a tensor is missing or of another shape.
+            ValueError: there is no such layer, or a tensor is missing or has the wrong shape.
         """
         training = read_config(folder).get("redraft", {})
         # a target may have been converted to make room for the layer; the converted config is here

@@ -21,10 +21,10 @@ from redraft.heads.families.mtp_layouts import MIMO, Layout
 
 
 def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:
-    """The tensors of a folder's MTP layer under our names.
+    """Read the tensors of a folder's MTP layer, under redraft's names.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the folder contains no MTP layer.
     """
     names = [name for name in list_tensors(folder) if layout.holds(name, num_layers)]
     if not names:
@@ -38,10 +38,10 @@ def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tenso
 def stitch(
     target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]
 ) -> None:
-    """Copy the target's folder with these tensors and config keys.
+    """Copy the target's folder with these tensors and config keys added or replaced.
 
     Raises:
-        FileExistsError
+        FileExistsError: `out` may not be written (`require_free`).
     """
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -78,9 +78,9 @@ def stitch(
 
 
 def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> dict[str, str]:
-    """The file in `out` of each remaining tensor of the shard.
+    """Map each remaining tensor of the shard to its file in `out`.
 
-    A link, or a new file without the replaced ones.
+    The file is a link, or a new file without the replaced tensors.
     """
     # if there is a model.safetensors, transformers takes it for the whole model and never reads the
     # index
@@ -103,12 +103,12 @@ def link(source: Path, copy: Path) -> None:
 
 
 def as_mimo(llama_folder: Path, out: Path) -> None:
-    """Make `out` the same target in the MiMo layout, which has room for an MTP layer.
+    """Write the same target to `out` in the MiMo layout, which has room for an MTP layer.
 
-    A Llama with zero biases on q, k and v.
+    In this layout, the target is a Llama with zero biases on q, k and v.
 
     Raises:
-        ValueError: it is no such Llama.
+        ValueError: the folder does not contain a Llama that can be converted.
     """
     config = read_config(llama_folder)
     if (

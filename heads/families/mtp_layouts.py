@@ -41,7 +41,7 @@ class Layout:
     """Output of vLLM's drafter after the final norm, from 0."""
 
     def block(self, config: Any) -> nn.Module:
-        """The decoder layer, with a `Memory` for attention."""
+        """Build the decoder layer, which uses a `Memory` for attention."""
         module, prefix = self._module()
         config = copy.deepcopy(config)
         config._attn_implementation = MEMORY_ATTENTION
@@ -76,9 +76,9 @@ class Layout:
         }
 
     def from_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-        """The checkpoint's tensors of this layer under our names.
+        """Return the checkpoint's tensors for this layer, under redraft's names.
 
-        Copies of embeddings and head are left out.
+        Copies of the embeddings and the head are left out.
         """
         prefix = self.prefix.format(n=num_layers)
         mine = {
@@ -89,7 +89,7 @@ class Layout:
         return join_experts({self._inner(name): tensor for name, tensor in mine.items()})
 
     def holds(self, name: str, num_layers: int) -> bool:
-        """True for a tensor of the MTP layer; false for copies of embeddings and head in it."""
+        """Whether a tensor is the MTP layer's, and not a copy of the embeddings or the head."""
         shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         return name.startswith(self.prefix.format(n=num_layers)) and not shared
 
@@ -159,10 +159,10 @@ BY_MODEL_TYPE = {
 
 
 def detect_layout(config: Any) -> Layout:
-    """The layout of a target.
+    """Return the layout of a target.
 
     Raises:
-        ValueError: it has none here, or several MTP layers.
+        ValueError: the target has no layout here, or has several MTP layers.
     """
     is_mimo = "MiMoForCausalLM" in (getattr(config, "architectures", None) or [])
     layout = MIMO if is_mimo else BY_MODEL_TYPE.get(config.model_type)
@@ -180,9 +180,9 @@ def detect_layout(config: Any) -> Layout:
 
 
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts as checkpoints hold them, with a gate, an up and a down projection each.
+    """Split experts as in checkpoints, with one gate, up and down projection each.
 
-    Transformers stacks them.
+    The transformers library stacks them.
     """
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -201,7 +201,7 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `split_experts`; experts stacked in the checkpoint stay as they are."""
+    """Invert `split_experts`; experts that are stacked in the checkpoint stay as they are."""
     joined = dict(tensors)
     for first in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
         stem = first.removesuffix("0.gate_proj.weight")

@@ -43,7 +43,7 @@ class PEagle(Eagle3):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """An untrained head, as of `Eagle3`. The default mask token is the last row."""
+        """Make an untrained head as `Eagle3` does; the default mask token is the last row."""
         super().__init__(config.as_eagle3(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = (
@@ -57,7 +57,10 @@ class PEagle(Eagle3):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ...; in training, later ones with fewer rows (`keep_ratio`)."""
+        """Return steps with shifts 1, 2, ...
+
+        In training, later steps have fewer rows (`keep_ratio`).
+        """
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
@@ -98,11 +101,11 @@ class PEagle(Eagle3):
         return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
 
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The rows kept for step k, and which of them are trained, bool [B, n] each.
+        """Choose the rows for step k, and mark those that are trained: int64 and bool, [B, n] each.
 
-        They are the first ones of `_sample_rows`. Every row of the batch keeps a share of its
-        labels, whatever the other rows have: two processes with a half of the batch each train what
-        one with all of it would.
+        The rows are the first ones of `_sample_rows`. Every row of the batch keeps a share of its
+        own labels, whatever the other rows have: two processes with half of the batch each train
+        the same rows as one process with all of it.
         """
         # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
         # labels.
@@ -124,7 +127,7 @@ class PEagle(Eagle3):
         )
 
     def _mask_feature(self) -> Tensor:
-        """The learned feature of all steps but the first, [1, 1, D]."""
+        """The learned feature for all steps but the first, [1, 1, D]."""
         streams_11LD = self.mask_hidden.view(1, 1, len(self.aux_layer_ids), -1)
         return self.mix(streams_11LD.to(self.fc.weight.dtype))
 
@@ -184,7 +187,7 @@ class PEagle(Eagle3):
 
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
-        """The options of a checkpoint: the engine's keys for architecture, ours for training."""
+        """Read a checkpoint's options: the engine's keys for architecture, ours for training."""
         known = asdict(Config())
         training = {
             name: value for name, value in config.get("redraft", {}).items() if name in known

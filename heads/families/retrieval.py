@@ -98,7 +98,7 @@ class Text:
 
 
 class Retrieval:
-    """A counted draft. Drafting is plain Python: about 8 us a token."""
+    """A draft of counted answers. Drafting is plain Python and takes about 8 us per token."""
 
     def __init__(
         self,
@@ -106,10 +106,11 @@ class Retrieval:
         entries: Mapping[Run, tuple[int, float]],
         run_probability: Sequence[float],
     ) -> None:
-        """`entries` map each run of the answers to the token after it and its probability.
+        """Make a draft from counted runs.
 
-        `run_probability` is, by length, the probability of the token after the run's first place in
-        the request.
+        `entries` maps each run in the answers to the token after it and its probability.
+        `run_probability` contains, by length, the probability of the token after the run's first
+        occurrence in the request.
         """
         self.config = config
         self.entries = (
@@ -121,11 +122,11 @@ class Retrieval:
     def propose(
         self, ids: Ids, most: int, num_requests: int = 1, owner: bytes | None = b""
     ) -> list[int]:
-        """At most `most` tokens to draft behind `ids` ([T], int32).
+        """Propose at most `most` draft tokens to follow `ids` ([T], int32).
 
         The step has `num_requests` requests.
 
-        Live counts draft the text of this `owner` alone, and none if it is None. A request's own
+        Live counts draft only the text of this `owner`, and none if it is None. A request's own
         text is drafted in any case.
         """
         # Every request of the step pays for a row of this one, so a busy server drafts only likely
@@ -150,9 +151,9 @@ class Retrieval:
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
     ) -> Iterator[list[int]]:
-        """The proposals behind ids[:first], ids[:first + 1], ...
+        """Yield the proposals that follow ids[:first], ids[:first + 1], ...
 
-        The request is alone in its steps.
+        The request is the only one in its steps.
         """
         whole = np.asarray(ids, np.int32)
         for end in range(first, first + num_prefixes):
@@ -169,9 +170,9 @@ class Retrieval:
     def speculative_config(
         folder: Path | str, *, verify_cost: float | None = None
     ) -> dict[str, Any]:
-        """vLLM's speculative config, without num_speculative_tokens.
+        """Build vLLM's speculative config, without num_speculative_tokens.
 
-        The last keys reach the plugin past vLLM.
+        The last keys are for the plugin; vLLM does not use them.
 
         Raises:
             ValueError: an option is out of bounds.
@@ -189,7 +190,8 @@ class Retrieval:
     def write(self, folder: Path) -> None:
         """Write config.json and the table.
 
-        `runs` [R, N], padded in front with -1, `token` and `probability` [R].
+        The table contains `runs` [R, N], padded in front with -1, and `token` and `probability`
+        [R].
         """
         config = self.config
         tensors = {f"ngrams.{name}": values for name, values in self.entries.read().items()}
@@ -201,11 +203,11 @@ class Retrieval:
 
     @staticmethod
     def read(folder: Path, **changes: Any) -> Retrieval:
-        """The draft of a folder, with `changes` to its config.
+        """Read the draft from a folder, with `changes` to its config.
 
         Raises:
-            FileNotFoundError
-            ValueError: it holds another kind of draft, or an option is out of bounds.
+            FileNotFoundError: a file is missing.
+            ValueError: the folder contains another kind of draft, or an option is out of bounds.
         """
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
@@ -227,7 +229,7 @@ def is_retrieval(folder: str | Path) -> bool:
 
 
 def require_answers(folder: Path) -> None:
-    """Raise ValueError for a folder without counted answers, by the header of its table."""
+    """Raise ValueError if the header of a folder's table shows no counted answers."""
     table = folder / WEIGHTS
     if table.is_file():
         with safe_open(table, framework="numpy") as tensors:
@@ -240,20 +242,20 @@ def require_answers(folder: Path) -> None:
 
 
 def as_text(ids: Ids) -> str:
-    """A character per token, the token's id + 1.
+    """Encode each token as one character, whose code point is the token's id + 1.
 
-    `str.find` searches it in C, whatever the tokens. In bytes it would stop at every hit across two
-    tokens, and a client chooses how many there are.
+    `str.find` searches such text in C, whatever the tokens. In bytes, it would stop at every match
+    that straddles two tokens, and a client controls how many of these there are.
     """
     # numpy's strings end before a last 0, so no token is 0; ids above MOST_IDS wrap around
     return str(((ids & MOST_IDS) + 1).view(f"<U{len(ids)}").item()) if len(ids) else ""
 
 
 def find_run(text: str, max_run: int, end: int | None = None) -> tuple[int, int]:
-    """The longest run of last tokens of text[:end], up to `max_run`, that stands there earlier too.
+    """Find the longest run at the end of text[:end], up to `max_run`, that also occurs earlier.
 
-    (length, index of the token after its first place). (0, 0) if not even the last token does.
-    `text` is `as_text`'s.
+    Returns (length, index of the token after its first occurrence), or (0, 0) if not even the last
+    token occurs earlier. `text` comes from `as_text`.
     """
     end = len(text) if end is None else end
     found, start = (0, 0), 0
@@ -271,7 +273,7 @@ def _as_run(run: bytes) -> Run:
 
 
 def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
-    """Count the labels of these texts by the runs before them.
+    """Count the labels in these texts by the runs before them.
 
     Raises:
         ValueError: there is no label to count.
@@ -286,9 +288,9 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
 
 
 class Counts:
-    """Runs of the answers, counted text by text: about 10 us a token.
+    """Counts of the runs in the answers, made text by text at about 10 us per token.
 
-    Each text first tests the predictions of earlier texts; the hit rates by length and votes are
+    Each text first tests the predictions from earlier texts. The hit rates by length and votes are
     the probabilities.
     """
 
@@ -303,7 +305,7 @@ class Counts:
         }
 
     def learn(self, text: Text) -> Iterator[None]:
-        """Count a text; yield between steps."""
+        """Count a text, yielding between steps."""
         labels, most = np.flatnonzero(text.is_label).tolist(), self.config.max_run
         ids, data, chars = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), as_text(text.ids)
         if labels:
@@ -322,15 +324,15 @@ class Counts:
             yield
 
     def predict(self, last: bytes, owner: bytes = b"") -> tuple[int, float]:
-        """The token after the owner's longest counted run at the end of `last`.
+        """Predict the token after the owner's longest counted run at the end of `last`.
 
-        With its probability.
+        Returns (token, probability).
         """
         found = self.runs.find(last, owner)
         return (found.token, self.probability(_kind(found))) if found else NOTHING
 
     def by_length(self) -> list[float]:
-        """The probability of the token after a run's first place in the request, by length."""
+        """The probability of the token after a run's first occurrence in the request, by length."""
         return [0.0, *map(self.probability, range(1, self.config.max_run + 1))]
 
     def probability(self, kind: int | tuple[int, int]) -> float:
@@ -347,10 +349,10 @@ class Counts:
 
 
 class RunVotes:
-    """The runs of a data set, with their tokens, so that they can be written.
+    """The runs in a data set with their tokens, in a form that can be written.
 
-    Beyond `max_entries` runs, those counted least recently are dropped. Live counts have `RunTable`,
-    whose memory is a twentieth.
+    Beyond `max_entries` runs, those counted least recently are dropped. Live counts use `RunTable`,
+    which needs a twentieth of the memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -391,7 +393,7 @@ class RunVotes:
     def list_entries(
         self, probability: Callable[[tuple[int, int]], float]
     ) -> dict[Run, tuple[int, float]]:
-        """`Retrieval.entries`, without runs that predict what the next shorter run does."""
+        """Return `Retrieval.entries`, without runs that predict what the next shorter run does."""
         rows = [
             item
             for shard in (*self._older, *self._newer)
@@ -405,9 +407,9 @@ class RunVotes:
         return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
 
     def _vote(self, row: Row, token: int) -> Row:
-        """The row after one more `token`, by the majority vote of Boyer and Moore (1981).
+        """Return the row after one more `token`, by the majority vote of Boyer and Moore (1981).
 
-        Keeps one token per run; new text displaces old.
+        It keeps one token per run, and new text displaces old text.
         """
         if row >> 5 == token:
             return row + 1 if row & VOTES < MOST_VOTES else row
@@ -428,10 +430,10 @@ def _kind(found: Found) -> tuple[int, int]:
 
 
 class Live(Retrieval):
-    """Counts that learn while serving, of the answers of a window.
+    """Counts that learn while serving, from the answers in a window.
 
-    Each owner has its own runs, unless tenants share. Hit rates, which are numbers, are those of all
-    texts.
+    Each owner has its own runs, unless tenants share them. Hit rates, which are only numbers, cover
+    all texts.
     """
 
     def __init__(self, config: Config, *, window: int = WINDOW, shares: bool = False) -> None:
@@ -440,18 +442,18 @@ class Live(Retrieval):
         super().__init__(config, {}, self.counts.by_length())
 
     def learn(self, text: Text) -> Iterator[None]:
-        """As `Counts.learn`."""
+        """Count a text as `Counts.learn` does, then update the run probabilities."""
         yield from self.counts.learn(text)
         self.run_probability = self.counts.by_length()
 
     def read_state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Tensors and numbers of all that is counted."""
+        """Return everything that has been counted, as tensors and numbers."""
         tensors, numbers = self.runs.read()
         hits = [[kind, count] for kind, count in list(self.counts.hits.items())]
         return tensors, {**numbers, "max_run": self.config.max_run, "hits": hits}
 
     def restore(self, tensors: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> bool:
-        """Take over what `read_state` gave. False if other settings have counted it."""
+        """Restore the result of `read_state`; return False if other settings produced it."""
         if numbers["max_run"] != self.config.max_run or not self.runs.restore(tensors, numbers):
             return False
         self.counts.hits = {

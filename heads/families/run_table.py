@@ -51,14 +51,15 @@ class Found:
 
 
 class RunTable:
-    """The runs of the answers of the window, by owner.
+    """The runs in the answers of the window, by owner.
 
-    Names of owners have one length, and their first half is the tenant's. With `shares` the tenants
-    look up in common; a run still has the owner who confirmed it last, whose text it is.
+    All owner names have the same length, and their first half is the tenant's name. With `shares`,
+    the tenants look runs up in common. A run still belongs to the owner who confirmed it last,
+    because it is that owner's text.
     """
 
     def __init__(self, *, max_entries: int, window: int, shares: bool = False) -> None:
-        """`window` is in answers."""
+        """Make an empty table; `window` is a number of answers."""
         self.window, self.shares = window, shares
         self.num_texts = 0
         self._epoch = 0
@@ -73,7 +74,7 @@ class RunTable:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the runs, in bytes."""
+        """Memory used by the runs, in bytes."""
         return len(self._hashes) + self._rows.itemsize * len(self._rows)
 
     @property
@@ -93,7 +94,7 @@ class RunTable:
         )
 
     def find(self, last: bytes, owner: bytes) -> Found | None:
-        """The longest run at the end of `last` that the owner may see."""
+        """Find the longest run at the end of `last` that the owner may use."""
         if (known := self._owners.get(owner)) is None:
             if not self.shares:
                 return None
@@ -112,8 +113,8 @@ class RunTable:
     def add(self, last: bytes, token: int, owner: bytes) -> None:
         """Count `token` after every run at the end of `last`.
 
-        By the majority vote of Boyer and Moore (1981): one token per run, and new text displaces
-        old.
+        The count is the majority vote of Boyer and Moore (1981): each run keeps one token, and new
+        text displaces old text.
         """
         if not 0 <= token <= TOKENS:
             return
@@ -138,7 +139,10 @@ class RunTable:
                 self._rows[place] = confirmed | 1 << VOTES_AT
 
     def forget(self, beginning: bytes) -> int:
-        """Drop the runs of all owners whose names begin so. Returns how many were valid."""
+        """Drop the runs of all owners whose names start with `beginning`.
+
+        Returns how many of these runs were valid.
+        """
         gone = [number for name, (number, _) in self._owners.items() if name.startswith(beginning)]
         if not gone:
             return 0
@@ -152,7 +156,7 @@ class RunTable:
         return num_valid
 
     def read(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Tensors and numbers of the valid runs; `restore` takes them."""
+        """Return tensors and numbers for the valid runs, as `restore` accepts them."""
         places = np.flatnonzero(self._is_valid()).astype(np.int32)
         rows, hashes = self._view()
         tensors: dict[str, NDArray[Any]] = {
@@ -165,7 +169,7 @@ class RunTable:
         return tensors, {**self._shape(), "num_texts": self.num_texts, "owners": names}
 
     def restore(self, tensors: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> bool:
-        """Take over what `read` gave. False if the table has another shape now."""
+        """Restore the result of `read`; return False if the table now has another shape."""
         if {name: numbers[name] for name in self._shape()} != self._shape():
             return False
         places = tensors["places"]
@@ -219,19 +223,19 @@ class RunTable:
         self._free = array("H", (n for n in range(OWNERS, -1, -1) if n not in taken))
 
     def _find_slot(self, hashed: int) -> int:
-        """The place of a run; -1 if it has none."""
+        """Return the slot of a run, or -1 if it has none."""
         wanted = hashed.to_bytes(HASH_BYTES, "little")
         return self._find_aligned(wanted, hashed % self._num_buckets * BUCKET_BYTES)
 
     def _find_aligned(self, wanted: bytes, begin: int) -> int:
-        """The slot of `wanted` in the bucket whose first byte is `begin`."""
+        """Return the slot with `wanted` in the bucket that starts at byte `begin`, or -1."""
         at = self._hashes.find(wanted, begin, begin + BUCKET_BYTES)
         while at % HASH_BYTES and at >= 0:
             at = self._hashes.find(wanted, at + 1, begin + BUCKET_BYTES)
         return at // HASH_BYTES  # -1 stays -1
 
     def _take_slot(self, hashed: int) -> int:
-        """A place for a new run, of the least recent one if there is no other."""
+        """Take a slot for a new run, replacing the least recent run if no slot is free."""
         first = hashed % self._num_buckets * WAYS
         place = self._find_aligned(bytes(HASH_BYTES), first * HASH_BYTES)
         if place < 0:
@@ -244,15 +248,16 @@ class RunTable:
 
 
 class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
-    """Runs with the token after each and its probability, in arrays sorted by hash.
+    """Runs, each with its next token and that token's probability, in arrays sorted by hash.
 
-    20 bytes a run and 4 for each token of the longest, where a dictionary takes about 400.
+    Each run takes 20 bytes, plus 4 bytes per token of the longest run. A dictionary takes about 400
+    bytes per run.
     """
 
     def __init__(
         self, runs_RN: NDArray[np.int32], token_R: NDArray[Any], probability_R: NDArray[Any]
     ) -> None:
-        """`runs_RN` are padded in front with -1."""
+        """Sort the runs by hash; `runs_RN` is padded in front with -1."""
         hashes_R = _hash_rows(runs_RN)
         order_R = np.argsort(hashes_R, kind="stable")
         self._runs_RN = np.ascontiguousarray(runs_RN[order_R], np.int32)
@@ -266,7 +271,7 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
 
     @staticmethod
     def of(entries: Mapping[tuple[int, ...], tuple[int, float]], most: int) -> Entries:
-        """The same runs, of at most `most` tokens."""
+        """Make entries from a mapping whose runs have at most `most` tokens."""
         runs_RN = np.full((len(entries), most), -1, np.int32)
         for row, run in zip(runs_RN, entries, strict=True):
             row[most - len(run) :] = run
@@ -279,14 +284,14 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
         return self._runs_RN.nbytes + sum(each.itemsize * len(each) for each in arrays)
 
     def find(self, last: bytes) -> tuple[int, float] | None:
-        """The entry of the longest run at the end of `last`."""
+        """Return the entry for the longest run at the end of `last`, or None."""
         for hashed in reversed(_hash_runs(last, NOBODY)):
             if (place := self._find_place(hashed)) >= 0:
                 return self._tokens[place], self._probabilities[place]
         return None
 
     def read(self) -> dict[str, NDArray[Any]]:
-        """The runs, padded in front with -1, and their tokens and probabilities."""
+        """Return the runs, padded in front with -1, and their tokens and probabilities."""
         return {
             "runs": self._runs_RN,
             "token": np.frombuffer(self._tokens, np.int32),
@@ -314,7 +319,7 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
 
 
 def _hash_rows(runs_RN: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """`_hash_runs` of each row's whole run, from NOBODY on."""
+    """Compute the `_hash_runs` hash of each row's whole run, starting from NOBODY."""
     hashes_R = np.full(len(runs_RN), NOBODY, np.uint64)
     for tokens_R in runs_RN.T[::-1]:
         mixed_R = (hashes_R ^ tokens_R.astype(np.uint32)) * np.uint64(FACTOR)
@@ -324,7 +329,7 @@ def _hash_rows(runs_RN: NDArray[np.int32]) -> NDArray[np.uint64]:
 
 
 def _hash_runs(last: bytes, start: int) -> list[int]:
-    """A hash of each run at the end of `last`, the shortest first; none is 0."""
+    """Compute a hash for each run at the end of `last`, the shortest first; no hash is 0."""
     found, hashed = [], start
     for token in reversed(memoryview(last).cast("I").tolist()):
         hashed = (hashed ^ token) * FACTOR & MASK

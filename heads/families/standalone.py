@@ -62,7 +62,11 @@ class StandaloneDraft(nn.Module):
     engine_output = 0
 
     def __init__(self, model: Any) -> None:
-        """Raises ValueError if the head has a bias."""
+        """Wrap a causal LM as a draft.
+
+        Raises:
+            ValueError: the head has a bias.
+        """
         super().__init__()
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(
@@ -81,9 +85,10 @@ class StandaloneDraft(nn.Module):
     def load(
         cls, folder: str | Path, target: Target | None = None, dtype: torch.dtype | None = None
     ) -> StandaloneDraft:
-        """The draft of a model folder or hub name, in `dtype` (None: as stored).
+        """Load the draft from a model folder or hub name, in `dtype` (None: as stored).
 
-        It borrows nothing from a target. Raises as `load_causal_lm` and `make_draft`.
+        It borrows nothing from a target, and raises the same errors as `load_causal_lm` and
+        `make_draft`.
         """
         model = load_causal_lm(folder, dtype)
         _require_exact(model)
@@ -98,10 +103,10 @@ class StandaloneDraft(nn.Module):
         like: Path | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Write a folder for vLLM and transformers, with `tokenizer`, or that of `like`.
+        """Write a folder for vLLM and transformers, with `tokenizer` or that of `like`.
 
         Raises:
-            ValueError: without: nobody could compare draft and target.
+            ValueError: neither is given. Without a tokenizer, draft and target cannot be compared.
         """
         if tokenizer is None:
             if like is None:
@@ -140,12 +145,15 @@ class StandaloneDraft(nn.Module):
             self.model.gradient_checkpointing_disable()
 
     def feature(self, signal: TargetSignal | None) -> None:
-        """None: the draft reads nothing of the target."""
+        """Return None, because the draft reads nothing from the target."""
 
     def draft_steps(
         self, batch: Batch, signal: TargetSignal | None = None, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """One step of shift 0, which serves for any number of tokens. The signal is not read."""
+        """Return one step with shift 0, which serves for any number of tokens.
+
+        The signal is not read.
+        """
         output = language_model(self.model)(
             input_ids=batch.input_ids_BT,
             position_ids=batch.position_ids_BT,
@@ -163,16 +171,16 @@ class StandaloneDraft(nn.Module):
         ]
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
-        """Arguments by which attention stays within each document.
+        """Make the arguments that confine attention to each document.
 
-        Ranges of keys, or else a mask.
+        They are ranges of keys if the model accepts them, and otherwise a mask.
         """
         if self._takes_prefixes:
             return prefix_arguments(batch.document_BT)
         return {"attention_mask": self._mask(batch)}
 
     def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """The mask of each document, narrowed to the window: it replaces the model's masks."""
+        """Make the mask for each document and window, which replaces the model's own masks."""
         mask_B1TT, window = attention_mask(batch), getattr(self._config, "sliding_window", None)
         if not window or window >= batch.input_ids_BT.shape[1]:
             return self._for_scores(mask_B1TT)
@@ -185,7 +193,7 @@ class StandaloneDraft(nn.Module):
         return {name: self._for_scores(mask) for name, mask in masks.items()}
 
     def _for_scores(self, mask_B1TT: Tensor) -> Tensor:
-        """The mask as the attention takes it: eager attention adds it to the scores."""
+        """Convert the mask for the attention in use: eager attention adds it to the scores."""
         if self._config._attn_implementation != "eager":
             return mask_B1TT
         dtype = self.model.dtype
@@ -195,14 +203,14 @@ class StandaloneDraft(nn.Module):
 
 
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
-    """The draft described by `init`, the same one at every call and on every rank.
+    """Make the draft described by `init`, identical at every call and on every rank.
 
-    It is in float32: bf16's 8 bits lose a small step of AdamW. `tokenizer` is the target's; `seed`
-    is for random weights.
+    It is in float32, because the 8 bits of bf16 lose a small step of AdamW. `tokenizer` is the
+    target's, and `seed` determines random weights.
 
     Raises:
         ValueError: the checkpoint has another tokenizer, recurrent layers, attention with sinks, or
-            logits unlike the config's.
+            logits that do not follow its config.
     """
     draft = _make_initial(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
@@ -216,9 +224,12 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 
 
 def _require_exact(model: Any) -> None:
-    """Refuse a draft whose attention takes no mask of documents, or whose rule fails.
+    """Reject a draft whose attention accepts no document mask, or whose logits break the rule.
 
-    The logits must follow the rule of `find_rule`. Raises ValueError otherwise.
+    The logits must follow the rule of `find_rule`.
+
+    Raises:
+        ValueError: the draft fails one of these conditions.
     """
     config = model.config.get_text_config()
     attention, wanted = config._attn_implementation, attention_of(config) or "sdpa"
@@ -249,10 +260,10 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
 def from_checkpoint(
     name_or_path: str | Path, target_tokenizer: Any, vocab_size: int
 ) -> StandaloneDraft:
-    """The draft of a model folder or hub name, with as many vocabulary rows as the target.
+    """Load the draft from a model folder or hub name, with as many vocabulary rows as the target.
 
     Raises:
-        ValueError: it has another tokenizer.
+        ValueError: the draft has another tokenizer.
     """
     model = load_causal_lm(name_or_path)
     check_same_tokenizer(target_tokenizer, load_tokenizer(name_or_path))
@@ -262,12 +273,13 @@ def from_checkpoint(
 
 
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
-    """A draft of the target's `layers` (0 is the first), embeddings, final norm and head.
+    """Make a draft from the target's `layers` (0 is the first), embeddings, final norm and head.
 
-    All copied.
+    All weights are copied.
 
     Raises:
-        ValueError: `layers` is empty, out of range, not ascending, or of other kinds.
+        ValueError: `layers` is empty, out of range or not ascending, the layers would be of other
+            kinds at their new places, or the target also reads images.
     """
     if target.config.get_text_config() is not target.config:
         raise ValueError(
@@ -316,9 +328,9 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
 
 
 def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> StandaloneDraft:
-    """A new draft of Llama's architecture, randomly initialised.
+    """Make a new, randomly initialised draft with Llama's architecture.
 
-    It has the target's vocabulary, window and special ids.
+    It has the target's vocabulary, context window and special ids.
 
     Raises:
         ValueError: `hidden_size` is not a multiple of HEAD_DIM.

@@ -26,7 +26,7 @@ from redraft.heads.nn.prefix import Prefixes, attend
 
 
 class Memory(Protocol):
-    """The keys and values so far. Every call first adds new ones."""
+    """The keys and values computed so far. Every call first adds new ones."""
 
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         """softmax(scale * q k) v over the keys visible to each query, [B, H, T, size of v]."""
@@ -34,11 +34,12 @@ class Memory(Protocol):
 
 
 class StepMemory:
-    """For training: the j-th call, from 0, is draft step j of every row of the batch.
+    """A memory for training: call j, from 0, is draft step j for every row of the batch.
 
     With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a
-    call with n of them continues the first n of `rows_BN`. No call may have more rows than the
-    last. With a `window`, a row sees the keys less than so many positions before its own.
+    call with n rows continues the first n of `rows_BN`. No call may have more rows than the
+    previous one. With a `window`, a row attends to the keys fewer than `window` positions before
+    its own.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StepMemory:
         self.pairs: list[tuple[Tensor, Tensor]] = []  # Keys and values of each call, [B, G, T, E].
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:
-        """The memory of the same rows after other calls."""
+        """Return a memory for the same rows, with these pairs as its earlier calls."""
         # A shallow copy shares prefixes and rows. The list is new, so a call adds to one memory
         # only.
         other = copy(self)
@@ -72,10 +73,10 @@ class StepMemory:
         return attend(q, context, prefixes, scale, own)[..., : v_BGTE.shape[-1]]
 
     def _seen(self, step: int, n: int) -> Prefixes:
-        """The keys of step 0 that the first n rows of a step see.
+        """The keys of step 0 that the first n rows of a step attend to.
 
-        Row t stands at position t + step there, so its window has moved on by `step`. The row's own
-        keys of earlier steps are nearer, and always within it.
+        Row t is at position t + step there, so its window has moved on by `step`. The row's own
+        keys from earlier steps are nearer, and always within the window.
         """
         prefixes = self._prefixes
         if self._rows_BN is not None and step:
@@ -88,10 +89,10 @@ class StepMemory:
 def compute_again(
     run: Callable[..., tuple[Tensor, ...]], memories: Sequence[StepMemory], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """run(*inputs, *memories), computed again in the backward pass.
+    """Run run(*inputs, *memories), and compute it again in the backward pass.
 
-    Inputs, outputs, and the keys and values of its one call to each memory are kept. All memories
-    have as many calls before.
+    Only the inputs, the outputs, and the keys and values from its one call to each memory are kept.
+    All memories must have had the same number of calls before.
     """
     num_tensors = 2 * len(memories[0].pairs)  # of each memory
 
@@ -114,7 +115,7 @@ def compute_again(
 
 
 def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in one dtype, and v padded with zeros to k's size."""
+    """Convert q, k and v to one dtype, and pad v with zeros to the size of k."""
     dtype = product_dtype(v_BGTE)
     # DeepSeek's values are narrower than its keys, and the kernels take one size
     # The callers cut the zeros off the output again.

@@ -20,7 +20,7 @@ from redraft.heads.nn.prefix import Prefixes, attend
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Keys visible to the blocks' rows: a range of the context, and no block but the own one."""
+    """The keys that the blocks' rows attend to: a range of the context and their own block."""
 
     prefixes: Prefixes
     num_slots: int
@@ -36,9 +36,9 @@ class BlockMask:
         *,
         first_ahead: int = 1,
     ) -> BlockMask:
-        """Blocks that read the context up to row `rows_BA`, ascending.
+        """Make the mask for blocks that read the context up to row `rows_BA`, ascending.
 
-        Within the document of that row and the window of `view`. The first slot stands
+        They read within the document of that row and the window of `view`. The first slot is
         `first_ahead` positions after the row.
         """
         # `rows_BA` is the row before the anchor, the last one that the target has computed, so it
@@ -60,10 +60,10 @@ def attend_blocks(
     mask: BlockMask,
     scale: float,
 ) -> Tensor:
-    """softmax(scale * q k) v of every block's rows, [B, H, N, E].
+    """Compute softmax(scale * q k) v for every block's rows, [B, H, N, E].
 
-    The blocks' queries lie end to end. `context` has keys and values [B, G, T, E] each, `block` the
-    blocks' own [B, G, N, E]; `mask` are the keys seen by each query.
+    The blocks' queries are laid end to end. `context` has keys and values, [B, G, T, E] each, and
+    `block` has the blocks' own, [B, G, N, E]. `mask` has the keys that each query attends to.
     """
     # Under autocast projections return bfloat16, and norms and rotation may return float32. The
     # kernel takes one type.

@@ -49,9 +49,9 @@ is a cap of 1%.
 
 
 def language_model(model: Any) -> Any:
-    """The decoder of a causal LM, which has the layers.
+    """The decoder of a causal LM, which contains the layers.
 
-    Of a model of text and images the part for text.
+    In a model for text and images, it is the part for text.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     # Llama 4's class names an attribute that it does not have, and is its own decoder.
@@ -62,7 +62,8 @@ def decoder_layers(model: Any) -> Any:
     """The layers of a causal LM's decoder, an nn.ModuleList.
 
     Raises:
-        ValueError: an older architecture (GPT-2, BLOOM, OPT) or an encoder has none of this name.
+        ValueError: the decoder has no layers of this name, as in older architectures (GPT-2, BLOOM,
+            OPT) or encoders.
     """
     layers = getattr(language_model(model), "layers", None)
     if layers is None:
@@ -75,10 +76,10 @@ def decoder_layers(model: Any) -> Any:
 
 
 def final_norm(model: Any) -> nn.Module:
-    """The norm between the last layer of a causal LM and the head.
+    """The norm between a causal LM's last layer and its head.
 
     Raises:
-        ValueError: if it has none of a known name.
+        ValueError: the model has no norm with a known name.
     """
     decoder = language_model(model)
     found = next(
@@ -93,12 +94,13 @@ def final_norm(model: Any) -> nn.Module:
 
 @torch.no_grad()
 def find_rule(model: Any) -> LogitRule:
-    """The rule of a causal LM's logits.
+    """Return the rule for a causal LM's logits.
 
-    It is compared with the class at large hidden states, where no cap or scale goes unnoticed.
+    It is compared with the model's class at large hidden states, where no cap or scale goes
+    unnoticed.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the class computes other logits.
     """
     rule, head_VD = LogitRule.of(model.config), model.get_output_embeddings().weight
     hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(
@@ -129,9 +131,9 @@ def find_rule(model: Any) -> LogitRule:
 
 
 def take_prefixes(model: Any) -> bool:
-    """Let a causal LM take `prefix_arguments` from now on, and return whether it can.
+    """Make a causal LM accept `prefix_arguments` from now on, and return whether it can.
 
-    It can if it runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout
+    It can if it uses SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes, no dropout
     is applied.
     """
     config = model.config.get_text_config()
@@ -141,7 +143,7 @@ def take_prefixes(model: Any) -> bool:
 
 
 def prefix_arguments(document_BT: Tensor) -> dict[str, Any]:
-    """Arguments by which a model that takes prefixes attends within each document.
+    """Arguments that confine attention to each document, for a model that accepts prefixes.
 
     A sliding layer attends within its window.
     """

@@ -11,9 +11,10 @@ import torch
 def compile_here(
     function: Callable[..., Any], *, dynamic: bool | None = None
 ) -> Callable[..., Any]:
-    """The compiled function, from code made for this processor.
+    """Compile the function, with code made for this processor.
 
-    A cache of Inductor shared by two may run vectors of another, and compute nonsense.
+    If two processors share an Inductor cache, one may run vector instructions made for the other
+    and compute nonsense.
     """
     config = torch.compiler.config
     config.cache_key_tag = config.cache_key_tag or torch.backends.cpu.get_cpu_capability()

@@ -18,9 +18,10 @@ PIECE_ROWS = 4096  # States decoded at a time, so the copy in float32 stays smal
 
 @torch.no_grad()
 def encode_float8(states_HLD: Tensor) -> Tensor:
-    """States [..., D] in 8 bits, uint8 [..., D + SCALE_BYTES].
+    """Encode states [..., D] in 8 bits, as uint8 [..., D + SCALE_BYTES].
 
-    A scale maps each largest number to the largest of e4m3fn; not finite if one is not.
+    A scale maps each state's largest number to the largest of e4m3fn. The scale is not finite if a
+    number of the state is not.
     """
     values_HLD = states_HLD.float()
     scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
@@ -31,9 +32,9 @@ def encode_float8(states_HLD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states of `encode_float8`, [..., D], rounded once to `dtype`.
+    """Decode the states from `encode_float8`, [..., D], rounding once to `dtype`.
 
-    Bytes of zeros are a state of zeros.
+    Bytes of zeros decode to a state of zeros.
     """
     codes_NX = codes_HLX.flatten(0, -2)
     states_ND = codes_NX.new_empty(len(codes_NX), codes_NX.shape[1] - SCALE_BYTES, dtype=dtype)
@@ -45,7 +46,7 @@ def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scales(codes_HLX: Tensor) -> Tensor:
-    """The scales of states, float32 [..., 1]."""
+    """The scales of encoded states, float32 [..., 1]."""
     # A copy, because torch takes no float32 from an address that 4 does not divide.
     return (
         codes_HLX[..., -SCALE_BYTES:]

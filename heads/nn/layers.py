@@ -54,9 +54,10 @@ class LlamaShape:
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
-        """The shape of a Llama layer for a model, from the `transformers` text config.
+        """The shape of a Llama layer for a model, from its `transformers` text config.
 
-        That of the model's layers if they are of this kind, and else with the usual sizes.
+        The sizes are those of the model's layers if these are like Llama's, and otherwise the usual
+        ones.
 
         Raises:
             ValueError: the config lacks a size that a head shares with the target.
@@ -113,7 +114,7 @@ class LlamaShape:
     def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
         """The shape of an untrained head's layers.
 
-        The options' sizes, or else those of `from_config`.
+        The sizes come from the options, or else from `from_config`.
 
         Raises:
             ValueError: the query heads do not share the hidden size or the key heads evenly, or as
@@ -136,9 +137,9 @@ class LlamaShape:
 
     @staticmethod
     def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
-        """The shape of a trained head, by the head's config, as an engine reads it.
+        """The shape of a trained head, from the head's config as an engine reads it.
 
-        Hidden size, vocabulary and positions are the target's in any case, because embeddings are
+        Hidden size, vocabulary and positions are always the target's, because embeddings are
         shared.
         """
         config = read_layer_config(layer_config)
@@ -179,9 +180,9 @@ class LlamaShape:
 
 
 def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
-    """The `transformers` config of a head's layer, Llama's or Qwen3's.
+    """The `transformers` config for a head's layer, either Llama's or Qwen3's.
 
-    Missing keys get the defaults that an engine takes.
+    Missing keys get the engine's defaults.
     """
     kind = Qwen3Config if layer_config.get("model_type") == "qwen3" else LlamaConfig
     return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
@@ -205,8 +206,8 @@ ENGINE_ONLY = (
 def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
     """RoPE parameters for a head's Llama layer, derived from the target's.
 
-    If the target has several sets, the one for full attention is used. Without the keys in
-    ENGINE_ONLY.
+    If the target has several sets, the one for full attention is used. The keys in ENGINE_ONLY are
+    left out.
     """
     chosen = rope_parameters.get("full_attention", rope_parameters)
     kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
@@ -238,7 +239,7 @@ class Rotary:
         )
 
     def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [B, T, E], in the type and on the device of `like`.
+        """Compute cos and sin, [B, T, E], in the dtype and on the device of `like`.
 
         The second half of E repeats the first.
         """
@@ -248,7 +249,7 @@ class Rotary:
 
 
 def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """x rotated by position, with the two halves of E as real and imaginary parts."""
+    """Rotate x by position, with the two halves of E as real and imaginary parts."""
     cos_B1TE, sin_B1TE = (table[:, None] for table in cos_sin)
     # Element i turns with i + E / 2 (vLLM: `is_neox_style`); neighbours would load, and be wrong.
     real, imaginary = x_BHTE.chunk(2, dim=-1)
@@ -256,7 +257,10 @@ def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Projections(nn.Module):
-    """Those of grouped-query attention. Inputs may be wider than outputs. Qwen3's norms q and k."""
+    """The projections of grouped-query attention.
+
+    Inputs may be wider than outputs. With `qk_norm`, q and k are normed as in Qwen3.
+    """
 
     def __init__(self, shape: LlamaShape, input_size: int) -> None:
         super().__init__()
@@ -322,17 +326,18 @@ class PreNormLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, x_BTD: Tensor, *attended: Any) -> Tensor:
-        """`attended` are the further arguments of attention."""
+        """Apply the layer; `attended` contains the additional arguments for attention."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), *attended)
         out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
         return out
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server and as on a CPU.
+    """x / sqrt(mean(x^2) + eps) * weight, in the dtype of x, as in the server and on a CPU.
 
-    On a GPU autocast makes input and output float32, and with them the residual stream: twice the
-    bytes. And a weight of another type than x keeps PyTorch from its one kernel for norms.
+    On a GPU, autocast would make input and output float32, and with them the residual stream, which
+    doubles the bytes. Moreover, a weight whose dtype differs from that of x keeps PyTorch from
+    using its single kernel for norms.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from redraft.heads.draft import Batch
 
 
 def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
-    """Raise ValueError unless the token has a row in the target's table of embeddings.
+    """Raise ValueError unless the token has a row in the target's embedding table.
 
-    None stands for no choice.
+    None means that no token was chosen.
     """
     if mask_token_id is not None and not 0 <= mask_token_id < num_embeddings:
         raise ValueError(
@@ -27,13 +27,13 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
 
 
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
-    """A token for the empty slots.
+    """Choose a token for the empty slots.
 
-    The first row that the tokenizer does not use, or else the padding token. `num_embeddings` are
-    the rows of the target's table.
+    It is the first row that the tokenizer does not use, or else the padding token. `num_embeddings`
+    is the number of rows in the target's table.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: neither is available.
     """
     tokenizer = target.tokenizer
     if len(tokenizer) < num_embeddings:
@@ -52,12 +52,12 @@ TURN = 1327217885  # 2^31 / golden ratio: multiples spread evenly around a circl
 
 
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
-    """`count` distinct rows in random order, those with a label first, int64 [B, N].
+    """Choose `count` distinct rows in random order, those with a label first, int64 [B, N].
 
-    The choice depends on the batch alone, so a resumed run, and a run on more processes, make the
-    same. Each `batch.salt` makes another: five epochs that choose a quarter of the rows each have
-    chosen almost every row. It does not wait for the device, unlike a caller that counts the labels
-    there to find `count`.
+    The choice depends only on the batch, so a resumed run or a run on more processes makes the same
+    choice. Each `batch.salt` leads to another choice: after five epochs that each choose a quarter
+    of the rows, almost every row has been chosen. The function does not wait for the device, unlike
+    a caller that counts the labels there to determine `count`.
     """
     # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt
     # turns the circle.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product of `x`: autocast's where it is on, else that of `x`."""
+    """The dtype of a matrix product with `x`: autocast's if it is enabled, else that of `x`."""
     # Autocast narrows the operators it knows. Our attention is none of them, so callers ask here
     # and cast.
     kind = autocast_kind(x.device)

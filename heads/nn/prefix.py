@@ -41,7 +41,7 @@ draft.
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The keys that each row sees."""
+    """The keys that each row attends to."""
 
     start_BN: Tensor
     """Int64, the first one."""
@@ -63,7 +63,10 @@ class Prefixes:
 
     @staticmethod
     def of(document_BT: Tensor) -> Prefixes:
-        """Every row of packed documents, which lie end to end. Padding is one more document."""
+        """The prefixes for every row of packed documents, which are laid end to end.
+
+        Padding counts as one more document.
+        """
         at_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         begins_BT = torch.nn.functional.pad(document_BT.diff(dim=1) != 0, (1, 0), value=True)
         # Documents [0, 0, 1, 1, -1]: start [0, 0, 2, 2, 4], end [1, 2, 3, 4, 5].
@@ -77,7 +80,7 @@ class Prefixes:
         )
 
     def rows(self, rows_BN: Tensor, *, ascending: bool) -> Prefixes:
-        """The prefixes of some rows: in any order, or ascending, which saves sorting them."""
+        """The prefixes for some rows: in any order, or ascending, which avoids sorting them."""
         order_BN = None if ascending else rows_BN.argsort(1)
         sorted_BN = rows_BN if order_BN is None else rows_BN.gather(1, order_BN)
         start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
@@ -87,10 +90,10 @@ class Prefixes:
         )
 
     def within(self, window: int | None, ahead: int | Tensor = 0) -> Prefixes:
-        """Those of these keys that a row with a window sees; all if `window` is None.
+        """Narrow the keys to those that a row with a window attends to; all if `window` is None.
 
-        They are less than `window` positions before the row's query, which stands `ahead` positions
-        after its last key: one number for all rows, or one for each, [N].
+        They are fewer than `window` positions before the row's query, which is `ahead` positions
+        after its last key. `ahead` is one number for all rows, or one per row, [N].
 
         Raises:
             ValueError: no key is left, because the window is not longer than `ahead`.
@@ -119,7 +122,7 @@ class Prefixes:
     def blocks(self, num_keys: int) -> BlockMask:
         """The blocks of keys that FlexAttention visits.
 
-        Found once, for all layers and both passes.
+        They are computed once, for all layers and both passes.
         """
         if num_keys not in self._blocks:
             self._blocks[num_keys] = block_mask(self.start_BN, self.end_BN, num_keys)
@@ -137,11 +140,11 @@ def attend(
     is_causal: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """softmax(scale * q k) v over the keys of each row, [B, H, N, E].
+    """Compute softmax(scale * q k) v over the keys of each row, [B, H, N, E].
 
-    `context` has keys and values of the range, [B, G, T, E] each, as wide as each other; `own` are
-    pairs of keys and values [B, G, N, E], of which row n sees all rows of the same block of
-    `num_slots`, or if it `is_causal` those up to its own. A `window` narrows the range.
+    `context` has the keys and values for the range, [B, G, T, E] each, with equal head sizes. `own`
+    has pairs of keys and values, [B, G, N, E]: row n attends to all rows in the same block of
+    `num_slots`, or with `is_causal` to those up to itself. A `window` narrows the range.
     """
     prefixes = prefixes.within(window)
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
@@ -219,9 +222,9 @@ def add_own(
     num_slots: int,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(output, log sum exp) of one softmax over the range and each row's own keys.
+    """Return (output, log sum exp) of one softmax over the range and each row's own keys.
 
-    The input is those of the range alone.
+    The inputs `out` and `range_BHN` are those of the range alone.
     """
     # 1. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A recurrent
     #    head has S = 1.
@@ -253,9 +256,9 @@ def add_own_gradients(
     num_slots: int,
     is_causal: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of q, of the own keys and of their values.
+    """Compute the gradients of q, of each row's own keys and of their values.
 
-    The input is the range's part of the gradient of q.
+    The input `grad_q` is the range's part of the gradient of q.
     """
     blocks, wide = _Blocks(keys[0].shape[1], num_slots), total_BHN.dtype
     # delta = sum over E of grad * out: the same number for every key of a row.
@@ -274,13 +277,13 @@ def add_own_gradients(
 
 
 def _hide(score: Tensor, is_causal: bool) -> Tensor:
-    """The scores in blocks, [..., S, S], without those of later slots."""
+    """Mask the scores of later slots in blocks, [..., S, S], if attention is causal."""
     later_SS = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).triu(1)
     return score.masked_fill(later_SS, -torch.inf) if is_causal else score
 
 
 def _sorted(x: Tensor, order_BN: Tensor | None) -> Tensor:
-    """Rows of [B, H, N] or [B, H, N, E] in the order of the ranges."""
+    """Sort rows of [B, H, N] or [B, H, N, E] into the order of the ranges."""
     return x if order_BN is None else x.gather(2, _places(x, order_BN))
 
 
@@ -294,20 +297,20 @@ def _places(x: Tensor, order_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Rows in blocks of S, query heads by the key head that they share: R = H / G, A = N / S."""
+    """Rows in blocks of S, with query heads grouped by key head: R = H / G, A = N / S."""
 
     key_heads: int
     num_slots: int
 
     def queries(self, x_BHNE: Tensor) -> Tensor:
-        """[B, G, R, A, S, E]."""
+        """Reshape to [B, G, R, A, S, E]."""
         batch, _, rows, size = x_BHNE.shape
         return x_BHNE.reshape(
             batch, self.key_heads, -1, rows // self.num_slots, self.num_slots, size
         )
 
     def keys(self, x_BGNE: Tensor) -> Tensor:
-        """[B, G, 1, A, S, E]."""
+        """Reshape to [B, G, 1, A, S, E]."""
         batch, heads, rows, size = x_BGNE.shape
         return x_BGNE.reshape(batch, heads, 1, rows // self.num_slots, self.num_slots, size)
 
@@ -324,11 +327,11 @@ class _Blocks:
         return weights * values if self.num_slots == 1 else weights @ values.to(weights.dtype)
 
     def flat(self, x: Tensor) -> Tensor:
-        """[B, H, N, E] again."""
+        """Reshape back to [B, H, N, E]."""
         return x.flatten(3, 4).flatten(1, 2)
 
     def flat_keys(self, x: Tensor) -> Tensor:
-        """[B, G, N, E], summed over the query heads that share a key head."""
+        """Reshape to [B, G, N, E], summing over the query heads that share a key head."""
         return x.sum(2).flatten(2, 3)
 
 
@@ -337,7 +340,7 @@ class _Blocks:
 
 
 def _operations(prefixes: Prefixes) -> tuple[Any, Any]:
-    """(forward, backward) of the range."""
+    """The (forward, backward) operations for the range."""
     # On a GPU no operation of PyTorch: autograd, which FlexAttention needs, records nothing inside.
     return (_flex, _flex_backward) if prefixes.uses_flex else (_flash, _flash_backward)
 
@@ -400,9 +403,9 @@ def prefix_attention_backward(
     is_whole: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v.
+    """Compute the gradients of q, k and v.
 
-    `out` and the log sum exp may be of a softmax over the range and further keys.
+    `out` and the log sum exp may come from a softmax over the range and additional keys.
     """
     key_heads, dtype = k.shape[1], k.dtype
     k, v = _repeated(q, k), _repeated(q, v)
@@ -488,7 +491,7 @@ def _pieces(
 
 
 def _documents(start_BT: Tensor) -> Iterator[_Piece]:
-    """The documents; rows of the batch with the same bounds are one piece."""
+    """Yield the documents; rows of the batch with the same bounds form one piece."""
     length = start_BT.shape[1]
     bounds = [[*start_T.unique().tolist(), length] for start_T in start_BT]
     # Rows of the batch that are packed alike, e.g. one document each, share the calls.
@@ -524,7 +527,7 @@ def _flex_backward(
     prefixes: Prefixes,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FlexAttention computes the range again: its backward takes no joint `out`."""
+    """Compute the range again, because FlexAttention's backward accepts no joint `out`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
         range_out, range_BHN = _kernel(q, k, v, prefixes, scale)
@@ -556,7 +559,10 @@ def _kernel(
 
 @functools.cache
 def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The function as it is on a CPU, and compiled on a GPU, where FlexAttention is a kernel."""
+    """Return the function as it is on a CPU, or compiled on a GPU.
+
+    On a GPU, FlexAttention is a kernel.
+    """
     if device != "cuda":
         return function
     # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once
@@ -579,7 +585,7 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
-    """The blocks of keys that each block of rows sees, from the ranges.
+    """Find the blocks of keys that each block of rows attends to, from the ranges.
 
     No mask of rows by keys is made on the way.
     """
@@ -604,7 +610,7 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are chosen along the last dimension, and all places, those chosen first."""
+    """Count the chosen along the last dimension, and list all places, the chosen ones first."""
     # [0, 1, 1] becomes (2, [1, 2, 0]). FlexAttention reads the first two places and no more.
     places = chosen.byte().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), places.int()

@@ -31,9 +31,9 @@ class Step(Protocol):
     def __call__(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: Memory
     ) -> tuple[Tensor, Tensor]:
-        """The input of the draft's head, and the feature to feed back, both [B, T, D].
+        """Return the draft head's input and the feature to feed back, both [B, T, D].
 
-        `memories` has one for each layer.
+        `memories` has one entry per layer.
         """
         ...
 
@@ -49,11 +49,11 @@ def unroll(
     rule: LogitRule = PLAIN,
     windows: Sequence[int | None] = (None,),
 ) -> list[DraftStep]:
-    """Teacher-forced draft steps with shifts 1..num_steps, or as many as are trained.
+    """Return teacher-forced draft steps with shifts 1..num_steps, by default all that are trained.
 
-    The k-th from 0 has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the
-    options of `Unrolled`. If it `recomputes`, the backward pass computes each step's activations
-    again. `windows` has one for each layer.
+    Step k, from 0, has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the
+    options of `Unrolled`. If the draft `recomputes`, the backward pass computes each step's
+    activations again. `windows` has one entry per layer.
     """
     memories, step = [StepMemory(batch, window=window) for window in windows], draft.step
     run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
@@ -83,7 +83,7 @@ def unroll(
 def _run_again(
     step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: StepMemory
 ) -> tuple[Tensor, Tensor]:
-    """As the step, keeping the input, the output and the step's keys and values only."""
+    """Run the step, keeping only its input, its output and its keys and values."""
 
     def once(feature_BTD: Tensor, *memories: StepMemory) -> tuple[Tensor, Tensor]:
         return step(ids_BT, feature_BTD, position_ids_BT, *memories)

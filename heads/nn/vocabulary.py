@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless the ids of a draft vocabulary ascend within the target's."""
+    """Raise ValueError unless a draft vocabulary's ids ascend within the target's vocabulary."""
     if len(draft_ids_W) > vocab_size:
         raise ValueError(
             f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}"
@@ -32,9 +32,9 @@ def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
 
 
 def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
-    """The target id of every draft id, from d2t. t2d holds the same ids as a mask.
+    """Read the target id of every draft id from d2t.
 
-    If it is there, they must agree.
+    t2d stores the same ids as a mask. If it is present, the two must agree.
     """
     if offset_W is None:
         return None
@@ -49,7 +49,7 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
 
 
 def id_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a checkpoint for a reduced vocabulary.
+    """The checkpoint tensors for a reduced vocabulary.
 
     d2t, int64 [W], is the difference between target id and draft id, not the target id itself. t2d,
     bool [V], is true for the target ids that the head proposes.

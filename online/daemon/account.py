@@ -69,7 +69,10 @@ class Account:
         )
 
     def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
-        """A fault that lasts: written when it begins, and with another reason after a while."""
+        """Report a lasting fault when it begins, and again if its reason changes.
+
+        A changed reason is written at the earliest OTHER_REASON_S after the previous one.
+        """
         now_s = self._now_s()
         known, written_s = self._faults.get((what, detail), (None, -math.inf))
         if known is None or (reason != known and now_s - written_s >= OTHER_REASON_S):
@@ -77,7 +80,7 @@ class Account:
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
-        """Forget these faults, so that they are written when they begin again."""
+        """Forget the named faults, so that they are reported if they begin again."""
         for what, its in list(self._faults):
             if what in names and detail in (None, its):
                 del self._faults[what, its]
@@ -85,9 +88,10 @@ class Account:
     def load_or_set_aside(
         self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str
     ) -> T:
-        """The value in the file.
+        """Load the value from the file.
 
-        `otherwise`, and a fault with the consequence, if the file is damaged.
+        If the file is damaged, set it aside, report a fault that names the `consequence`, and
+        return `otherwise`.
         """
         try:
             return load(path)
@@ -145,7 +149,10 @@ class Account:
         steps_saved: int,
         reason: str,
     ) -> None:
-        """The served draft against itself at its promotion; None if there is nothing to compare."""
+        """Record how the served draft compares with itself at its promotion.
+
+        `staleness` is None if there is nothing to compare.
+        """
         names = ("tau_then", "tau_now", "loss", "low", "high")
         found: dict[str, Any] = {name: getattr(staleness, name, None) for name in names}
         self.journal.write(

@@ -34,7 +34,10 @@ class Alarm:
         self._told = ""
 
     def report(self, server: str, version: str) -> None:
-        """A server hardly accepts anything of the version. Returns at once; `run` looks into it."""
+        """Report that a server accepts hardly any draft tokens from this version.
+
+        Returns at once; `run` investigates.
+        """
         if version != self._version:
             self._answered_s = -REST_S
         if time.monotonic() - self._answered_s >= REST_S:

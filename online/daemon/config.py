@@ -79,7 +79,7 @@ class LearnerConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LearnerConfig:
-    """The learner's settings from `path`. Raises as `read_toml`."""
+    """The learner's settings from `path`. Raises the same errors as `read_toml`."""
     config = read_toml(path, LearnerConfig, overrides)
     # The default folder is not read from the file, so `read_toml` did not resolve it.
     return replace(config, folder=path.parent.absolute() / config.folder)

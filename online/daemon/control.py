@@ -58,7 +58,7 @@ class Judged:
 
 
 class NoLearnerError(ConnectionError):
-    """No learner runs on this folder."""
+    """No learner is running on this folder."""
 
 
 @asynccontextmanager
@@ -98,11 +98,11 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
 
 
 async def ask(folder: Path, answer: type[T], **request: Any) -> T:
-    """Ask the running learner and return the answer, which is of type `answer`.
+    """Send a request to the running learner and return its reply, converted to type `answer`.
 
     Raises:
-        NoLearnerError: if no learner runs on this folder, or it ends before it answers.
-        ValueError: if the learner refuses; the message is the learner's.
+        NoLearnerError: if no learner is running on this folder, or it ends before it answers.
+        ValueError: if the learner refuses the request; the message is the learner's.
     """
     try:
         with _short_path(folder) as path:
@@ -123,7 +123,7 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
 
 
 def _make_printable(value: Any) -> Any:
-    """A reply quotes servers and clients, for a terminal."""
+    """Make a reply safe to print in a terminal, because it may quote servers and clients."""
     if isinstance(value, dict):
         return {key: _make_printable(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -133,7 +133,10 @@ def _make_printable(value: Any) -> Any:
 
 @contextmanager
 def _short_path(folder: Path) -> Any:
-    """A short path of the socket. The kernel allows 108 bytes, and the folder may be deeper."""
+    """A short path to the socket.
+
+    The kernel limits such a path to 108 bytes, and the path of the folder may be longer.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"

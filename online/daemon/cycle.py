@@ -143,7 +143,7 @@ class Cycle:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def close(self) -> None:
-        """Save the training since the last checkpoint, and let the other ranks go."""
+        """Save the training done since the last checkpoint, and dismiss the other ranks."""
         await self.rollouts.reconciler.stop()
         try:
             # `_save_checkpoint` waits for the step under way: the thread does one thing at a time.
@@ -157,10 +157,11 @@ class Cycle:
     # from outside
 
     def report_problem(self, problem: str) -> None:
-        """The watch's latest finding.
+        """Report the watch's latest finding.
 
-        A reason to halt, or an empty string if there is none (any more). Only the latest finding
-        counts: a problem that goes away before the present phase ends halts nothing.
+        This is a reason to halt, or an empty string if there is none (any more). Only the latest
+        finding counts: a problem that goes away before the current phase ends does not halt the
+        learner.
         """
         is_halted = self.state.phase is Phase.HALTED
         self.inbox.settle(Event.HALT)
@@ -171,9 +172,9 @@ class Cycle:
             self.inbox.post(Move(Event.RESUME))
 
     async def judge_draft(self, draft: Path) -> Verdict:
-        """The gate's verdict on the draft in a folder, against the current version.
+        """The gate's verdict on the draft in a folder, compared with the current version.
 
-        Both draft as the servers do.
+        Both are judged with the drafting settings of the servers.
         """
         drafting = self.judge.draft_as(await ask_drafting(self.servers))
         verdict = await self.in_thread(
@@ -197,10 +198,10 @@ class Cycle:
         return None
 
     async def _look_around(self, newest: int, num_waiting: int) -> Move | None:
-        """Asleep, with a candidate's worth of new records.
+        """Decide whether to wake, while asleep with a candidate's worth of new records.
 
-        Wake, or pass over the records up to `newest`. Those that arrive during the look wait for
-        the next one.
+        If the learner stays asleep, it passes over the records up to `newest`. Records that arrive
+        during this check wait for the next one.
         """
         sleeper, current = self.sleeper, self.current
         self.judge.draft_as(await ask_drafting(self.servers))
@@ -331,7 +332,7 @@ class Cycle:
     async def _save_checkpoint(self) -> None:
         """Write a checkpoint if there is anything to save.
 
-        A failure is only reported: training goes on without.
+        A failure is only reported, and training continues without the checkpoint.
         """
         if not self.trainer.num_steps or Event.BEGIN_AGAIN in self.inbox:
             return
@@ -346,7 +347,8 @@ class Cycle:
         """The result of `work`, which is repeated while a disk cannot be written.
 
         Raises:
-            FileNotFoundError, ValueError, NotFiniteError: as `work` does: waiting would not help.
+            FileNotFoundError, ValueError, NotFiniteError: if `work` does, because waiting would not
+                help.
         """
         is_told = False
         while True:
@@ -362,9 +364,9 @@ class Cycle:
                 await asyncio.sleep(DISK_RETRY_S)
 
     def _count_without_gain(self) -> None:
-        """Begin again from the served version if training leads nowhere.
+        """Count a candidate without a gain; after `patience` of them, post BEGIN_AGAIN.
 
-        It sleeps first if the settings say so.
+        Training then begins again from the served version, after a sleep if the settings say so.
         """
         self._num_without_gain += 1
         if self._num_without_gain < self.cfg.training.patience:
@@ -374,7 +376,7 @@ class Cycle:
         self.sleeper.fall_asleep(self.current)
 
     def _publish_candidate(self) -> str:
-        """The version with the candidate's draft: published now, or before a kill."""
+        """The version that contains the candidate's draft, published now or before a kill."""
         folder, prefix = self.trainer.folder / self.saved.candidate, f"{DRAFT}/"
         # Every byte: the version's manifest would vouch for a flipped one.
         files = {
@@ -405,7 +407,7 @@ class Cycle:
         )
 
     def _holds(self, version: str, files: Mapping[str, FileEntry]) -> bool:
-        """Whether the version has these files. A damaged one has not."""
+        """Whether the version contains these files; False if the version is damaged."""
         try:
             # A subset: the version also has the files of its publication, e.g. STABLE.
             return files.items() <= manifest(self.registry.path(version)).items()

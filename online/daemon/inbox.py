@@ -21,7 +21,7 @@ from redraft.online.daemon.state import Event, Move
 
 
 class Inbox:
-    """At most one waiting move per event. For use within one event loop."""
+    """Waiting moves, at most one per event. For use within one event loop."""
 
     def __init__(self) -> None:
         self._moves: dict[Event, Move] = {}
@@ -32,9 +32,9 @@ class Inbox:
         return event in self._moves
 
     def post(self, move: Move) -> asyncio.Future[Any]:
-        """Let the move wait, in place of one with the same event.
+        """Make the move wait, replacing any waiting move with the same event.
 
-        The future has the result of `settle`.
+        The future resolves to the result passed to `settle`.
         """
         self._moves[move.event] = move
         self._changed.set()
@@ -44,7 +44,7 @@ class Inbox:
         return self._settled[move.event]
 
     def find(self, *events: Event) -> Move | None:
-        """The first waiting move among `events`, which keeps waiting."""
+        """The first waiting move among `events`; it stays in the inbox."""
         return next((self._moves[event] for event in events if event in self._moves), None)
 
     def take(self, event: Event) -> Move | None:
@@ -53,7 +53,7 @@ class Inbox:
         return move
 
     def settle(self, event: Event, result: Any = None) -> None:
-        """End the wait of `event`, if it waits: everyone who posted it gets `result`."""
+        """Remove `event` if it is waiting; everyone who posted it receives `result`."""
         self._moves.pop(event, None)
         settled = self._settled.pop(event, None)
         if settled is not None and not settled.done():

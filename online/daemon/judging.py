@@ -41,15 +41,15 @@ class Judge:
         self.judging = cfg.judging  # with the servers' tokens and sampling, once known
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
-        """Judge as most of the servers draft from now on; returns how, in words.
+        """Judge with the drafting settings of most servers from now on; returns them in words.
 
-        `servers` are counts.
+        `servers` counts the servers by their drafting settings.
         """
         self.judging, drafting = choose_judging(self.judging, servers)
         return drafting
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
-        """The gate's verdict on the draft in a folder against a version."""
+        """The gate's verdict on the draft in a folder, compared with the version `incumbent`."""
         seqs, theirs = self._score_served(self.registry.path(incumbent))
         ours = self._score(draft, seqs)
         candidate, served, domains, modes = pair_scores(ours, theirs, self.buffer.refresh_names())
@@ -58,8 +58,8 @@ class Judge:
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """A version's scores on the held-out records after sequence number `after`.
 
-        Returns (newest record, a row per request). There are no rows if there are fewer than
-        `gate.min_requests`, or if the version cannot be read.
+        Returns (newest record, one row per request). There are no rows if fewer than
+        `gate.min_requests` such records exist, or if the version cannot be read.
         """
         seqs = [seq for seq in self._select_requests() if seq > after]
         if len(seqs) < self.cfg.gate.min_requests:
@@ -74,11 +74,12 @@ class Judge:
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic.
 
-        The reason is returned too. Counters of servers take no part: they count whatever anybody
-        sends. `look` is 1 for the first time after a promotion, 2 for the next one, and so on.
+        The reason is returned too. The servers' counters are not used, because they count whatever
+        anybody sends. `look` is 1 for the first comparison after a promotion, 2 for the next one,
+        and so on.
 
         Raises:
-            OSError, ValueError: if a version is gone or damaged.
+            OSError, ValueError: if a version is missing or damaged.
         """
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
@@ -101,10 +102,10 @@ class Judge:
     def _find_refused(
         self, current: str, theirs: dict[Request, RequestScore], seqs: Sequence[int], look: int
     ) -> tuple[bool, str]:
-        """Whether the engine rejects the tokens of a draft that is good by its weights.
+        """Whether the engine rejects the tokens of a draft whose weights are good.
 
-        It may run the draft wrongly, for example. A score cannot show that, but the records have
-        the draft tokens that the engine accepted.
+        The engine may run the draft incorrectly, for example. A score cannot show that, but the
+        records contain the draft tokens that the engine accepted. The numbers are returned too.
         """
         served = count_served(self.buffer.read(seqs), current)
         # Measured counts beside expected ones, over the requests served by this version.
@@ -126,10 +127,10 @@ class Judge:
     def _score_served(
         self, folder: Path, **limits: float
     ) -> tuple[list[int], dict[Request, RequestScore]]:
-        """The records that judge, and the served draft's scores on them.
+        """The records used for judging, and the served draft's scores on them.
 
-        Weights of the target on whose requests it is proven better or worse than on those of now
-        are left behind.
+        Target weights are left behind if the draft is proven better or worse on their requests than
+        on those of the current weights.
         """
         # Chosen once: scores of two drafts are paired by request.
         seqs = self._select_requests(**limits)
@@ -167,10 +168,10 @@ class Judge:
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
-    """The settings to judge with, and where they come from, in words.
+    """The settings to judge with, and a description of where they come from.
 
-    Most servers decide. If none answers, the latest settings stay: those that servers named before,
-    or else the configured ones.
+    The settings that most servers draft with are chosen. If no server answers, the latest settings
+    stay in effect: those that servers reported before, or else the configured ones.
     """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)

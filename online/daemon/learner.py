@@ -138,7 +138,7 @@ async def learn(
 
 
 class Learner:
-    """The tasks beside the cycle."""
+    """The tasks that run beside the cycle."""
 
     def __init__(
         self,
@@ -180,8 +180,8 @@ class Learner:
     async def run(self) -> None:
         """Run until cancelled.
 
-        The tasks beside the cycle survive their defects. One in the cycle ends the learner, which a
-        supervisor restarts from the saved state: nothing is lost.
+        A defect in a task beside the cycle does not end that task. A defect in the cycle ends the
+        learner, but a supervisor restarts it from the saved state, so nothing is lost.
         """
         first_s = time.monotonic()
         await (
@@ -210,7 +210,10 @@ class Learner:
             await asyncio.sleep(pause_s)
 
     async def _ingest_once(self) -> float:
-        """Take what waits in spool or log; returns the pause in seconds before the next look."""
+        """Ingest the records waiting in the spool or the log.
+
+        Returns the pause in seconds before the next attempt.
+        """
         try:
             # Held by `_forget` while it drains: two readers would take records from each other.
             async with self._intake:
@@ -300,9 +303,9 @@ class Learner:
                 self.account.write(ServerEntry(server=server.url, change="joined"))
 
     def _report_laggards(self, behind: Sequence[FleetServer]) -> None:
-        """Report servers with another version or other bytes than the current ones.
+        """Report servers whose version or bytes differ from the current version.
 
-        Only those count that the last push has not brought to the current version.
+        Only servers that the last push failed to bring to the current version count.
         """
         laggards = {server for server in behind if self.rollouts.reconciler.is_failing(server)}
         for server in laggards:
@@ -313,7 +316,7 @@ class Learner:
         self._laggards = (self._laggards & set(behind)) | laggards
 
     def _find_foreign_target(self, observed: list[Observation]) -> str:
-        """The reason to halt if a server serves another target; empty if none does."""
+        """The reason to halt if a server serves another target; empty if no server does."""
         for one in observed:
             theirs = one.status.target_fingerprint if one.status else self.target_fingerprint
             if theirs != self.target_fingerprint:
@@ -410,7 +413,8 @@ class Learner:
         """Answer a person's request: status, swap, rollback, judge or forget.
 
         Raises:
-            ValueError, OSError, KeyError: if it is refused; the message is for the person.
+            ValueError, OSError, KeyError: if the request is refused; the message is for that
+                person.
         """
         match request.get("do"):
             case "status":

@@ -13,21 +13,21 @@ CACHES = {"LRU_CACHE_CAPACITY": "32", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 def bound_caches() -> None:
     """Let PyTorch keep 32 compiled operations and oneDNN 128, instead of 1,024 each.
 
-    Call it before the first operation; a user's number stays. There is one for each shape, and
-    records have many lengths, so the shapes of a learner hardly ever repeat. After two candidates
-    of a draft of 7M parameters on a CPU, it held 669 MiB instead of 1,062, and no longer grew, in
-    the same CPU time.
+    Call this before the first operation; a number set by the user is kept. Each shape needs its own
+    compiled operation, and records have many lengths, so shapes hardly ever repeat in a learner.
+    After two candidates of a 7M-parameter draft on a CPU, the learner held 669 MiB instead of 1,062
+    MiB and no longer grew, for the same CPU time.
     """
     for name, capacity in CACHES.items():
         os.environ.setdefault(name, capacity)
 
 
 def release_memory() -> int:
-    """Give freed memory back to the system.
+    """Return freed memory to the system.
 
-    Returns the bytes that this process still holds (resident). glibc keeps it for the process: 400
-    MiB after each candidate of a draft of 7M parameters, and more after one large record. Other C
-    libraries have no such call, and nothing happens.
+    Returns the number of bytes that this process still holds (resident). glibc keeps freed memory
+    for the process: 400 MiB after each candidate of a 7M-parameter draft, and more after one large
+    record. Other C libraries have no such call; with them, nothing happens.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

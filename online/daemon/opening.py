@@ -86,10 +86,10 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
 
 
 def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
-    """The learner's buffer, for records the current version can learn from.
+    """The learner's buffer, for records that the current version can learn from.
 
     Raises:
-        ValueError: if this family of drafts cannot learn online.
+        ValueError: if drafts of this family cannot learn online.
         AlreadyOwnedError, BufferFullError: as `Buffer` does.
     """
     states = read_hidden_shape(cfg.draft.family, registry.current_path())
@@ -99,13 +99,13 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:
-    """Make sure the registry has a current version.
+    """Make sure that the registry has a current version.
 
-    In an empty registry, the initial draft becomes the first.
+    If the registry is empty, the initial draft becomes the first version.
 
     Raises:
-        ValueError: if there is no initial draft either, no version that was current is intact, or a
-            draft is for another target or tokenizer.
+        ValueError: if the registry is empty and there is no initial draft, if no version that was
+            ever current is intact, or if a draft is for another target or tokenizer.
     """
     if not registry.versions():
         if cfg.draft.initial is None:

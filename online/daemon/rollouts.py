@@ -39,20 +39,23 @@ class Rollouts:
         return current
 
     def count_promoted(self) -> int | None:
-        """Versions promoted after the first, without those gone back from; None if unreadable."""
+        """The number of versions promoted after the first, without those rolled back.
+
+        None if the registry cannot be read.
+        """
         with suppress(OSError):
             return max(0, len(self.registry.promoted()) - 1)
         return None
 
     def reconcile(self, servers: Sequence[FleetServer]) -> None:
-        """Begin to bring these servers to the current version, unless a rollout is under way."""
+        """Start bringing these servers to the current version, unless a rollout is under way."""
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
     # ------------------------------------------------------------------------------------ a rollout
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
-        """Run a part of the rollout to its end, or to a recall, which takes everything back."""
+        """Run one part of the rollout until it ends or a recall takes everything back."""
         async with self.fleet:
             await self.reconciler.stop()
             # The pushes have ended: one under way would put the incumbent back on the canary.
@@ -76,7 +79,7 @@ class Rollouts:
     async def _run_unless_recalled(
         self, start: Callable[[], Coroutine[Any, Any, Outcome]]
     ) -> Outcome | None:
-        """The outcome of the rollout, or None if a recall was there first."""
+        """The outcome of the rollout, or None if a recall came first."""
         if Event.RECALLED in self.inbox:
             return None
         running = asyncio.ensure_future(start())
@@ -92,7 +95,10 @@ class Rollouts:
             await asyncio.gather(running, recall, return_exceptions=True)
 
     async def prune(self) -> None:
-        """Remove old versions. They only take space, so a failure waits until the next rollout."""
+        """Remove old versions.
+
+        They only take up space, so after a failure the next rollout tries again.
+        """
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
         # A checkpoint has the config and the layout of the version it began from.
         in_use.add(self.trainer.candidate.version.name)
@@ -104,9 +110,10 @@ class Rollouts:
     # ------------------------------------------------------------------------------ a person's swap
 
     async def request_swap(self, version: str) -> Outcome:
-        """Roll out a version that a person chose: past the gate, but never past the canary.
+        """Roll out a version that a person chose; this bypasses the gate but never the canary.
 
-        It starts when the learner is next idle, and returns when the rollout has ended.
+        The rollout starts when the learner is next idle. The call returns when the rollout has
+        ended.
 
         Raises:
             FileNotFoundError: if there is no such version.
@@ -127,7 +134,7 @@ class Rollouts:
                 self.inbox.settle(Event.SWAP_REQUESTED)
 
     def find_swap(self) -> Move | None:
-        """The swap to begin now, if a person waits for one."""
+        """The swap to begin now, if a person is waiting for one."""
         # It stays in the inbox until the rollout has ended: after a halt it is taken up again.
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap is None or swap.candidate != self.current:
@@ -137,7 +144,7 @@ class Rollouts:
         return None
 
     def answer_swap(self, outcome: Outcome) -> None:
-        """The outcome, if the rollout was one that a person waits for."""
+        """Report the outcome to the person who is waiting for this rollout, if there is one."""
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap and swap.candidate == self.saved.state.candidate:
             self.inbox.settle(Event.SWAP_REQUESTED, outcome)
@@ -149,9 +156,9 @@ class Rollouts:
     ) -> Convergence:
         """Take back the candidate of the running rollout, or else the current version.
 
-        Returns the version served then. With `to`, go back as far as this version, which may be the
-        current one; training begins again from it. Servers that hang are not waited for: they are
-        brought along in the background.
+        Returns the version that is served afterwards. With `to`, go back as far as that version,
+        which may be the current one; training begins again from it. The call does not wait for
+        servers that hang: they are brought to that version in the background.
 
         Raises:
             FileNotFoundError: if there is no version before the current one, or `to` was never
@@ -176,7 +183,7 @@ class Rollouts:
         return back
 
     async def leave_training(self) -> None:
-        """Let nothing get further, also after a kill, that was made from the version of before."""
+        """Stop everything made from the previous version from going further, even after a kill."""
         self.inbox.post(Move(Event.BEGIN_AGAIN))
         try:
             await asyncio.to_thread(self.trainer.give_up)
@@ -184,7 +191,10 @@ class Rollouts:
             self.account.disk_fault(error)
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
-        """The version that is current now. A second automatic rollback needs a promotion before."""
+        """Roll the registry back; returns the version that is now current.
+
+        A second automatic rollback is allowed only after another promotion.
+        """
         if (
             is_automatic
         ):  # noted first: after a kill, one rollback too few is better than a second one

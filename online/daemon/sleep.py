@@ -29,9 +29,9 @@ class Sleeper:
         return self.sleep.num_saved // self.cfg.training.fresh_per_step
 
     def measure(self, version: str) -> Staleness | None:
-        """The served version on held-out requests since its reference.
+        """Compare the served version on new held-out requests with its reference.
 
-        Without a reference, this measures one.
+        If there is no reference, this measures one and returns None.
         """
         judging = self.judge.judging
         drafting = f"{judging.num_speculative_tokens} {judging.draft_sample_method}"
@@ -47,7 +47,7 @@ class Sleeper:
         return None
 
     def find_reason_to_wake(self, staleness: Staleness | None, num_waiting: int) -> str:
-        """The reason to train again, with `num_waiting` untrained records; empty without one."""
+        """The reason to train again on the `num_waiting` untrained records, or an empty string."""
         return self.sleep.find_reason_to_wake(
             staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
         )
@@ -63,7 +63,7 @@ class Sleeper:
             self.save(self.sleep.fall_asleep(self._new_rows), version, None, reason)
 
     def save(self, sleep: Sleep, version: str, staleness: Staleness | None, reason: str) -> None:
-        """Save the sleep, and write it down with the numbers it follows from."""
+        """Save the sleep state, and record it in the journal with the numbers that led to it."""
         self.sleep = sleep
         try:
             save_sleep(sleep, self._path)
@@ -83,5 +83,8 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 
 def load_sleep(path: Path) -> Sleep:
-    """The sleep saved last, or awake without a reference. Raises as `read_sealed_as`."""
+    """The last saved sleep state; awake without a reference if there is none.
+
+    Raises the same errors as `read_sealed_as`.
+    """
     return read_sealed_as(path, Sleep, Sleep())

@@ -78,9 +78,9 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
 
 
 class IllegalEventError(RuntimeError):
-    """The table does not allow the event in this phase.
+    """The transition table does not allow the event in this phase.
 
-    The caller is wrong, and going on would hide it.
+    This is a mistake in the caller, and continuing would hide it.
     """
 
 
@@ -124,7 +124,7 @@ NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 def advance(state: State, event: Event, *, candidate: str | None = None, reason: str = "") -> State:
     """The state after `event`.
 
-    `candidate` replaces the present one, which is kept until the next idle or training.
+    `candidate` replaces the present one, which is kept until the next idle or training phase.
 
     Raises:
         IllegalEventError: if the table has no such transition.
@@ -148,7 +148,7 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
 def save(state: State, path: Path) -> None:
     """Write the state atomically.
 
-    Whenever the machine stops, the file holds this state or the one before, whole.
+    Whenever the machine stops, the file contains either this state or the previous one in full.
     """
     write_sealed(path, {**asdict(state), "phase": state.phase.value})
 
@@ -169,7 +169,10 @@ class SavedState:
 
 
 def load(path: Path) -> State:
-    """The state saved last; idle if there is none yet. Raises: as `read_sealed_as`."""
+    """The last saved state; idle if there is none yet.
+
+    Raises the same errors as `read_sealed_as`.
+    """
     state = read_sealed_as(path, State, State())
     if state.candidate is None and state.phase in NEEDS_CANDIDATE:
         raise DamagedError(f"{path} is damaged ({state.phase.value} without a candidate)")

@@ -18,9 +18,10 @@ class Calibration:
         self._sums = np.zeros((0, NUM_BINS, 3))
 
     def add(self, predicted_J: NDArray[np.float32], num_accepted: int) -> None:
-        """Count a verified draft. `predicted_J`: the estimates for its admitted tokens.
+        """Count a verified draft; `predicted_J` holds the estimates for its admitted tokens.
 
-        A token counts if all earlier ones were accepted: the others were compared with nothing.
+        A token counts only if all earlier ones were accepted: the tokens after a rejected one were
+        compared with nothing.
         """
         positions = np.arange(min(len(predicted_J), num_accepted + 1))
         if len(positions) > len(self._sums):
@@ -35,7 +36,7 @@ class Calibration:
         )
 
     def status(self) -> list[list[dict[str, Any]]]:
-        """By position, the bins with tokens: their number, mean estimate and accepted share."""
+        """For each position, the non-empty bins: token count, mean estimate and accepted share."""
         return [
             [
                 {"tokens": int(tokens), "predicted": predicted / tokens, "accepted": hit / tokens}

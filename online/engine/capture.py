@@ -46,7 +46,7 @@ POLL_INTERVAL_S = 0.2  # longest wait of a step; waking takes the GIL from the e
 
 
 class Capture:
-    """Decides which requests are recorded, and takes their steps.
+    """Decides which requests are recorded, and turns their steps into records.
 
     A background thread ships the records.
     """
@@ -87,7 +87,7 @@ class Capture:
         self._outlet.close()
 
     def is_sampled(self, request_id: str, tenant: str) -> bool:
-        """Whether this request is in the recorded sample; the same answer on every call."""
+        """Whether this request is in the recorded sample; the answer is the same on every call."""
         reason = self.config.find_skip_reason(tenant, request_id.encode())
         if reason:
             self.counts[f"skipped_requests_{reason}"] += 1
@@ -117,7 +117,7 @@ class Capture:
 
     @contextlib.contextmanager
     def reporting(self, stage: str) -> Iterator[None]:
-        """Report an exception of the block and go on: capture may fail, serving must not."""
+        """Report an exception in the block and go on: capture may fail, but serving must not."""
         try:
             yield
         except Exception as error:
@@ -166,9 +166,9 @@ class Capture:
             self._apply_all(steps)
 
     def _stream_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """This thread's stream and device.
+        """The context of this thread's own stream and device.
 
-        By default they would be the first GPU's, and the default stream.
+        By default, the thread would use the first GPU, and the default stream.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -255,9 +255,9 @@ class Capture:
         return copy_through(x, self._pinned)
 
     def _open_log(self, part: StepPart, step: EngineStep) -> RequestLog:
-        """The request's log, with nothing of other target weights than the step's.
+        """Open the request's log, with nothing from target weights other than the step's.
 
-        Closed if these are unclear.
+        The log is closed if the step's weights are unclear.
         """
         log = self._logs.get(part.request.request_id)
         if log is None:
@@ -351,9 +351,10 @@ class Capture:
 
 
 def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The draft's probabilities.
+    """The draft's probabilities for its tokens.
 
-    1 at temperature 0, where it proposes its best token and vLLM keeps logits instead.
+    They are 1 at temperature 0, where the draft proposes its best token, and vLLM keeps logits
+    instead.
     """
     return (
         np.ones_like(draft_probs)

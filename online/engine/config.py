@@ -48,20 +48,20 @@ TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch
 
 
 def list_arms(most: int, *, is_adaptive: bool = False) -> list[int]:
-    """Numbers of draft tokens that `--pace auto` chooses from.
+    """The numbers of draft tokens that `--pace auto` chooses from.
 
-    Where vLLM `is_adaptive`, it decides how many of `most` tokens are verified, and the draft's own
-    pass is all that is left to save.
+    If vLLM verifies adaptively (`is_adaptive`), it decides how many of the `most` tokens are
+    verified, so the pace can save only the draft's own pass.
     """
     between = () if is_adaptive else (1, 2, 3, 5, 8, 12)
     return [0, *(arm for arm in between if arm < most), most]
 
 
 def make_table(most: int, *, is_adaptive: bool = False) -> list[list[int]]:
-    """A vLLM table with a row per number.
+    """A vLLM table with one row per number of draft tokens.
 
-    The V2 runner captures CUDA graphs for each within the largest batch size. `most` comes first,
-    for one request, and last, for all larger batches.
+    The V2 runner captures CUDA graphs for each number whose row is within the largest batch size.
+    `most` comes first, for one request, and last, for all larger batches.
     """
     arms = [most, *list_arms(most, is_adaptive=is_adaptive)]
     return [[size, size, arm] for size, arm in enumerate(arms, start=1)]
@@ -72,7 +72,7 @@ SwapCache = Literal["auto", "keep", "draft", "clear"]
 
 @dataclass(frozen=True, kw_only=True)
 class SwapConfig:
-    """Settings of swaps."""
+    """Settings for swaps."""
 
     cache: SwapCache = "auto"
     """Fate of cached keys and values at a swap. `clear`: target and draft read everything again.
@@ -112,7 +112,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class PluginConfig(Settings):
-    """The settings with the token."""
+    """The settings together with the token."""
 
     token: str | None = field(default=None, repr=False)
 
@@ -120,17 +120,18 @@ class PluginConfig(Settings):
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether VLLM_PLUGINS names redraft.
 
-    Being loaded is not enough: if unset, vLLM loads every installed plugin.
+    That the plugin was loaded is not enough: if VLLM_PLUGINS is unset, vLLM loads every installed
+    plugin.
     """
     return PLUGIN_NAME in environment.get("VLLM_PLUGINS", "").split(",")
 
 
 def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
-    """The plugin's settings.
+    """Read the plugin's settings from the environment.
 
     Raises:
-        ValueError: a setting is unknown or wrong.
-        FileNotFoundError: no token file or registry.
+        ValueError: if a setting is unknown or wrong.
+        FileNotFoundError: if the token file, the registry or a folder in `targets` does not exist.
     """
     values = read_settings(environment)
     require_known(values, Settings, "")
@@ -147,7 +148,11 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
 
 
 def check_pace(pace: str, most: int | None = None) -> str:
-    """The same text. Raises: ValueError if it is no pace, or a number above `most`."""
+    """Return `pace` unchanged if it is valid.
+
+    Raises:
+        ValueError: if it is not a pace, or is a number above `most`.
+    """
     if pace not in ("off", "auto", "adaptive") and not pace.isdecimal():
         raise ValueError(f"{pace} is no pace: give auto, adaptive, off or a number of draft tokens")
     if most is not None and pace.isdecimal() and int(pace) > most:

@@ -32,9 +32,9 @@ BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `loa
 
 @contextmanager
 def without_build(draft: Any) -> Iterator[None]:
-    """Let `load_weights` make no copies.
+    """Keep `load_weights` from making the copies.
 
-    During a reload its layers hold no values, and are packed afterwards.
+    During a reload the draft's layers hold no values, and are packed only afterwards.
     """
     block = _find_block(draft)
     if block is None:
@@ -49,8 +49,10 @@ def refill(
 ) -> None:
     """Bring all copies of a loaded draft up to date, from the checkpoint's `tensors`.
 
-    `runner` is vLLM's model runner, V1 or V2. Raises ValueError: a copy is not made as assumed
-    here, e.g. in another version of vLLM.
+    `runner` is vLLM's model runner, V1 or V2.
+
+    Raises:
+        ValueError: if a copy is not made as assumed here, e.g. in another version of vLLM.
     """
     if (block := _find_block(draft)) is not None:
         refill_projections(block, tensors, rank, num_ranks)
@@ -82,7 +84,7 @@ def repack_tied_heads(model: Any) -> None:
 def refill_projections(
     block: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int
 ) -> None:
-    """Write a checkpoint's keys and values into the copies of one tensor-parallel rank.
+    """Write a checkpoint's keys and values into the copies on one tensor-parallel rank.
 
     Raises: as `refill`.
     """
@@ -102,7 +104,7 @@ def refill_projections(
 
 
 def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> None:
-    """Write the columns of the draft's ids, and reset the logits.
+    """Write the vocabulary columns of the draft's ids, and reset the logits.
 
     All other columns stay at minus infinity.
     """
@@ -124,9 +126,9 @@ def _find_block(draft: Any) -> Any:
 def _list_projections(
     block: Any, tensors: Mapping[str, Tensor], kind: str, rank: int, num_ranks: int
 ) -> Iterator[Tensor]:
-    """This rank's key heads of all layers, each [G * E, D] or [G * E].
+    """Yield this rank's key and value heads of all layers, each [G * E, D] or [G * E].
 
-    Several ranks may hold the same.
+    Several ranks may hold the same heads.
     """
     for i, layer in enumerate(block.layers):
         size, count = layer.self_attn.head_dim, layer.self_attn.num_kv_heads

@@ -45,7 +45,7 @@ class StepNotes(NamedTuple):
 
 
 def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's `update_from_output` that notes the requests whose drafts do not count."""
+    """Wrap a scheduler's `update_from_output` to note the requests whose drafts do not count."""
 
     def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         notes: StepNotes = getattr(model_runner_output, "redraft", StepNotes())
@@ -59,10 +59,10 @@ def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict[str, int] | None:
-    """The verified draft tokens of each request; None if all were.
+    """The number of verified draft tokens of each request; None if all were verified.
 
-    To vLLM, a token that was left out becomes one that a grammar made invalid, so it is no rejected
-    one in its counters. A draft of 0 tokens counts too: its step gives one token.
+    A token that was left out is reported to vLLM as one that a grammar made invalid, so vLLM's
+    counters do not count it as rejected. A draft of 0 tokens counts too: its step gives one token.
     """
     if admitted is None:
         return None
@@ -79,7 +79,7 @@ def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict
 
 
 def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's `make_spec_decoding_stats` that counts a verified draft by domain."""
+    """Wrap a scheduler's `make_spec_decoding_stats` to count each verified draft by domain."""
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM passes everything by name. Counted here, because `observe` returns at once if
@@ -103,17 +103,17 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answer_domains(engine: Any) -> Counts:
-    """The counts of an engine core."""
+    """An engine core's counts by domain."""
     return find_state(engine.scheduler, SchedulerState).domains
 
 
 def answer_loads(engine: Any) -> Loads:
-    """The counts of an engine core by load."""
+    """An engine core's counts by domain and load."""
     return find_state(engine.scheduler, SchedulerState).loads
 
 
 def is_counted(scheduler: Any, request_id: str) -> bool:
-    """Whether a request's draft is the served version's, and that has read the text (`Pacer`)."""
+    """Whether a draft is the served version's, and that version has read the text (`Pacer`)."""
     state: SchedulerState = scheduler.redraft
     pacer, request = state.pacer, scheduler.requests[request_id]
     is_read = pacer is None or pacer.has_read(request_id, request)
@@ -123,15 +123,15 @@ def is_counted(scheduler: Any, request_id: str) -> bool:
 def mark_step(
     output: Any, *, foreign: Collection[str] = (), admitted: Mapping[str, int] | None = None
 ) -> None:
-    """Put notes into a step's output."""
+    """Attach notes to a step's output."""
     output.redraft = StepNotes(frozenset(foreign), admitted)
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
-    """Requests of a step with draft tokens that nobody proposed.
+    """Requests of a step whose draft tokens nobody proposed.
 
-    vLLM gives them to a request that joins with one token to read, e.g. the last of a cached
-    prompt, so that all requests of the batch have one length.
+    vLLM gives such tokens to a request that joins with one token to read, e.g. the last of a cached
+    prompt, so that all requests in the batch have the same length.
     """
     joined = {request.req_id for request in scheduled.scheduled_new_reqs}
     joined |= scheduled.scheduled_cached_reqs.resumed_req_ids
@@ -139,12 +139,12 @@ def find_padded(scheduled: Any) -> frozenset[str]:
 
 
 def find_load(num_requests: int) -> str:
-    """The bucket of a number of requests in a step: two an octave, each alone up to four."""
+    """The load bucket for a number of requests in a step: two per octave, single below four."""
     return str(int(2 * math.log2(max(1, num_requests))))
 
 
 def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
-    """The name under which a request's drafts count."""
+    """The name under which a request's drafts are counted."""
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
     # Kept, although nothing may be verified yet: further names count together.
@@ -155,7 +155,7 @@ def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
 
 
 def add_load(of_load: list[int], num_tokens: int, num_accepted: int) -> None:
-    """Count a draft of so many tokens: those not accepted were rejected or left out."""
+    """Count a draft of `num_tokens`; tokens not accepted were rejected or left out."""
     of_load += [0] * (1 + num_tokens - len(of_load))
     of_load[0] += 1
     for position in range(num_accepted):
@@ -188,5 +188,5 @@ def sum_counts(replicas: Sequence[Counts]) -> Counts:
 
 
 def add_up(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Sums position by position; a shorter list has zeros there."""
+    """Sum lists position by position; shorter lists count as padded with zeros."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

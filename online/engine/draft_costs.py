@@ -7,7 +7,7 @@ MEASURE = "`redraft bench` measures this draft against plain vLLM"
 
 
 def describe_cache(vllm_config: Any, share: float) -> str:
-    """Blocks that a hit loses beside the draft, and the `share` of the cache that its keys take."""
+    """Describe what a cache hit loses to the draft, and its keys' `share` of the cache."""
     cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
     taken = f"the draft's keys take {share:.1%} of the cache"
     if not cache.enable_prefix_caching:
@@ -23,7 +23,7 @@ def describe_cache(vllm_config: Any, share: float) -> str:
 
 
 def list_losses(vllm_config: Any, *, on_cpu: bool) -> Iterator[str]:
-    """Features of plain vLLM on a GPU that this draft costs, each with the remedy; none on a CPU."""
+    """List the features of vLLM on a GPU that this draft costs, with remedies; none on a CPU."""
     if on_cpu:
         return
     if not vllm_config.scheduler_config.async_scheduling:

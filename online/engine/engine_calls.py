@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RefusedError(Exception):
-    """A request is refused; `code` is the HTTP status that fits the reason."""
+    """Raised when a request is refused; `code` is the HTTP status that fits the reason."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -35,11 +35,14 @@ class EngineCalls:
         )
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all ranks of all replicas, to a method of the worker."""
+        """Call a worker method, and return the answers of all ranks of all replicas."""
         return await self.while_alive(self._ask_replicas(method, args))
 
     async def ask_for_draft(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """The answers of the ranks with the draft: of a pipeline's last stage."""
+        """Call a worker method, and return the answers of the ranks with the draft.
+
+        These are the ranks of a pipeline's last stage.
+        """
         ranks = [rank for rank in await self.ask(method, *args) if rank is not None]
         if not ranks:
             raise RefusedError(
@@ -48,10 +51,10 @@ class EngineCalls:
         return ranks
 
     async def while_alive(self, call: Awaitable[T]) -> T:
-        """The result of a call to the engine, while the engine lives.
+        """Await a call to the engine for as long as the engine is alive.
 
         vLLM never answers a call that was running when its engine died. A server ends only after
-        its last request, so one such call would keep a dead server from being started again.
+        its last request, so one such call would keep a dead server from being restarted.
 
         Raises:
             RefusedError: 503, if the engine dies meanwhile.
@@ -66,10 +69,10 @@ class EngineCalls:
             running.cancel()
 
     async def request(self, call: Awaitable[T], problem: str, then: str = "") -> T:
-        """A call that the engine may refuse.
+        """Await a call that the engine may refuse.
 
         Raises:
-            RefusedError: 503 with its words and `then`.
+            RefusedError: 503, with `problem`, the engine's message and `then`.
         """
         try:
             return await self.while_alive(call)
@@ -81,7 +84,7 @@ class EngineCalls:
             raise RefusedError(503, f"{problem}: {say(error)}{then}") from error
 
     async def status(self) -> dict[str, Any]:
-        """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft."""
+        """The recording rank's status, vLLM's version, and whether all ranks agree on the draft."""
         import vllm
 
         ranks = await self.ask("redraft_status")
@@ -114,7 +117,7 @@ class EngineCalls:
         return {"live_runs": sum(await self.ask("redraft_forget", tenant))}
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """The answers of the replicas' engines: `collective_rpc` returns only the first one's."""
+        """The answers of all replicas' engines; `collective_rpc` returns only the first one's."""
         if self._ask_all is None:
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)
             return answers
@@ -123,10 +126,12 @@ class EngineCalls:
         )
 
     async def _count_drafts(self) -> dict[str, Any]:
-        """The served version's drafts in all replicas.
+        """Counts of the served version's drafts, summed over all replicas.
 
-        `drafts`, and `positions` by domain, tried and accepted; with adaptive verification, `loads`
-        by domain and load: drafts and accepted. Nothing from an engine without these counts.
+        `drafts` holds the numbers of drafts, of draft tokens, and of accepted tokens by position.
+        `positions` holds, by domain, the tried and accepted tokens of each position. With adaptive
+        verification, `loads` holds drafts and accepted tokens by domain and load. The result is
+        empty for an engine without these counts.
         """
         ask = self._ask_all
         if ask is None or not hooks.is_installed("domains"):
@@ -142,9 +147,9 @@ class EngineCalls:
         return found | {"loads": loads}
 
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
-        """The status of the pacer, which takes a new pace first, and a line for people.
+        """Set a new pace, if given, and return the pacer's status with a human-readable line.
 
-        None if it does not decide.
+        Returns None if the pacer does not decide.
         """
         ask = self._ask_all
         # Several replicas have no pacer.
@@ -156,7 +161,12 @@ class EngineCalls:
         return found and found | {"line": describe_pace(found)}
 
     async def take_pace(self, new: str) -> dict[str, Any]:
-        """Raises: RefusedError if no pacer decides."""
+        """Set a new pace, and return the pacer's status.
+
+        Raises:
+            RefusedError: if no pacer decides, or if `new` is `adaptive` but the server verifies all
+                draft tokens.
+        """
         if (found := await self.read_pace(new)) is None:
             raise RefusedError(
                 409, "nothing here takes a pace: start this server with redraft serve --pace auto"
@@ -178,7 +188,7 @@ def say(error: Exception) -> str:
 
 
 def _add_up(captures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The sums of all counters; of each text, the first that is not empty."""
+    """Sum all counters; for each text field, use the first value that is not empty."""
     names = dict.fromkeys(chain.from_iterable(captures))
     values = {name: [capture[name] for capture in captures if name in capture] for name in names}
     return {

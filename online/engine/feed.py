@@ -31,7 +31,7 @@ OWNER_BYTES = 12  # of a tenant in the name of its live counts, and of its salt 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The requests of a step in the runner's order, as far as the host knows them."""
+    """The requests of a step in the runner's order, with the numbers available on the host."""
 
     infos: Sequence[RequestInfo | None]
     """None for a request that is not recorded."""
@@ -51,13 +51,14 @@ class Batch:
 
 
 class Feed:
-    """The requests of one runner, and its newest step until that is complete."""
+    """The requests of one runner, and its newest step until that step is complete."""
 
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
-        """The queue between the engine's thread and the one that ships.
+        """Create a feed, which passes steps through a queue to capture's thread.
 
-        `reduces`: keep the largest logits of a row instead of all, as always on a GPU, where memory
-        is scarce. Elsewhere a reference costs nothing, and the background thread has time.
+        `reduces`: keep only the largest logits of each row, as always on a GPU, where memory is
+        scarce. Elsewhere a reference costs nothing, and the background thread has time to reduce
+        the logits.
         """
         self.capture = capture
         self.max_model_len = max_model_len
@@ -70,9 +71,9 @@ class Feed:
         self.unmasked_RV: Tensor | None = None
 
     def add(self, request: Any) -> RequestInfo | None:
-        """Take a new request, or one that was preempted and comes back.
+        """Add a request that is new, or that returns after a preemption.
 
-        VLLM's object, of either runner.
+        `request` is vLLM's object, from either runner.
         """
         if request.req_id not in self.requests:
             self.requests[request.req_id] = self._decide(request)
@@ -83,16 +84,16 @@ class Feed:
             self.finished.append(request_id)
 
     def flush(self) -> None:
-        """Tell capture which requests have ended, because the engine may now idle.
+        """Report ended requests to capture, because the engine may now be idle.
 
-        No step would carry the news.
+        Then no step would carry this information.
         """
         if self.finished:
             self._release()
             self.capture.queue.put(self._make_finished_step())
 
     def put(self, step: EngineStep | None) -> None:
-        """Take the newest step, if there is anything in it."""
+        """Accept the newest step, or None if there is nothing in it."""
         self._release()  # the previous step drafted nothing, so nobody read its states
         if self.capture.config.hidden_states:
             self.unread = step
@@ -100,13 +101,13 @@ class Feed:
             self.capture.queue.put(step)
 
     def keep_unmasked(self, logits_RV: Tensor, request_ids: Iterable[str]) -> None:
-        """Copy a step's logits before the grammar's mask of these requests changes them in place."""
+        """Copy a step's logits before the grammar's mask for these requests overwrites them."""
         if any(self.requests.get(name) for name in request_ids):
             self.is_masked = True  # first: without memory for the copy, the step has no rows
             self.unmasked_RV = logits_RV.clone()
 
     def take_unmasked(self, logits_RV: Tensor | None) -> Tensor | None:
-        """The logits as they were before a mask, if there was one."""
+        """Return the logits as they were before a mask, if there was one."""
         kept_RV = self.unmasked_RV if self.is_masked else logits_RV
         self.is_masked, self.unmasked_RV = False, None
         return kept_RV
@@ -140,7 +141,7 @@ class Feed:
         ranges: DeviceRanges | None = None,
         confidences_BJ: Tensor | None = None,
     ) -> EngineStep | None:
-        """The step of a batch; None if there is nothing in it.
+        """Make the step for a batch; None if there is nothing in it.
 
         The tensors are as in `EngineStep`.
         """
@@ -187,7 +188,10 @@ class Feed:
             self.capture.queue.put(step)
 
     def make_empty_step(self) -> EngineStep | None:
-        """The step of a batch without a recorded request: the ends of earlier ones, if any."""
+        """Make the step for a batch without recorded requests.
+
+        It reports the earlier requests that have ended; it is None if there are none.
+        """
         return self._make_finished_step() if self.finished else None
 
     def _make_finished_step(self) -> EngineStep:
@@ -248,7 +252,7 @@ class Feed:
 
 
 def record_event(tensor: Tensor) -> torch.cuda.Event | None:
-    """An event after all work queued so far on the tensor's GPU.
+    """Record an event after all work queued so far on the tensor's GPU.
 
     None on a CPU, where the work is done already.
     """
@@ -296,9 +300,10 @@ def _find_constraints(params: Any) -> Iterable[tuple[Constraint, bool]]:
 
 
 def find_owner(config: CaptureConfig, request: Any) -> bytes | None:
-    """The name of the live counts that draft for a request and take its answer.
+    """The name of the live counts that draft for a request and learn from its answer.
 
-    Requests of one tenant, cache salt and adapter share them. None: it has no part in them.
+    Requests with the same tenant, cache salt and adapter share live counts. None means that the
+    request takes no part in them.
     """
     origin = read_origin_arguments(request.sampling_params.extra_args)
     if origin is None or origin.opt_out or config.find_skip_reason(origin.tenant, b""):
@@ -308,7 +313,7 @@ def find_owner(config: CaptureConfig, request: Any) -> bytes | None:
 
 
 def name_owner(tenant: str) -> bytes:
-    """The beginning of the names of a tenant's live counts."""
+    """The prefix of the names of a tenant's live counts."""
     return _hash(tenant)
 
 
@@ -330,9 +335,9 @@ def _read_sampling(params: Any) -> Sampling:
 
 
 def _read_states(runs: Sequence[tuple[int, int]], streams_ND: Sequence[Tensor]) -> Tensor:
-    """Hidden states of these runs of tokens, bfloat16 [N, L, D].
+    """Copy the hidden states of these runs of tokens, bfloat16 [N, L, D].
 
-    A copy: the engine reuses the buffers.
+    They are copied because the engine reuses the buffers.
     """
     # By slices: an index tensor would be copied to the GPU and wait for its queue.
 
@@ -344,10 +349,10 @@ def _read_states(runs: Sequence[tuple[int, int]], streams_ND: Sequence[Tensor]) 
 
 
 def _find_runs(parts: list[StepPart]) -> list[tuple[int, int]]:
-    """The tokens read by `parts` as few runs.
+    """Group the tokens read by `parts` into as few runs as possible.
 
-    If all requests are recorded, it is one: a slice for each of 256 requests and three layers would
-    take the engine's thread a millisecond.
+    If all requests are recorded, there is one run: a slice for each of 256 requests and three
+    layers would take the engine's thread a millisecond.
     """
     runs: list[tuple[int, int]] = []
     for part in parts:

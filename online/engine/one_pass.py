@@ -27,10 +27,10 @@ ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a v
 
 
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
-    """The `k` largest logits of every row in float32, descending, with ids.
+    """Return the `k` largest logits of every row in float32, descending, with their ids.
 
-    The row's log-sum-exp comes with them. It queues work and waits for nothing. Without Triton, or
-    for a small vocabulary, PyTorch does it in more passes.
+    The result includes each row's log-sum-exp. The function queues work, and waits for nothing.
+    Without Triton, or for a small vocabulary, PyTorch does the work in more passes.
     """
     num_rows, vocab_size = logits_RV.shape
     k = min(k, vocab_size)
@@ -109,9 +109,9 @@ def _scan_drafts(
 
 
 def _join_chunks(kernels: Any, peaks_RC: Tensor, sums_RC: Tensor) -> Tensor:
-    """The log-sum-exp of every row, [R], from the maxima of its chunks and their sums of exp(logit
+    """The log-sum-exp of every row, [R], from its chunks.
 
-    - maximum).
+    Each chunk is given by its maximum, and by its sum of exp(logit - maximum).
     """
     num_rows, num_chunks = peaks_RC.shape
     totals_R = peaks_RC.new_empty(num_rows)

@@ -46,7 +46,7 @@ READ = 0.9  # Share of a request's text that the draft must have read, for its a
 
 
 def find_decider(vllm_config: Any) -> str:
-    """Why a `Pacer` cannot decide on the number of draft tokens, or what does; empty if it can."""
+    """Why a `Pacer` cannot choose the number of draft tokens, or what does; empty if it can."""
     speculative = vllm_config.speculative_config
     if not speculative or not speculative.num_speculative_tokens:
         return "nothing is drafted"
@@ -75,18 +75,18 @@ def find_decider(vllm_config: Any) -> str:
 
 
 def keeps_keys(speculative: Any) -> bool:
-    """Whether the draft attends to keys of the text, which it must have read."""
+    """Whether the draft attends to its own keys of the text, and so must have read the text."""
     if speculative.use_gemma4_mtp():  # it attends to the target's
         return False
     return bool(speculative.use_eagle() or speculative.uses_draft_model())
 
 
 class Pacer:
-    """In place of the scheduler's table: `pacer[requests]` is the number for the next step.
+    """Replaces the scheduler's table: `pacer[requests]` is the number for the next step.
 
-    vLLM counts all requests of a step, prompts too (vllm-project/vllm#49548). Here the requests
-    are those of the step that verifies the drafts: `survey` tells how many still read their prompt
-    then, and the mean length of the others' texts.
+    vLLM counts all requests in a step, including those that read prompts (vllm-project/vllm#49548).
+    Here, the requests are those of the step that verifies the drafts: `survey` returns how many of
+    them will still be reading their prompts then, and the mean text length of the others.
     """
 
     def __init__(
@@ -113,9 +113,10 @@ class Pacer:
         self.set(pace)
 
     def set(self, pace: str) -> None:
-        """Take `auto` or a number, of at most `most`, from the next step on.
+        """Set the pace from the next step on: `auto`, or a number, which is capped at `most`.
 
-        `off` is the most, as without a pacer; so is `adaptive`, of which vLLM verifies some.
+        `off` stands for `most`, as without a pacer. So does `adaptive`, where vLLM verifies only
+        some of the tokens.
         """
         is_most = pace in ("off", "adaptive")
         number = self.most if is_most else None if pace == "auto" else int(pace)
@@ -133,7 +134,7 @@ class Pacer:
         return self._drafted
 
     def swapped(self, version: str) -> None:
-        """Take note of another draft or target. `version` is empty if its name is unknown."""
+        """Note a change of the draft or the target. `version` is empty if its name is unknown."""
         self.policy.swapped()
         if self.memory is not None:
             self.memory.version = version
@@ -148,7 +149,7 @@ class Pacer:
         return bool(self.unread.get(request_id, 0) <= (1 - READ) * request.num_tokens)
 
     def begin(self, output: Any, now_s: float) -> None:
-        """A step is scheduled."""
+        """Note that a step has been scheduled."""
         for request_id in (
             *output.finished_req_ids,
             *(new.req_id for new in output.scheduled_new_reqs),
@@ -158,7 +159,11 @@ class Pacer:
             output.redraft = self._drafted, self._verified, now_s
 
     def end(self, output: Any, result: Any, requests: Any, now_s: float) -> None:
-        """A step is done. `requests` are the scheduler's, by id, before it takes these tokens."""
+        """Note that a step is done.
+
+        `requests` holds the scheduler's requests by id, before the scheduler adds this step's
+        tokens.
+        """
         if not hasattr(output, "redraft"):
             return
         drafted, verified, begin_s = output.redraft
@@ -211,10 +216,10 @@ class Pacer:
     def status(self) -> dict[str, Any]:
         """The pace, and what it gains.
 
-        `gain` is the speed of this server in recent steps, against the same requests without
-        drafts: clients wait for prompts in both. The cells have the number chosen, and its speed
-        in steps that read no prompt. Speeds have a 95% interval. `explored` is the share of the
-        time lost in probes.
+        `gain` is this server's speed in recent steps, relative to the same requests without drafts;
+        both include the time that clients wait for prompts. Each cell gives the number chosen, and
+        its speed in steps that read no prompt. Speeds have a 95% interval. `explored` is the share
+        of the time lost in probes.
         """
         policy = self.policy
         found: dict[str, Any] = {"pace": self.pace, "cells": []}
@@ -229,7 +234,7 @@ class Pacer:
 
 
 def reads_prompt(output: Any) -> bool:
-    """Whether a step reads more than the last token and the draft of each request."""
+    """Whether a step reads more than the last token and the draft tokens of each request."""
     drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
     return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)
 
@@ -238,13 +243,13 @@ def is_paced() -> bool:
     """Whether the environment asks for a pace.
 
     Raises:
-        ValueError: a wrong pace.
+        ValueError: if the pace is invalid.
     """
     return check_pace(read_settings().get("pace", "off")) != "off"
 
 
 def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
-    """A scheduler's `__init__` that lets a `Pacer` choose, as the environment says."""
+    """Wrap a scheduler's `__init__` to let a `Pacer` choose, as the environment specifies."""
     pace = check_pace(read_settings().get("pace", "off"))
 
     def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,7 +260,7 @@ def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def begin_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's `schedule`, after which the pacer has a step's beginning."""
+    """Wrap a scheduler's `schedule` to report the beginning of each step to the pacer."""
 
     def schedule_and_begin(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -267,7 +272,7 @@ def begin_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's `update_from_output`, before which the pacer has a step's end."""
+    """Wrap a scheduler's `update_from_output` to report the end of each step to the pacer first."""
 
     def end_and_update(scheduler: Any, output: Any, result: Any) -> Any:
         if (pacer := scheduler.redraft.pacer) is not None:
@@ -278,7 +283,7 @@ def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_runner(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Let runners skip the draft at 0 tokens."""
+    """Wrap a worker's start-up so that its runner skips the draft at 0 draft tokens."""
 
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         initialize(wrapper, kv_cache_configs)
@@ -288,7 +293,7 @@ def install_runner(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any
 
 
 def take_drafts(call: Any) -> Any:
-    """An engine core's `post_step` that asks workers for drafts only after a step that drafts."""
+    """Wrap an engine core's `post_step` to ask workers for drafts only after a step that drafts."""
 
     @wraps(call)
     def call_or_not(engine: Any, model_executed: bool) -> None:
@@ -300,7 +305,7 @@ def take_drafts(call: Any) -> Any:
 
 
 def note_swaps(call: Any) -> Any:
-    """An engine core's `collective_rpc`, after which the policy knows of another draft or target."""
+    """Wrap an engine core's `collective_rpc` to tell the pacer of a changed draft or target."""
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
     def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +320,7 @@ def note_swaps(call: Any) -> Any:
 
 
 def install_pacer(scheduler: Any, pace: str) -> None:
-    """Let a `Pacer` decide in this scheduler, and log who decides."""
+    """Install a `Pacer` in this scheduler if possible, and log what chooses the draft tokens."""
     state = find_state(scheduler, SchedulerState)
     speculative = scheduler.vllm_config.speculative_config
     is_adaptive = bool(speculative and speculative.enable_adaptive_verification)
@@ -355,9 +360,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
 
 
 def survey(scheduler: Any) -> tuple[int, float]:
-    """The number of requests in long prompts, and the mean length of the others' texts.
+    """The number of requests that read long prompts, and the mean text length of the others.
 
-    A prompt is long while more of it is left than a step reads.
+    A prompt is long while more tokens of it remain than one step reads.
     """
     most = scheduler.max_num_scheduled_tokens
     most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
@@ -376,7 +381,7 @@ def find_pacer(engine: Any) -> Pacer | None:
 
 
 def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
-    """The status of an engine's pacer, which takes this pace first; None without a pacer."""
+    """Set an engine's pace, if one is given, and return the pacer's status; None if it has none."""
     pacer = find_pacer(engine)
     if pacer is None:
         return None
@@ -386,7 +391,7 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
 
 
 def install(runner: Any) -> None:
-    """Skip a runner's draft at 0 tokens. Safe to call again."""
+    """Make a runner skip the draft at 0 draft tokens. It is safe to call again."""
     if find_decider(runner.vllm_config):
         return
     if runner.vllm_config.use_v2_model_runner:
@@ -434,9 +439,10 @@ def install(runner: Any) -> None:
 
 
 def _skip(runner: Any, sampled_BK: Any) -> Any:
-    """No draft tokens, [B, 0].
+    """Return no draft tokens, as a tensor [B, 0].
 
-    Steps scheduled ahead learn from here how many tokens were rejected.
+    If steps are scheduled ahead, the runner learns the number of rejected tokens from the copy made
+    here.
     """
     if runner.valid_sampled_token_count_event is not None:
         following, counts = runner.drafter.prepare_next_token_ids_padded(

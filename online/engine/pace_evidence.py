@@ -37,7 +37,7 @@ SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # of a number's distance from that line, e.
 
 
 class Cell(NamedTuple):
-    """Steps that are taken for alike."""
+    """A group of steps that are treated as alike."""
 
     requests: int
     """Decoding requests, rounded up."""
@@ -46,7 +46,7 @@ class Cell(NamedTuple):
 
 
 def list_requests(most: int) -> list[int]:
-    """Numbers of requests that are told apart: each up to 8, then four an octave."""
+    """The numbers of requests that are distinguished: each up to 8, then four per octave."""
     numbers = list(range(1, 9))
     while numbers[-1] < most:
         numbers.append(numbers[-1] + (1 << (numbers[-1].bit_length() - 3)))
@@ -54,7 +54,7 @@ def list_requests(most: int) -> list[int]:
 
 
 def list_contexts(most: int) -> list[int]:
-    """Context lengths that are told apart: one an octave, from 1,024 tokens."""
+    """The context lengths that are distinguished: one per octave, from 1,024 tokens."""
     lengths = [1024]
     while lengths[-1] < most:
         lengths.append(2 * lengths[-1])
@@ -95,7 +95,7 @@ class StepTimes:
         self._solved: tuple[Array, Array, Array, Array] | None = None
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
-        """x and its standard error, relative. A draft makes no step shorter."""
+        """x and its relative standard error; x is at least 1, as no draft makes a step shorter."""
         if cell not in self._found:
             self._found[cell] = self._predict(cell)
         return self._found[cell][self.arms.index(arm) - 1]
@@ -105,7 +105,7 @@ class StepTimes:
         self._forget_found()
 
     def age(self, steps: int) -> None:
-        """Let so many steps pass."""
+        """Age the evidence by this number of steps."""
         for probe in self.probes:
             probe.variance *= math.exp(steps / MEMORY_STEPS)
         self._forget_found()
@@ -127,10 +127,10 @@ class StepTimes:
         return list(zip(x_M.tolist(), error_M.tolist(), strict=True))
 
     def _solve(self) -> tuple[Array, Array, Array, Array]:
-        """The probes as a Gaussian process sees them.
+        """Prepare the probes for the predictions of the Gaussian process.
 
-        Returns places [N, 2] and features [N, F] of the probes, the inverse of their covariance
-        [N, N], and the weights of their surprises [N].
+        Returns the places [N, 2] and features [N, F] of the probes, the inverse of their covariance
+        [N, N], and the weights [N] of their surprises, the measured minus the expected log ratios.
         """
         at_N2 = _places([probe.cell for probe in self.probes])
         differs_NF = np.zeros((len(self.probes), len(self._mean_F)))
@@ -145,7 +145,7 @@ class StepTimes:
         return at_N2, differs_NF, inverse_NN, inverse_NN @ surprise_N
 
     def _features(self, cell: Cell) -> Array:
-        """Offset, slope and the number of tokens itself, in standard deviations, [M, F]."""
+        """Features [M, F] in standard deviations: offset, slope, and the token number itself."""
         features_MF = self._own_MF.copy()
         features_MF[:, 1] *= 1 + math.log2(cell.requests) / 3
         return features_MF
@@ -157,7 +157,7 @@ def _places(cells: Sequence[Cell]) -> Array:
 
 
 def _covary(ours_R2: Array, ours_RF: Array, theirs_N2: Array, theirs_NF: Array) -> Array:
-    """Covariances of log ratios with these features in these places, [R, N]."""
+    """Covariances [R, N] of the log ratios with these features at these places."""
     apart_RN2 = np.square(ours_R2[:, None] - theirs_N2)
     near_RN, alike_RN = (
         np.exp(-0.5 * (apart_RN2[..., 0] / octaves**2 + apart_RN2[..., 1] / CONTEXT_OCTAVES**2))
@@ -171,7 +171,7 @@ def _covary(ours_R2: Array, ours_RF: Array, theirs_N2: Array, theirs_NF: Array) 
 
 @dataclass
 class Tally:
-    """Drafts by position."""
+    """Counts of drafts by position."""
 
     tried: list[float]
     hit: list[float]
@@ -192,7 +192,7 @@ ALL: Row = (None, None)
 
 @dataclass
 class Acceptance:
-    """Share of the drafts that are accepted up to each position, by cell."""
+    """The share of drafts that are accepted up to each position, by cell."""
 
     most: int
     """The number of positions."""
@@ -201,7 +201,7 @@ class Acceptance:
     _found: dict[Cell, list[tuple[float, float]]] = field(default_factory=dict)
 
     def learn(self, cell: Cell, accepted: Sequence[int], verified: int) -> None:
-        """Take the numbers of accepted tokens of drafts of `verified` tokens."""
+        """Add the numbers of accepted tokens in drafts of `verified` tokens."""
         if not (accepted and verified):
             return
         keep = max(0.0, 1 - len(accepted) / MEMORY_DRAFTS)
@@ -216,7 +216,7 @@ class Acceptance:
         self._found = {}
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
-        """tau with so many draft tokens, and its standard error."""
+        """tau for `arm` draft tokens, and its standard error."""
         if not arm:
             return 1.0, 0.0
         if cell not in self._found:
@@ -224,13 +224,13 @@ class Acceptance:
         return self._found[cell][arm - 1]
 
     def fade(self, share: float) -> None:
-        """Let all evidence count less by this share."""
+        """Reduce the weight of all evidence by this share."""
         for tally in self.tallies.values():
             tally.scale([1 - share] * self.most)
         self._found = {}
 
     def swapped(self) -> None:
-        """Doubt everything: another draft."""
+        """Reduce the weight of all evidence sharply, because the draft has changed."""
         # The old one stays as a guess of little weight, or a good draft would be left for a moment.
         keep = [min(1.0, 3 / max(tried, 1e-9)) for tried in self._tally(ALL).tried]
         for tally in self.tallies.values():
@@ -267,5 +267,5 @@ class Acceptance:
 
 
 def _pool(tally: Tally, position: int, otherwise: float) -> float:
-    """A rate, of which `otherwise` counts as POOL drafts."""
+    """The rate at a position, where `otherwise` counts as much as POOL drafts."""
     return (tally.hit[position] + POOL * otherwise) / (tally.tried[position] + POOL)

@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PaceMemory:
-    """The file of one server's policy, in the folder of the registry."""
+    """The file that keeps one server's policy, in the registry's folder."""
 
     def __init__(self, registry: Path, key: str, version: str) -> None:
         self.registry, self.key, self.version = registry, key, version
@@ -49,7 +49,10 @@ class PaceMemory:
         self._writer: threading.Thread | None = None
 
     def recall(self, policy: Policy) -> bool:
-        """Give the policy what the file has; whether there was anything. Logs what is wrong."""
+        """Restore the policy from the file; return whether there was anything to restore.
+
+        Errors are logged.
+        """
         try:
             kept = read_sealed_as(self.path, Kept, None)
             if kept is None:
@@ -65,7 +68,7 @@ class PaceMemory:
         return True
 
     def note(self, policy: Policy, now_s: float) -> None:
-        """Save the policy every SAVE_S, in a thread: the engine waits for no disk."""
+        """Save the policy every SAVE_S, in a thread, so that the engine never waits for a disk."""
         if self._saved_s is None:
             self._saved_s = now_s
         if now_s - self._saved_s < SAVE_S or (self._writer and self._writer.is_alive()):
@@ -89,7 +92,7 @@ class PaceMemory:
 
 
 def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
-    """The memory of a server; None without a registry, or for a model that cannot be identified."""
+    """Open a server's memory; None without a registry, or if the model cannot be identified."""
     if registry is None:
         return None
     try:
@@ -104,10 +107,10 @@ def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
 
 
 def make_key(vllm_config: Any) -> str:
-    """SHA-256, in hex, of all that step times depend on.
+    """The SHA-256, in hex, of everything that step times depend on.
 
     Raises:
-        OSError, ValueError: the target cannot be read.
+        OSError, ValueError: if the target cannot be read.
     """
     from vllm.platforms import current_platform  # not above: tests of the files need no engine
 

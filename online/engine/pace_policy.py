@@ -79,7 +79,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens/s against off."""
+    """Tokens/s relative to off."""
 
     mean: float
     error: float
@@ -99,7 +99,7 @@ OFF = Speed(1.0, 0.0)
 
 @dataclass
 class Times:
-    """Time of recent steps, and the time that off would have taken for their tokens."""
+    """The time of recent steps, and the time that their tokens would have taken with off."""
 
     spent_s: float = 0.0
     off_s: float = 0.0
@@ -122,7 +122,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Known:
-    """A policy's knowledge, for another one with the same arms and cells."""
+    """A policy's knowledge, for another policy with the same arms and cells."""
 
     probes: list[Probe]
     accepted: list[tuple[int | None, int | None, list[float], list[float]]]
@@ -130,7 +130,7 @@ class Known:
 
 
 class Policy:
-    """Ask `choose` before a step, and tell `observe` what it took."""
+    """Chooses the arm of each step: call `choose` before it, and `observe` after it."""
 
     def __init__(
         self, most: int, max_requests: int, max_context: int, *, is_adaptive: bool = False
@@ -155,9 +155,9 @@ class Policy:
     # --- decisions
 
     def choose(self, requests: int, context: float, *, is_read: bool = True) -> int:
-        """The arm of the next step, for so many decoding requests of this mean length.
+        """Choose the next step's arm, for `requests` decoding requests of mean length `context`.
 
-        A probe of acceptance begins only if `is_read`: if the draft has read the text.
+        A probe of acceptance begins only if the draft has read the text (`is_read`).
         """
         cell = self.cell(requests, context)
         self._update_base(cell)
@@ -174,7 +174,7 @@ class Policy:
         return base
 
     def cell(self, requests: int, context: float) -> Cell:
-        """The cell of a step."""
+        """The cell that a step belongs to."""
         place, length = (
             min(bisect_left(borders, value), len(borders) - 1)
             for borders, value in ((self.requests, requests), (self.contexts, context))
@@ -182,7 +182,7 @@ class Policy:
         return Cell(self.requests[place], self.contexts[length])
 
     def speed(self, cell: Cell, arm: int) -> Speed:
-        """The estimate for an arm in a cell, in steps that read no prompt."""
+        """The estimated speed of an arm in a cell, in steps that read no prompt."""
         if not arm:
             return OFF
         x, error = self.times.find(cell, arm)
@@ -190,17 +190,17 @@ class Policy:
         return Speed(tau / x, math.hypot(error, tau_error / tau))
 
     def known(self) -> Known:
-        """All that the next start of this server can use."""
+        """The knowledge that the next start of this server can use."""
         rows = [
             (*row, [*tally.tried], [*tally.hit]) for row, tally in self.accepted.tallies.items()
         ]
         return Known([replace(probe) for probe in self.times.probes], rows)
 
     def recall(self, known: Known) -> None:
-        """Take another policy's knowledge.
+        """Restore another policy's knowledge.
 
         Raises:
-            ValueError: it is that of other arms or cells, or no knowledge.
+            ValueError: if it belongs to other arms or cells, or has impossible numbers.
         """
         tallies = {(row[0], row[1]): Tally(*row[2:]) for row in known.accepted}
         counts = [some for tally in tallies.values() for some in (tally.tried, tally.hit)]
@@ -227,7 +227,7 @@ class Policy:
         self.times.learn(known.probes)
 
     def swapped(self) -> None:
-        """Another version is served, of unknown acceptance and the same cost."""
+        """Note that another version is served, with unknown acceptance and the same cost."""
         self.accepted.swapped()
 
     def _update_base(self, cell: Cell) -> None:
@@ -243,7 +243,7 @@ class Policy:
         self.base[cell] = base
 
     def _find_wanted(self, cell: Cell) -> int | None:
-        """The arm that is worth a probe."""
+        """The arm that is worth a probe; None if no arm is."""
         base = self.base[cell]
         own = self.speed(cell, base)
         if base and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
@@ -254,7 +254,7 @@ class Policy:
         return arm if arm is not None and rivals[arm] > own.mean * (1 + MARGIN) else None
 
     def _cost(self, cell: Cell, arm: int) -> float:
-        """Time that a step with the arm may lose, relative to one with the base."""
+        """The time that a step with the arm may lose, relative to a step with the base."""
         own = self.speed(cell, self.base[cell])
         # Not the mean: an arm one error worse than it looks. Off loses what the base gains: one error
         # less, or a base in doubt would be too dear to leave.
@@ -280,10 +280,11 @@ class Policy:
         tokens: int,
         num_reading: int,
     ) -> None:
-        """One step of so many decoding requests, which got so many `tokens` together.
+        """Observe one step of `requests` decoding requests, which got `tokens` tokens in all.
 
-        `verified`: the arm whose tokens it verified. `accepted`: of these, by request, those that
-        tell about the draft. `num_reading`: further requests, whose prompts were read.
+        `verified` is the arm whose tokens the step verified. `accepted` holds the numbers of
+        accepted tokens by request, but only for requests whose acceptance is evidence about the
+        draft. `num_reading` is the number of further requests, whose prompts were read.
         """
         self.busy_s += seconds
         self.account_s += SHARE * seconds
@@ -351,9 +352,10 @@ class Policy:
         return math.exp(self._levels[cell, self.base[cell]].mean + self._drift)
 
     def _pay(self, cell: Cell, arm: int, tokens: float, seconds: float) -> None:
-        """Pay for a step of a probe.
+        """Charge the account for a step of a probe.
 
-        The time less that of the base for as many tokens per request.
+        The charge is the step's time, less the time that the base takes for as many tokens per
+        request.
         """
         base = self.base[cell]
         if self._is_known(cell, base):
@@ -375,7 +377,7 @@ class Policy:
             self._probe = None
 
     def _settle(self, running: Running) -> None:
-        """Both sides of a probe are known."""
+        """Evaluate a probe, once the steps on both sides of it are known."""
         after, count = _typical(self._recent), running.count
         around, middle = (
             (running.before + after) / 2,
@@ -416,6 +418,9 @@ class Policy:
 
 
 def _typical(values: Sequence[float] | deque[float]) -> float:
-    """The mean, with outliers cut at 0.4 from the median: a stall says nothing about an arm."""
+    """The mean, with outliers clipped at 0.4 from the median.
+
+    A stall carries no information about an arm.
+    """
     median = sorted(values)[len(values) // 2]
     return sum(max(median - 0.4, min(median + 0.4, value)) for value in values) / len(values)

@@ -13,11 +13,11 @@ SHOWN_CELLS = 6  # Most cells in a line, those with the most steps.
 
 
 def describe_pace(found: Mapping[str, Any]) -> str:
-    """A pacer's status in a line.
+    """Describe a pacer's status in one line.
 
     E.g. `pace auto: 3 tokens at 1, 0 at 8; 1.21x [1.12, 1.30] as fast as without drafts in this
-    server, prompts included; 0.5% explored`. Context lengths are named if there are several:
-    `3 tokens at 1 (1k), 0 at 1 (8k)`.
+    server, prompts included; 0.5% explored`. Context lengths are named if there are several: `3
+    tokens at 1 (1k), 0 at 1 (8k)`.
     """
     name = f"pace {found['pace']}{', adaptive' * bool(found.get('adaptive'))}"
     if not found["cells"]:
@@ -75,7 +75,7 @@ class PaceMetrics:
 
 
 def read_gauges(metrics: str) -> dict[str, Any] | None:
-    """The status shown on a page of /metrics; None without a pacer."""
+    """Read the status from a page of /metrics; None without a pacer."""
     cells: dict[tuple[int, int], dict[str, float]] = {}
     found: dict[str, Any] = {"pace": "auto", "gain": {}}
     for sample in read_samples(metrics, GAUGES):

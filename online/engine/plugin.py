@@ -13,10 +13,11 @@ logger = logging.getLogger("vllm.redraft")
 
 
 def register() -> None:
-    """Wrap vLLM's names for every feature that this server asks for.
+    """Install every feature that this server requests, by wrapping vLLM's functions.
 
-    It does nothing unless VLLM_PLUGINS names redraft, and raises nothing, because vLLM would not
-    start. A feature that fails, e.g. with a version of vLLM that lacks a name, is logged.
+    It does nothing unless VLLM_PLUGINS names redraft. It raises nothing, because an exception would
+    keep vLLM from starting. A feature that fails, e.g. because this version of vLLM lacks a name,
+    is logged.
     """
     if not is_enabled():
         return

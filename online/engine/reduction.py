@@ -55,7 +55,7 @@ class ScratchMemory:
 def reduce_steps(
     steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
 ) -> ReducedSteps | None:
-    """Reduce the steps, with one copy to the host per kind of tensor; None if none has rows."""
+    """Reduce the steps, with one copy to the host per kind of tensor; None if no step has rows."""
     largest = [step.largest for step in steps if step.largest is not None]
     logits = [step.logits_RV for step in steps if step.logits_RV is not None]
     ids = [step.draft_ids_S for step in steps if step.draft_ids_S is not None]
@@ -77,9 +77,10 @@ def reduce_steps(
 
 
 def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
-    """A copy of a GPU's tensor in host memory, through a buffer of pinned bytes.
+    """Copy a GPU tensor to host memory through a buffer of pinned bytes.
 
-    It is made piece by piece, several times as fast as `cpu`, which copies to pageable memory.
+    The copy runs piece by piece, and is several times as fast as `cpu`, which copies to pageable
+    memory.
     """
     made = torch.empty(x.shape, dtype=x.dtype)
     pieces = (
@@ -115,7 +116,7 @@ def _get_draft_probs(step: EngineStep) -> Tensor:
 
 @torch.inference_mode()
 def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) -> Rows:
-    """Every row's `top_k` log-probabilities at temperature 1, and its log-sum-exp."""
+    """Return each row's `top_k` log-probabilities at temperature 1, and its log-sum-exp."""
     # On a CPU the scratch memory is float32, and `cat` converts. Nothing returned below is a view
     # of it.
     logits_RV = torch.cat(list(logits), out=scratch.get("logits", logits)).float()
@@ -162,9 +163,9 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _find_largest_ids(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
-    """Ids of the `k` largest values of every row.
+    """Ids of the `k` largest values in every row.
 
-    They are ordered by descending value, and by ascending id among equal ones. Value and id are
+    They are ordered by descending value, and by ascending id among equal values. Value and id are
     packed into one integer, because numpy sorts integers with vector instructions.
     """
     bits_RC = values_RC.numpy().view(np.int32)

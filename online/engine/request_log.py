@@ -80,9 +80,9 @@ class States:
         return int(self.words_HLD.nbytes)
 
     def newest(self, num_bytes: int) -> States:
-        """The newest tokens that fit into `num_bytes`.
+        """The states of the newest tokens that fit into `num_bytes`.
 
-        A copy unless all fit, so that the others can be freed.
+        The result is a copy unless all states fit, so that the others can be freed.
         """
         if self.num_bytes <= num_bytes:
             return self
@@ -90,13 +90,13 @@ class States:
         return States(kept.begin, kept.words_HLD.copy())
 
     def within(self, begin: int, end: int) -> States:
-        """The tokens from `begin` up to, but not including, `end`."""
+        """The states of the tokens from `begin` up to, but not including, `end`."""
         begin = min(max(begin, self.begin), self.end)
         return States(begin, self.words_HLD[begin - self.begin : max(end, begin) - self.begin])
 
 
 def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | None:
-    """The last gapless run of tokens before `end` that fits into `num_bytes`.
+    """Join the states of the last gapless run of tokens before `end` that fits into `num_bytes`.
 
     If chunks overlap, the later one wins.
     """
@@ -120,7 +120,7 @@ def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | 
 
 
 class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The rows of one step of one request: one per draft token in order, then the bonus row."""
+    """One request's rows in one step: one per draft token in order, then the bonus row."""
 
     start: int
     draft_ids: NDArray[np.int32]
@@ -170,7 +170,7 @@ class RequestLog:
     """Bytes of the states since the segment's first row."""
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
-        """Take one step.
+        """Add one step.
 
         Returns False if earlier steps are missing, because the text is then unknown.
         """
@@ -192,7 +192,7 @@ class RequestLog:
         return True
 
     def add_states(self, states: Sequence[States]) -> None:
-        """Take the next states, and drop the oldest ones that no record could hold any more."""
+        """Add the next states, and drop the oldest ones that no longer fit into any record."""
         for chunk in states:
             bytes_of_text = (
                 (chunk.end - self.info.text_begin) * chunk.num_bytes // max(1, len(chunk.words_HLD))
@@ -216,23 +216,24 @@ class RequestLog:
     def is_full(self) -> bool:
         """Whether a record is due.
 
-        It has many rows, or no room for more states if a quarter is for those before.
+        It is due if it has many rows, or if there is no room for more states when a quarter of the
+        room is reserved for earlier ones.
         """
         return self.num_rows >= SEGMENT_ROWS or 4 * self._num_new_bytes >= 3 * self._state_budget()
 
     def _state_budget(self) -> int:
-        """Bytes for hidden states in the next record.
+        """The number of bytes for hidden states in the next record.
 
-        A quarter of it in any case: a long text can be compressed.
+        It is at least a quarter of the record, because a long text can be compressed.
         """
         text = 4 * (len(self.info.prompt_ids) + len(self.output) - self.num_sent)
         row = ROW_BYTES + 8 * self.verified[-1].rows.topk_ids_RK.shape[1] if self.verified else 0
         return max(self.max_bytes // 4, self.max_bytes - text - self.num_rows * row)
 
     def cut_segment(self, server_id: str, fingerprint: str) -> Record | None:
-        """The record of everything since the last segment, or None if there is no row yet.
+        """Return a record of everything since the last segment, or None if there is no row yet.
 
-        Starts the next segment.
+        The call starts the next segment.
         """
         # 1. All that depends on the rows, before they are dropped: `_state_budget` counts them.
         columns = self._collect_columns()
@@ -297,9 +298,9 @@ class RequestLog:
         self.is_complete = False
 
     def _collect_columns(self) -> dict[str, NDArray[Any]]:
-        """The record's columns without rows beyond the end of the request.
+        """The record's columns, without rows beyond the end of the request.
 
-        Empty if no row is left.
+        The result is empty if no row is left.
         """
         columns = _join_columns(self.verified) if self.verified else {}
         if not columns:
@@ -313,9 +314,9 @@ class RequestLog:
 
 
 def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
-    """The rows of many steps at once.
+    """Join the rows of many steps at once.
 
-    Per step there are so few that numpy's call overhead would exceed the work.
+    A single step has so few rows that numpy's call overhead would exceed the work.
     """
     # E.g. a step at 11 with drafts a, b, c, of which a is accepted:
     #   positions 11 12 13 14   branches 0 0 1 2   drafts a b c -1   accepted 1 0 0 0

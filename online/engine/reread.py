@@ -38,7 +38,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a request's text, of whole blocks but for the last."""
+    """A part of a request's text; all of its blocks except the last are whole."""
 
     request_id: str
     begin: int
@@ -46,27 +46,27 @@ class Span:
 
 
 class Ledger:
-    """The blocks of all running requests, and which of all blocks hold the served draft's keys."""
+    """The blocks of all running requests, and the blocks that hold the served draft's keys."""
 
     def __init__(self, group: int, block_size: int) -> None:
-        """A rereader for the draft's layers.
+        """Create a ledger for the draft's layers.
 
-        `group` is their index among vLLM's groups of layers with one block table.
+        `group` is the index of these layers among vLLM's groups of layers that share a block table.
         """
         self.group, self.block_size = group, block_size
         self.requests: dict[str, _Request] = {}
         self.fresh: set[int] | None = None  # None until the first swap: all are.
 
     def forget(self) -> None:
-        """Take all blocks for those of another draft."""
+        """Treat all blocks as written by another draft."""
         self.fresh = set()
         for request in self.requests.values():
             request.num_fresh = 0
 
     def follow(self, scheduler_output: Any) -> dict[str, int]:
-        """Take the news of a step.
+        """Update the ledger from a step's scheduler output.
 
-        Returns how many tokens of each request have been read before it, by request id.
+        Returns the number of tokens of each request that were read before the step, by request id.
         """
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
@@ -91,9 +91,9 @@ class Ledger:
         return computed
 
     def choose(self, computed: Mapping[str, int], max_tokens: int) -> list[Span]:
-        """The spans that the draft should read now, at most `max_tokens`.
+        """Choose the spans that the draft should read now, with at most `max_tokens` in all.
 
-        From now on these blocks count as read.
+        From then on, their blocks count as read.
         """
         if self.fresh is None:
             return []
@@ -130,7 +130,7 @@ class Ledger:
 
 
 class Rereader:
-    """Follows a model runner, and lets the draft read again where needed."""
+    """Follows a model runner, and makes the draft read text again where needed."""
 
     def __init__(
         self,
@@ -140,10 +140,12 @@ class Rereader:
         read_text: ReadText,
         agree: Agree | None = None,
     ) -> None:
-        """`proposer` is vLLM's for a standalone draft, `groups` are its layers' attention groups.
+        """Hook into the runner of a standalone draft.
+
+        `proposer` is vLLM's proposer for the draft, and `groups` are its layers' attention groups.
 
         Raises:
-            ValueError: the draft's keys are laid out in a way that is not known here.
+            ValueError: if the draft's keys are laid out in a way that is not supported here.
         """
         self.runner, self.proposer, self.groups, self.read_text = (
             runner,
@@ -193,12 +195,12 @@ class Rereader:
 
     @torch.inference_mode()
     def read(self, spans: Sequence[Span]) -> None:
-        """One pass of the draft over the spans, for its keys only.
+        """Run one pass of the draft over the spans, only to write its keys.
 
-        Tokens that the host does not know are left out.
+        Tokens that are not available on the host are left out.
 
         Raises:
-            RuntimeError: another rank has not enough memory for it.
+            RuntimeError: if another rank does not have enough memory for the pass.
         """
         try:
             inputs = self._prepare(spans)
@@ -216,7 +218,7 @@ class Rereader:
     def _prepare(
         self, spans: Sequence[Span]
     ) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
-        """(ids, positions, vLLM's description of the pass, the slots to write).
+        """Return (ids, positions, vLLM's description of the pass, the slots to write).
 
         The last two are by layer.
         """
@@ -298,7 +300,7 @@ class Rereader:
 def agree_on_ranks(ok: bool) -> bool:
     """`Agree` over vLLM's tensor-parallel group, on the host.
 
-    A GPU that is out of memory can still say so.
+    A rank whose GPU is out of memory can therefore still report this.
     """
     from vllm.distributed import get_tp_group
 

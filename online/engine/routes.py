@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 
 class BeforeMetrics:
-    """Middleware that awaits a call before /metrics answers: a clock would wake an idle engine."""
+    """Middleware that awaits a call before /metrics answers.
+
+    A timer instead would wake an idle engine.
+    """
 
     def __init__(self, app: ASGIApp, call: Callable[[], Awaitable[None]]) -> None:
         self.app, self.call = app, call
@@ -96,7 +99,7 @@ class Endpoint:
             metrics.show(found)
 
     async def status(self, request: Request) -> dict[str, Any]:
-        """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft."""
+        """The recording rank's status, vLLM's version, and whether all ranks agree on the draft."""
         authorize(request, self.config)
         try:
             own = {"registry": self.swaps.registry_id, "notes": self.notes}
@@ -105,12 +108,13 @@ class Endpoint:
             raise HTTPException(refusal.code, refusal.why) from refusal
 
     async def swap(self, request: Request) -> dict[str, Any]:
-        """Swap to the version in the body.
+        """Swap to the version named in the request body.
 
-        A body is, for example, `{"version": "v000012", "manifest_sha256": ..., "registry": ...}`.
+        For example, the body is `{"version": "v000012", "manifest_sha256": ..., "registry": ...}`.
 
-        The hash and the registry's id are optional; a version with another hash, or of another
-        registry, is refused. 200: all ranks serve it and no running request was cut off.
+        The hash and the registry's id are optional. A version with another hash, or from another
+        registry, is refused. Status 200 means that all ranks serve the version, and that no running
+        request was cut off.
         """
         asked = await self._read(request, _parse, 'send a JSON body {"version": "v000012"}')
         if self.config.registry is None:
@@ -118,13 +122,14 @@ class Endpoint:
         return await _run(self.swaps.swap, asked)
 
     async def move(self, request: Request) -> dict[str, Any]:
-        """Name the target weights, or load them, as the body says.
+        """Name the target weights, or load them, as the request body specifies.
 
-        `{"version": "step-17", "path": "/checkpoints/17", "draft": "v000012"}`.
+        For example, the body is `{"version": "step-17", "path": "/checkpoints/17", "draft":
+        "v000012"}`.
 
-        Without a path the weights are those that a trainer has written. A draft is loaded in the
-        same pause. A pause of the trainer stays. 200: all ranks have the weights and the draft, and
-        no running request was cut off.
+        Without a path, the weights are those that a trainer has written. A draft is loaded in the
+        same pause. If a trainer has paused the engine, it stays paused. Status 200 means that all
+        ranks have the weights and the draft, and that no running request was cut off.
         """
         told = (
             'send a JSON body {"version": "step-17"}, with "path", "draft" or both if they are '
@@ -136,28 +141,32 @@ class Endpoint:
         return await _run(self.swaps.move, move)
 
     async def pace(self, request: Request) -> dict[str, Any]:
-        """Take the pace of the body from the next step on.
+        """Set the pace given in the request body from the next step on.
 
-        A body is `{"pace": "auto"}`, or has a number of draft tokens.
+        The body is `{"pace": "auto"}`, or has a number of draft tokens instead.
 
-        0 is no draft, and `off` the server's --num-speculative-tokens.
+        0 means no draft, and `off` means the server's --num-speculative-tokens.
         """
         told = 'send a JSON body {"pace": "auto"}, or a number of draft tokens, 0 for none'
         pace = await self._read(request, lambda body: check_pace(str(body["pace"])), told)
         return await _run(self.swaps.calls.take_pace, pace)
 
     async def forget(self, request: Request) -> dict[str, Any]:
-        """Drop the text of a tenant, `{"tenant": "acme"}`, from the live counts.
+        """Drop the text of the tenant in the body, `{"tenant": "acme"}`, from the live counts.
 
-        Returns `live_runs`, the runs dropped on all ranks. Its running requests are counted no
-        more; those that begin later are.
+        Returns `live_runs`, the number of runs dropped on all ranks. The tenant's running requests
+        are no longer counted, but requests that begin later are.
         """
         told = 'send a JSON body {"tenant": "acme"}'
         tenant = await self._read(request, lambda body: stored_name(body["tenant"]), told)
         return await _run(self.swaps.calls.forget, tenant)
 
     async def _read(self, request: Request, parse: Callable[[Any], T], told: str) -> T:
-        """The parsed body of a request that may use the routes. Raises: HTTPException."""
+        """Check that a request may use the routes, and return its parsed body.
+
+        Raises:
+            HTTPException: if it may not, or if the body is invalid.
+        """
         authorize(request, self.config)
         try:
             return parse(await request.json())
@@ -175,9 +184,9 @@ async def _run(act: Callable[[T], Coroutine[Any, Any, dict[str, Any]]], asked: T
 
 
 def list_notes(vllm_config: Any, args: Namespace) -> list[str]:
-    """Flags of vLLM beside which something does not work.
+    """List the vLLM flags of this server with which something does not work.
 
-    `redraft serve` refuses or warns of them before the start.
+    `redraft serve` refuses these flags, or warns about them, before the start.
     """
     speculative = vllm_config.speculative_config
     has_draft = speculative is not None and speculative.method not in LOOKUP_METHODS
@@ -188,7 +197,11 @@ def list_notes(vllm_config: Any, args: Namespace) -> list[str]:
 
 
 def _parse(body: Any) -> Asked:
-    """Raises ValueError, KeyError or TypeError if the body is not a request."""
+    """Parse the body of a swap request.
+
+    Raises:
+        ValueError, KeyError, TypeError: if the body is not a valid request.
+    """
     manifest_sha256, registry = body.get("manifest_sha256") or "", body.get("registry") or ""
     if not isinstance(manifest_sha256, str) or not isinstance(registry, str):
         raise TypeError("a hash and an id are strings")
@@ -197,7 +210,11 @@ def _parse(body: Any) -> Asked:
 
 
 def _parse_move(body: Any) -> Move:
-    """Raises ValueError, TypeError or AttributeError if the body is not a request."""
+    """Parse the body of a request that moves the target.
+
+    Raises:
+        ValueError, TypeError, AttributeError: if the body is not a valid request.
+    """
     label, folder, draft = (body.get(name) or "" for name in ("version", "path", "draft"))
     if not all(isinstance(each, str) for each in (label, folder, draft)):
         raise TypeError("a name, a path and a draft are strings")
@@ -207,10 +224,11 @@ def _parse_move(body: Any) -> Move:
 
 
 def authorize(request: Request, config: PluginConfig) -> None:
-    """Raise HTTPException unless the request may use the routes.
+    """Check that a request may use the routes.
 
-    Raises: HTTPException 403 for another machine, 503 if no token is configured, 401 for a wrong
-    token.
+    Raises:
+        HTTPException: 403 for another machine, 503 if no token is configured, 401 for a wrong
+            token.
     """
     # no client: a Unix socket
     if not config.allow_remote and request.client and not is_local(request.client.host):
@@ -246,11 +264,11 @@ class OriginMiddleware:
 
 
 def forward_origin(engine_client: Any, salt_for: Callable[[str | None], str | None]) -> None:
-    """Let `engine_client.generate` write the origin into the sampling parameters.
+    """Make `engine_client.generate` write the origin into the sampling parameters.
 
-    It replaces any value from the client. None is written where the middleware has read no headers:
-    that request is neither recorded nor counted. The prompt gets the cache salt that `salt_for`
-    makes of its own.
+    The origin replaces any value from the client. If the middleware has read no headers for a
+    request, None is written, and the request is neither recorded nor counted. The prompt's own
+    cache salt is replaced by the one that `salt_for` makes from it.
     """
 
     def write(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,9 +295,9 @@ def forward_origin(engine_client: Any, salt_for: Callable[[str | None], str | No
 
 
 def note_arguments(chat: Any) -> None:
-    """Write the template's arguments of each chat request into its origin.
+    """Write each chat request's template arguments into its origin.
 
-    They include the server's defaults. Without a chat API nothing is written.
+    They include the server's defaults. Without a chat API, nothing is written.
     """
     if chat is None:
         return

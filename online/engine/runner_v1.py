@@ -26,7 +26,7 @@ RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner` from now on."""
+    """Make `capture` receive every step of `runner` from now on."""
     ours = _Hooks(runner, capture)
     hook(
         runner,
@@ -42,12 +42,12 @@ def install_capture(runner: Any, capture: Capture) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell lookups and padding from the served version's draft tokens."""
+    """Distinguish draft tokens from lookups and padding from those of the served version."""
     find_state(runner, RunnerState).proposers = Proposers(runner)
 
 
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
-    """The draft's proposer, the attention groups, and how to read a request's text."""
+    """Return the draft's proposer, its attention groups, and a function that reads a text."""
 
     def read_text(request_id: str, begin: int, end: int) -> list[int]:
         request = runner.requests[request_id]
@@ -60,17 +60,18 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 
 class Proposers:
-    """Who proposed the waiting draft tokens of each request, if it was not the served version.
+    """The proposer of each request's waiting draft tokens, where it is not the served version.
 
-    `sample_tokens` verifies them within `_sample`, and then proposes the next ones. If a request
-    nearly fills the context, vLLM proposes none for the whole batch, and puts zeros there, as for
-    requests that join (`find_padded`).
+    `sample_tokens` verifies these tokens within `_sample`, and then proposes the next ones. If a
+    request nearly fills the context, vLLM proposes nothing for the whole batch and fills in zeros,
+    as it does for requests that join the batch (`find_padded`).
     """
 
     def __init__(self, runner: Any) -> None:
-        """From now on.
+        """Hook into the runner, to track proposers from now on.
 
-        The output of a step names the requests whose drafts do not count, for the scheduler.
+        The output of each step then names, for the scheduler, the requests whose drafts do not
+        count.
         """
         self.runner = runner
         self.state = find_state(runner, RunnerState)
@@ -172,9 +173,10 @@ class _Hooks:
         return output
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
-        """Hook on the draft's proposal.
+        """Hook for the draft's proposal.
 
-        Args[3] holds the target's last hidden states, args[5] those of its layers.
+        `args[3]` holds the target's last hidden states, and `args[5]` the hidden states of its
+        layers.
         """
         with self.capture.reporting("hidden_states"):
             # vLLM 0.32 passes all by position. args[5] is a list of tensors, or None if the draft

@@ -36,10 +36,10 @@ WARMUP_IDS = ("_warmup", "_v2_")  # Beginnings of the ids of vLLM's own requests
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner`.
+    """Make `capture` receive every step of `runner`.
 
     Raises:
-        ValueError: unknown kinds of batches.
+        ValueError: if the runner uses an unknown kind of batch.
     """
     _require_plain_batches(runner)
     ours = _Hooks(runner, capture)
@@ -74,7 +74,7 @@ def _require_plain_batches(runner: Any) -> None:
 def install_proposers(runner: Any) -> None:
     """Tell the scheduler which draft tokens were looked up, or how many were admitted.
 
-    The second is adaptive verification's, and a server does not have both.
+    The number admitted belongs to adaptive verification; no server has both.
     """
     state = find_state(runner, RunnerState)
     if runner.adaptive_verification is not None:
@@ -84,10 +84,10 @@ def install_proposers(runner: Any) -> None:
 
 
 def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., Any]:
-    """The runner's `sample_tokens`, whose output names the admitted draft tokens.
+    """Wrap the runner's `sample_tokens` to add the number of admitted draft tokens to its output.
 
-    The device chose them. Their number is copied with the sampled tokens, on the same stream and
-    before the same event, so nothing waits for it.
+    The device chose these tokens. Their number is copied with the sampled tokens, on the same
+    stream and before the same event, so nothing waits for it.
     """
 
     def sample_and_count(*args: Any, **options: Any) -> Any:
@@ -118,7 +118,7 @@ def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., An
 class Proposers:
     """The requests whose waiting draft tokens were looked up.
 
-    `sample_tokens` verifies these, and then proposes the next ones.
+    `sample_tokens` verifies these tokens, and then proposes the next ones.
     """
 
     def __init__(self, runner: Any, lookup: Any) -> None:
@@ -179,7 +179,7 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
 
 
 def explain_adaptive(make: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's maker of the manager of adaptive verification, whose refusals name a way out."""
+    """Wrap vLLM's factory for the adaptive-verification manager; refusals then name a remedy."""
 
     def make_or_explain(**options: Any) -> Any:
         try:
@@ -191,7 +191,10 @@ def explain_adaptive(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A block draft's `_init_candidates` for CUDA graphs of whole blocks, the only ones it runs."""
+    """Wrap a block draft's `_init_candidates` to prepare CUDA graphs only for whole blocks.
+
+    Whole blocks are the only ones that such a draft runs.
+    """
 
     def init_without_table(manager: Any) -> None:
         speculative = manager.vllm_config.speculative_config
@@ -204,10 +207,10 @@ def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def complete_graphs(init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`_init_candidates` for CUDA graphs of a varying number of draft tokens.
+    """Wrap `_init_candidates` for CUDA graphs with a varying number of draft tokens.
 
-    vLLM looks only at the next captured token count, which may lack this query length: the next
-    graph that has it is added.
+    vLLM considers only the next captured token count, which may have no graph for this query
+    length. The wrapper adds the next graph that has it.
     """
 
     def init_complete(manager: Any) -> None:
@@ -267,13 +270,13 @@ class _Hooks:
                 self.feed.flush()
 
     def mask(self, logits_RV: Tensor, batch: Any, request_ids: list[str], *args: Any) -> None:
-        """Hook on the grammar's mask, which changes the logits before the sampler sees them."""
+        """Hook for the grammar's mask, which changes the logits before they reach the sampler."""
         with self.capture.reporting("hook"):
             self.feed.keep_unmasked(logits_RV, request_ids)
         self._mask(logits_RV, batch, request_ids, *args)
 
     def watch(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        """A sampler's `__call__`, after which its output is taken."""
+        """Wrap a sampler's `__call__` to record its output."""
 
         def sample_and_take(sampler: Any, *args: Any, **kwargs: Any) -> Any:
             output = sample(sampler, *args, **kwargs)
@@ -290,15 +293,15 @@ class _Hooks:
         draft_logits: Any = None,
         invalid: Any = None,
     ) -> None:
-        """Hook after a sampler: `draft_logits` [requests, J, V] belong to probabilistic drafts."""
+        """Hook after a sampler; `draft_logits` [requests, J, V] exist for probabilistic drafts."""
         with self.capture.reporting("hook"):
             kept_RV = self.feed.take_unmasked(logits_RV)
             self.feed.put(self._make_step(output, kept_RV, batch, draft_logits))
 
     def propose(self, *args: Any, **options: Any) -> Any:
-        """Hook on the draft's proposal, with the target's last hidden states.
+        """Hook for the draft's proposal, whose arguments include the target's last hidden states.
 
-        Those of the draft's layers come with them, if it reads any.
+        If the draft reads hidden states of the target's layers, the arguments include these too.
         """
         with self.capture.reporting("hidden_states"):
             if not options.get("dummy_run"):  # dummy runs pass arguments by keyword
@@ -309,7 +312,10 @@ class _Hooks:
     def _make_step(
         self, output: Any, logits_RV: Tensor | None, batch: Any, draft_logits: Tensor | None
     ) -> EngineStep | None:
-        """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""
+        """Make the step for a batch.
+
+        A reference to the logits is enough, because V2's samplers change a copy.
+        """
         infos = [self.feed.requests.get(request_id) for request_id in batch.req_ids]
         if not any(infos):  # most steps, if a share of the requests is recorded
             return self.feed.make_empty_step()
@@ -394,11 +400,11 @@ class _Hooks:
         known: Batch,
         ranges: DeviceRanges | None = None,
     ) -> Tensor:
-        """The draft's probability of the id read for each row, at the request's temperature, [R].
+        """The draft's probability, [R], of the id read for each row, at the request's temperature.
 
-        Rows without a draft, and those of requests that are not recorded, have 0. With `ranges` it
-        is not yet known which rows are whose: all are read, and those without a draft have any
-        number.
+        Rows without a draft token, and rows of requests that are not recorded, have 0. With
+        `ranges`, it is not yet known which rows belong to which request, so all rows are read, and
+        rows without a draft token have arbitrary values.
         """
         temperature_S = self.runner.sampler.sampling_states.temperature.gpu
         if ranges is not None:

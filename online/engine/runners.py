@@ -22,9 +22,9 @@ LOSSLESS = ("standard", "block")
 
 
 def find_runner(runner: object) -> Runner | None:
-    """Which of vLLM's runners this is, or is derived from, as the CPU's are.
+    """Which of vLLM's runners this is, or is derived from, as the CPU runners are.
 
-    None if it is another.
+    None if it is another runner.
     """
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__}
     return next((version for version, module in MODULES.items() if module.RUNNER in names), None)
@@ -33,7 +33,7 @@ def find_runner(runner: object) -> Runner | None:
 def describe_runner(
     version: Runner | None, vllm_config: Any, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """One line for people: which runner serves, and why it is not V2 if it is not."""
+    """A human-readable line: which runner serves, and, if it is not V2, why not."""
     if version is None:
         return "unknown model runner"
     return (
@@ -61,10 +61,10 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
 
 
 def install_reread(runner: Any) -> Rereader:
-    """Let the draft read the text again after a swap.
+    """Make the draft read the text again after a swap.
 
     Raises:
-        ValueError: an unknown layout.
+        ValueError: if the runner or the layout of the draft's keys is unknown.
     """
     version = find_runner(runner)
     if version is None:
@@ -75,17 +75,17 @@ def install_reread(runner: Any) -> Rereader:
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell who proposed a draft token, if this runner is known."""
+    """Track which proposer made each draft token, if this runner is known."""
     version = find_runner(runner)
     if version is not None:
         MODULES[version].install_proposers(runner)
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner`.
+    """Make `capture` receive every step of `runner`.
 
     Raises:
-        ValueError: they cannot be recorded.
+        ValueError: if the steps cannot be recorded.
     """
     version = find_runner(runner)
     if version is None:

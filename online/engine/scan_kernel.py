@@ -20,9 +20,9 @@ def scan(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program for each row and chunk.
+    """Scan one chunk of one row in each program.
 
-    The maximum of every group, the chunk's maximum, and its sum of exp.
+    It stores the maximum of every group, the chunk's maximum, and the chunk's sum of exp.
     """
     # int64, because row * stride passes 2^31 at about 17,000 rows of 128k logits.
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -50,9 +50,9 @@ def scan_drafts(  # type: ignore[no-untyped-def]
     num_chunks,
     CHUNK: tl.constexpr,
 ):
-    """One program for each draft token and chunk.
+    """Scan one chunk for one draft token in each program.
 
-    The chunk's maximum over the temperature, and its sum of exp.
+    It stores the chunk's maximum after division by the temperature, and its sum of exp.
     """
     draft, chunk = tl.program_id(0), tl.program_id(1)
     slot, step = tl.load(slots + draft).to(tl.int64), tl.load(steps + draft).to(tl.int64)
@@ -65,7 +65,7 @@ def scan_drafts(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
-    """Store a chunk's maximum, `peak`, and the sum of exp over that maximum."""
+    """Store a chunk's maximum, `peak`, and its sum of exp(value - maximum)."""
     # a chunk of -inf only would give nan
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(peaks + place, peak)
@@ -74,9 +74,9 @@ def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row: the log-sum-exp of its chunks.
+    """Compute the log-sum-exp of one row from its chunks in each program.
 
-    WIDTH is a power of two, at least their number.
+    WIDTH is a power of two, and at least the number of chunks.
     """
     row, chunks = tl.program_id(0), tl.arange(0, WIDTH)
     inside = chunks < num_chunks
@@ -91,9 +91,9 @@ def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row and chosen group.
+    """Read the logits of one chosen group of one row in each program.
 
-    The group's logits in float32; -inf past the vocabulary's end.
+    They are stored in float32, with -inf past the end of the vocabulary.
     """
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = tl.load(groups + row * num_groups + place)
@@ -106,9 +106,9 @@ def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def find_ids(groups, places, ids, num_groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row.
+    """Find the token ids for one row in each program.
 
-    The token ids at these places among the logits of the chosen groups.
+    They are the ids at these places among the logits of the chosen groups.
     """
     row, kept = tl.program_id(0), tl.arange(0, WIDTH)
     inside = kept < num_groups

@@ -24,14 +24,14 @@ VARYING = (FOLDER, "head_requests")
 
 
 def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether what is drafted for a request depends on others."""
+    """Whether the draft tokens of a request depend on other requests."""
     settings = read_settings(environment)
     lookup = settings.get(SECTION, {})
     return settings.get("pace", "off") != "off" or any(lookup.get(key) for key in VARYING)
 
 
 def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's `schedule` that gives sampled requests with a seed no draft tokens."""
+    """Wrap a scheduler's `schedule` to give sampled requests with a seed no draft tokens."""
 
     @wraps(schedule)
     def schedule_seeded(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,5 +48,5 @@ def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_seed(params: Any) -> bool:
-    """Whether a request's answer is drawn from a seed."""
+    """Whether a request's answer is sampled with a seed."""
     return params is not None and params.seed is not None and params.temperature > 0

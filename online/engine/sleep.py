@@ -19,7 +19,7 @@ PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker 
 
 
 def watch_sleep(worker: Any) -> None:
-    """Keep `worker.redraft.asleep` true to the worker, and load the draft again after level 2."""
+    """Keep `worker.redraft.asleep` up to date, and load the draft again after sleep at level 2."""
     state = worker.redraft
 
     def note_sleep(sleep: Any) -> Any:
@@ -59,7 +59,7 @@ def _has_draft(worker: Any) -> bool:
 
 
 def _load_again(worker: Any) -> None:
-    """Load the last good draft from its folder.
+    """Load the last good draft from its folder again.
 
     Nothing is served meanwhile, so this may wait for the storage.
     """

@@ -40,7 +40,7 @@ class Slice:
         return [self.size if dim == self.dim else size for dim, size in enumerate(whole)]
 
     def join(self, other: Slice) -> Slice | None:
-        """The smallest slice with both; None if they are along different dimensions."""
+        """The smallest slice that contains both; None if they are along different dimensions."""
         if self.dim != other.dim:
             return None
         first = min(self.first, other.first)
@@ -51,10 +51,10 @@ Slices = Mapping[str, Slice]  # by the checkpoint's names; a missing tensor is r
 
 
 def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tensor]) -> Slices:
-    """The slice of each of these tensors that this rank's loaders take.
+    """Find the slice of each of these tensors that this rank's loaders read.
 
-    The tensors need no memory. Empty if the loaders do not run on a draft without memory. The draft
-    itself stays as it is.
+    The tensors need no memory. The result is empty if the loaders do not run on a draft without
+    memory. The draft itself stays as it is.
     """
     if has_copies(draft):  # vLLM reads the tensors for them in its own way
         return {}
@@ -87,7 +87,7 @@ def _note(taken: list[Slice | None]) -> Callable[[Tensor, Slice | None], Tensor]
 
 
 def _join(slices: Iterable[Slice | None]) -> Slice | None:
-    """The smallest slice with all; None for the whole tensor, also if nothing was taken."""
+    """The smallest slice that contains all; None for the whole tensor, or if nothing was taken."""
     joined: Slice | None = None
     for one in slices:
         if one is None:
@@ -99,7 +99,7 @@ def _join(slices: Iterable[Slice | None]) -> Slice | None:
 
 
 def _without_memory(module: nn.Module, shared: set[int]) -> Any:
-    """A copy of the modules on the meta device, without those in `shared`, by id."""
+    """A copy of a module on the meta device, without the modules whose ids are in `shared`."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -125,7 +125,7 @@ def _without_memory(module: nn.Module, shared: set[int]) -> Any:
 class Sliced(Tensor):
     """A tensor of which only a slice has memory.
 
-    Views of it are views, and everything else reads the slice.
+    View operations return views of it, and all other operations read the slice.
     """
 
     _view: Tensor
@@ -138,10 +138,10 @@ class Sliced(Tensor):
     def of(
         view: Tensor, read: Callable[[Tensor, Slice | None], Tensor], whole: Sequence[int]
     ) -> Sliced:
-        """A view of a contiguous tensor of shape `whole`, on the meta device.
+        """A view of a contiguous tensor of shape `whole`, where `view` is on the meta device.
 
-        `read` returns the values of a view, by the view and the slice that it is; None for another
-        kind of view.
+        `read` returns the values of a view. Its arguments are the view and the slice that the view
+        is, or None for another kind of view.
         """
         made: Sliced = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Sliced,
@@ -156,7 +156,7 @@ class Sliced(Tensor):
 
     @staticmethod
     def holding(values: Tensor, part: Slice, whole: Sequence[int]) -> Sliced:
-        """A tensor of shape `whole` with the values of this part."""
+        """A tensor of shape `whole` that holds only the values of this part."""
 
         def read(view: Tensor, wanted: Slice | None) -> Tensor:
             if wanted is None or wanted.dim != part.dim:
@@ -194,9 +194,9 @@ class Sliced(Tensor):
 
 
 def find_slice(view: Tensor, whole: Sequence[int]) -> Slice | None:
-    """The slice of a contiguous tensor of shape `whole` that a view is.
+    """The slice that a view is, of a contiguous tensor of shape `whole`.
 
-    None if it is the whole or something else.
+    None if the view is the whole tensor, or something else.
     """
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     if view.dim() != len(whole):

@@ -52,12 +52,12 @@ ALIGNMENT = 64  # Bytes at a multiple of which a tensor begins in memory.
 
 
 class DamagedError(ValueError):
-    """The files cannot be read or differ from the manifest."""
+    """Raised when the files cannot be read, or differ from the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of a draft that one of the ranks reads, and its files to compare with the manifest."""
+    """The part of a draft that one rank reads, and the files that it compares with the manifest."""
 
     slices: Slices = field(default_factory=dict)
     rank: int = 0
@@ -66,13 +66,13 @@ class Share:
 
 
 class HostMemory:
-    """The memory of the drafts of one worker.
+    """Host memory for the drafts of one worker.
 
-    The pinned buffer is kept, all other memory is freed.
+    The pinned buffer is kept, but all other memory is freed.
     """
 
     def __init__(self, pin: Callable[[Tensor], None] | None = None) -> None:
-        """`pin` pins a tensor where it is; None for a worker on the CPU."""
+        """`pin` pins a tensor in place; it is None for a worker on the CPU."""
         self._pin = pin
         self._pinned: Tensor | None = None
         self._is_lent = False
@@ -83,9 +83,9 @@ class HostMemory:
         return 0 if self._pinned is None else len(self._pinned)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the pinned buffer, if the worker has a GPU.
+        """Allocate the pinned buffer, if the worker has a GPU.
 
-        Without enough of it swaps pause longer.
+        Without enough pinned memory, swaps pause longer.
         """
         if self._pin is None or not num_bytes:
             return
@@ -101,9 +101,10 @@ class HostMemory:
             self._pinned = buffer
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer of at least so many bytes: the pinned one if it is free and large enough.
+        """Lend a buffer of at least `num_bytes`: the pinned one if it is free and large enough.
 
-        Raises: OSError.
+        Raises:
+            OSError: if memory cannot be allocated.
         """
         if self._pinned is not None and not self._is_lent and num_bytes <= len(self._pinned):
             self._is_lent, buffer = True, self._pinned
@@ -119,7 +120,7 @@ class HostMemory:
 
 
 def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
-    """Pins memory for a GPU; None for another device."""
+    """Return a function that pins memory for a GPU; None for another device."""
     if device.type != "cuda":
         return None
 
@@ -133,14 +134,14 @@ def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
 
 
 def _anonymous(num_bytes: int) -> Tensor:
-    """Bytes that go back to the system with the tensor and its views."""
+    """Allocate bytes that return to the system with the tensor and its views."""
     # mmap refuses to make nothing.
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of a tensor that this rank reads: the same bytes of each of `rows`."""
+    """The part of a tensor that this rank reads: the same range of bytes in each of `rows` rows."""
 
     name: str
     whole: Sequence[int]
@@ -160,11 +161,11 @@ class Part:
 
     @property
     def end(self) -> int:
-        """In memory."""
+        """The end of the part in memory."""
         return self.at + self.rows * self.num_bytes
 
     def tensor(self, memory: Tensor) -> Tensor:
-        """The tensor of the file's shape, with values in this part."""
+        """A tensor of the shape in the file, with values only in this part."""
         values = memory[self.at : self.end].view(self.dtype)
         if self.slice is None:
             return values.view(*self.whole)
@@ -174,7 +175,7 @@ class Part:
 def plan_parts(
     header: Mapping[str, Any], slices: Slices, shared: set[str], at: int = 0
 ) -> list[Part]:
-    """The parts of a file in order, in memory from `at` on, without modules in `shared`."""
+    """List a file's parts in order, in memory from `at` on, without the modules in `shared`."""
     parts = []
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
         if not shared.isdisjoint(name.split(".")):
@@ -202,9 +203,10 @@ def plan_parts(
 
 
 def plan_folder(folder: Path, slices: Slices, shared: set[str]) -> dict[Path, list[Part]]:
-    """The parts of all files of a draft, one after the other in memory.
+    """List the parts of all files of a draft, one after another in memory.
 
-    Raises: ValueError for a corrupt header.
+    Raises:
+        ValueError: if a header is corrupt.
     """
     plan: dict[Path, list[Part]] = {}
     at = 0
@@ -215,7 +217,7 @@ def plan_folder(folder: Path, slices: Slices, shared: set[str]) -> dict[Path, li
 
 
 def list_weights(folder: Path, shared: set[str]) -> dict[str, Tensor]:
-    """The tensors of a draft outside the modules named `shared`, without memory."""
+    """A draft's tensors outside the modules named in `shared`, without memory."""
     return {
         part.name: torch.empty(*part.whole, dtype=part.dtype, device="meta")
         for parts in plan_folder(folder, {}, shared).values()
@@ -224,19 +226,19 @@ def list_weights(folder: Path, shared: set[str]) -> dict[str, Tensor]:
 
 
 def count_bytes(plan: Mapping[Path, Sequence[Part]]) -> int:
-    """Bytes of memory for these parts."""
+    """The number of bytes of memory that these parts need."""
     return max((part.end for parts in plan.values() for part in parts), default=0)
 
 
 class Staging:
-    """One draft on its way into memory. The model is not touched."""
+    """One draft that is being read into memory. The model is not touched."""
 
     def __init__(
         self, folder: Path, current: Layout, shared: set[str], memory: HostMemory, share: Share
     ) -> None:
-        """Begin to read `folder`.
+        """Start reading the draft in `folder`.
 
-        A draft to replace `current`, which shares the modules `shared` with the target.
+        It is to replace `current`, which shares the modules named in `shared` with the target.
         """
         self.folder = folder
         self.layout: Layout | None = None  # The draft's layout. None until it is done.
@@ -257,11 +259,11 @@ class Staging:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until it is done."""
+        """Wait until the read is done."""
         self._thread.join()
 
     def discard(self) -> None:
-        """Free the memory; if the thread still reads, it stops after the next chunk and frees it."""
+        """Free the memory; a thread that still reads stops after the next chunk and frees it."""
         with self._lock:
             self._is_discarded, is_finished = True, self._is_finished
         if is_finished:
@@ -313,9 +315,9 @@ class Staging:
         self.layout = layout
 
     def _read_manifest(self) -> Mapping[str, FileEntry]:
-        """The folder's manifest, with all sizes compared.
+        """Read the folder's manifest, and compare all file sizes with it.
 
-        A draft of the command line may have none.
+        A draft given on the command line may have no manifest.
         """
         path = self.folder / MANIFEST
         if not path.is_file():
@@ -329,7 +331,7 @@ class Staging:
         return entries
 
     def _require_named(self, path: Path, entries: Mapping[str, FileEntry]) -> None:
-        """Raise DamagedError if the manifest lacks a file, or its header is corrupt."""
+        """Raise DamagedError if the manifest lacks the file, or the file's header is corrupt."""
         if entries and path.name not in entries:
             raise DamagedError(f"{path} is not in the manifest: copy or publish the folder again")
         try:
@@ -340,7 +342,7 @@ class Staging:
     def _read_file(
         self, path: Path, parts: Sequence[Part], buffer: Tensor, *, is_hashed: bool
     ) -> str:
-        """Read the parts of a file into memory; returns the file's SHA-256 if `is_hashed`."""
+        """Read a file's parts into memory, and return the file's SHA-256 if `is_hashed`."""
         with path.open("rb", buffering=0) as file, memoryview(buffer.numpy().data) as memory:
             reader = _Reader(self, file, hashlib.sha256() if is_hashed else None)
             data = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
@@ -352,7 +354,7 @@ class Staging:
             return reader.finish(path.stat().st_size)
 
     def require_wanted(self) -> None:
-        """Raise ValueError if the draft was given up."""
+        """Raise ValueError if this read was given up."""
         if self._is_discarded:
             raise ValueError(f"reading {self.folder} was given up")
 
@@ -368,7 +370,7 @@ class Staging:
 class _Reader:
     """Reads a file from front to back.
 
-    With a digest it reads every byte, else it skips what nobody wants.
+    With a digest it reads every byte; without one it skips the bytes that are not needed.
     """
 
     def __init__(self, staging: Staging, file: FileIO, digest: Any) -> None:
@@ -387,7 +389,7 @@ class _Reader:
         """Read the next bytes into memory.
 
         Raises:
-            DamagedError: if the file ends before.
+            DamagedError: if the file ends too early.
         """
         begin = 0
         while begin < len(memory):
@@ -406,7 +408,7 @@ class _Reader:
             self._staging.bytes_read += num_bytes
 
     def finish(self, size: int) -> str:
-        """The SHA-256 of the file of this size; empty without a digest."""
+        """Read on to the file's end at `size`, and return its SHA-256; empty without a digest."""
         if self._digest is None:
             return ""
         self.go_to(size)

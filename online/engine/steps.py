@@ -64,10 +64,10 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DeviceRanges(NamedTuple):
-    """Each request's first row of logits and first token read, and one end more.
+    """Each request's first row of logits and first token read, with one more entry for the end.
 
     The requests are in the order of `EngineStep.sampled_BK`. The parts of the step have the host's
-    numbers, which are bounds.
+    numbers, which are only bounds.
     """
 
     rows_B1: Tensor
@@ -77,9 +77,9 @@ class DeviceRanges(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """The largest logits of every row, descending, with their ids.
+    """The largest logits of every row, in descending order, with their ids.
 
-    The log-sum-exp of the whole row comes with them.
+    The log-sum-exp of each whole row is included.
     """
 
     ids_RK: Tensor
@@ -162,20 +162,23 @@ class EngineStep:
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits; 0 if no request sampled, or the rows were given up."""
+        """The number of logit rows; 0 if no request sampled, or if the rows were given up."""
         rows = self.logits_RV if self.largest is None else self.largest.log_sum_exp_R
         return 0 if rows is None else len(rows)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of everything large."""
+        """The size of all large tensors, in bytes."""
         # Cached: the queue asks under the lock. A frozen dataclass allows a cached_property.
         held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @cached_property
     def num_light_bytes(self) -> int:
-        """Bytes of everything else, about: the engine thread has no time to look at every part."""
+        """The approximate size of everything else, in bytes.
+
+        It is approximate because the engine thread has no time to look at every part.
+        """
         held = (
             self.sampled_BK,
             self.num_sampled_B,
@@ -189,9 +192,9 @@ class EngineStep:
         )
 
     def give_up_rows(self) -> EngineStep:
-        """The step without everything large.
+        """Return the step without its rows, draft tokens and states.
 
-        Its tokens stay, so that the text of its requests has no gap.
+        Its sampled tokens stay, so that the text of its requests has no gap.
         """
         return replace(
             self,
@@ -206,9 +209,9 @@ class EngineStep:
 class StepQueue:
     """Queue of steps from the engine thread to the background thread.
 
-    With too many bytes or steps the oldest steps lose their rows, and the text of their requests
-    goes on. Only if too many wait without rows as well, the oldest ones go, and with them the rest
-    of their requests.
+    If too many bytes or steps wait, the oldest steps lose their rows, but the text of their
+    requests continues. Only if too many steps wait without rows as well are the oldest ones
+    dropped, and with them the rest of their requests.
     """
 
     def __init__(
@@ -250,7 +253,7 @@ class StepQueue:
             self.is_due.set()
 
     def take(self) -> list[EngineStep]:
-        """The oldest steps, up to one batch and at least one; empty if none waits."""
+        """Remove and return the oldest steps: at least one, up to one batch; empty if none wait."""
         taken: list[EngineStep] = []
         num_bytes = 0
         with self._lock:

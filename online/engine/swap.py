@@ -31,9 +31,10 @@ HASH_CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The parts of a draft that must stay as they are when another one is loaded in its place.
+    """The properties of a draft that must stay the same when another draft replaces it.
 
-    A worker remembers those of its draft, because the folder may leave the registry meanwhile.
+    A worker keeps the layout of its draft, because the draft's folder may leave the registry
+    meanwhile.
     """
 
     folder: Path
@@ -48,7 +49,7 @@ class Layout:
 
     @staticmethod
     def read(folder: Path) -> Layout:
-        """The layout of the draft in a folder. Reads config.json and the headers of the weights."""
+        """Read a draft's layout from config.json and the headers of the weights in its folder."""
         config = read_config(folder)
         return Layout(
             folder=folder,
@@ -59,13 +60,14 @@ class Layout:
         )
 
     def with_shared(self, shared: set[str]) -> Layout:
-        """The layout with the hashes of the tensors for the modules named `shared`.
+        """Return the layout with hashes of the tensors for the modules named in `shared`.
 
-        Reads the weights in the folder, and none if no name is among the tensors. Reads without
-        safetensors, whose page faults would hold the engine's thread while a storage hangs.
+        It reads the weights in the folder, or nothing if no tensor belongs to these modules. It
+        does not use the safetensors library, whose page faults would block the engine's thread
+        while a storage hangs.
 
         Raises:
-            ValueError: if the folder has gone, and with it the tensors.
+            ValueError: if the folder is gone, and the tensors with it.
         """
         if self.shared is not None:
             return self
@@ -81,10 +83,10 @@ class Layout:
 
 
 def require_same_layout(current: Layout, candidate: Layout) -> None:
-    """Refuse a candidate with other settings or tensors than the loaded draft.
+    """Refuse a candidate whose settings or tensors differ from those of the loaded draft.
 
-    vLLM's loaders accept a missing tensor or a changed setting without a word; only acceptance
-    would fall. Raises ValueError.
+    vLLM's loaders silently accept a missing tensor or a changed setting; only acceptance would
+    fall.
 
     Raises:
         ValueError: with the difference and the cure.
@@ -111,10 +113,13 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
 def require_same_quantization(
     version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Refuse a version whose config.json quantises otherwise than the loaded draft.
+    """Refuse a version whose config.json specifies another quantisation than the loaded draft's.
 
-    vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights.
-    Raises ValueError.
+    vLLM creates the layers of a quantised draft when it starts, and these cannot take other
+    weights.
+
+    Raises:
+        ValueError: if the two differ.
     """
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:
@@ -129,9 +134,9 @@ def require_same_quantization(
 def require_same_shared(current: Layout, candidate: Layout) -> None:
     """Refuse a draft that brings other tensors for the modules shared with the target.
 
-    At start vLLM shares embedding and head if the draft brings none, or a bit-identical copy of the
-    target's. It decides this once. A draft that brings different ones later could be loaded only by
-    overwriting the target's. Raises ValueError.
+    At start, vLLM shares the embedding and the head if the draft brings none, or brings a
+    bit-identical copy of the target's. It decides this only once. A draft that brings different
+    ones later could be loaded only by overwriting the target's.
 
     Raises:
         ValueError: naming the tensor.
@@ -184,7 +189,7 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def end_load(model: nn.Module, model_config: Any) -> None:
-    """End a failed load of vLLM, layer by layer if one of them has taken what it cannot process."""
+    """End a failed vLLM load, layer by layer if a layer has taken tensors it cannot process."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
     try:
@@ -200,7 +205,7 @@ def end_load(model: nn.Module, model_config: Any) -> None:
 
 @contextmanager
 def loading(worker: Any) -> Iterator[None]:
-    """The context in which loaders of vLLM run."""
+    """The context in which vLLM's loaders run."""
     from vllm.config import set_current_vllm_config
 
     with (
@@ -215,10 +220,10 @@ def loading(worker: Any) -> Iterator[None]:
 
 
 def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
-    """Name drafts pushed by a vLLM update `pushed-1` and so on.
+    """Name the drafts that vLLM updates push `pushed-1`, `pushed-2` and so on.
 
-    Records of these judge no version of the registry. Updates from files may name those within
-    `roots`.
+    Records made with these drafts do not count for any version in the registry. Updates from files
+    may use only files within `roots`.
     """
     state, numbers = worker.redraft, itertools.count(1)
     # ours loads through it
@@ -246,10 +251,10 @@ def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
 
 
 def _keep_pushes(worker: Any) -> dict[str, Tensor]:
-    """Let vLLM's updates of the draft load nothing.
+    """Keep vLLM's draft updates from loading anything.
 
-    They would overwrite the target's modules, and copy weights that have no values yet. Returns
-    where each leaves its tensors, for `load_draft`.
+    They would overwrite the target's modules, and copy weights that have no values yet. Returns the
+    dictionary in which each update leaves its tensors for `load_draft`.
     """
     draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()
 
@@ -271,9 +276,9 @@ def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
 
 
 def count_cache(draft: nn.Module, target: nn.Module) -> int:
-    """Bytes of the KV cache that the layers of a draft take.
+    """The number of bytes that a draft's layers take in the KV cache.
 
-    Those of the target that it reads do not count.
+    The target's part of the cache, which the draft may read, does not count.
     """
 
     theirs = _find_cache(target)
@@ -281,7 +286,7 @@ def count_cache(draft: nn.Module, target: nn.Module) -> int:
 
 
 def _find_cache(*models: nn.Module | None) -> dict[int, Tensor]:
-    """The tensors of the KV cache that models read, by place in memory."""
+    """The KV-cache tensors that these models read, by place in memory."""
     modules = [module for model in models if model is not None for module in model.modules()]
     tensors = tree_leaves([getattr(module, "kv_cache", ()) for module in modules])
     return {tensor.data_ptr(): tensor for tensor in tensors if isinstance(tensor, Tensor)}
@@ -289,7 +294,7 @@ def _find_cache(*models: nn.Module | None) -> dict[int, Tensor]:
 
 @contextmanager
 def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[str]]:
-    """Detach the modules shared with the target (embedding, head), and yield the names.
+    """Detach the modules shared with the target (embedding, head), and yield their names.
 
     Loading a draft's embedding or head into a shared module would overwrite the target.
 
@@ -316,10 +321,10 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
 
 @torch.no_grad()
 def checksum(model: nn.Module) -> str:
-    """64 hex digits that change if any weight changes, repacked ones included.
+    """64 hex digits that change if any weight changes, including repacked weights.
 
-    Reads every weight once. Not cryptographic: it shows whether anything was overwritten, not who
-    made the weights.
+    The function reads every weight once. The checksum is not cryptographic: it shows whether
+    anything was overwritten, but not who made the weights.
     """
     tensors = {
         **dict(model.named_buffers()),
@@ -345,13 +350,16 @@ def is_finite(tensor: Tensor) -> Tensor:
 
 
 def clear_cache(*models: nn.Module | None) -> None:
-    """Write zeros over the keys and values of models."""
+    """Overwrite the cached keys and values of models with zeros."""
     for tensor in _find_cache(*models).values():
         tensor.zero_()
 
 
 def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """A way to read each weight in the order of memory, by name; of a packed one, the response."""
+    """A function that reads each weight, by name.
+
+    It returns the weight in memory order, or, for a packed weight, the layer's response.
+    """
     weights: dict[str, Callable[[], Tensor]] = {
         name: partial(_in_memory_order, tensor) for name, tensor in model.named_parameters()
     }
@@ -364,9 +372,9 @@ def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A transposed weight, as vLLM keeps those of float8, turned back.
+    """View a weight in memory order, e.g. one of float8, which vLLM keeps transposed.
 
-    A copy of it would not fit on a full GPU.
+    A copy would not fit on a full GPU.
     """
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
@@ -374,8 +382,8 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def compute_sums(tensor: Tensor) -> Tensor:
     """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64.
 
-    [2] on its device. Words at a distance of a multiple of COLUMNS have the same weight: rows of a
-    weight hardly ever do.
+    The result is [2] on the tensor's device. Words whose distance is a multiple of COLUMNS have the
+    same weight; rows of a weight matrix hardly ever lie at such a distance.
     """
     tensor = _in_memory_order(tensor)
     if not tensor.is_contiguous():
@@ -403,7 +411,7 @@ def compute_sums(tensor: Tensor) -> Tensor:
 
 
 def _compute_response(linear: Any) -> Tensor:
-    """Output of a layer for a fixed input.
+    """The output of a linear layer for a fixed input.
 
     It is used if vLLM has packed the weights into an unreadable form.
     """
@@ -463,7 +471,7 @@ def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[st
 
 
 def _find_differences(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ, or exist on one side only."""
+    """Keys whose values differ, or that exist on one side only."""
     return sorted(
         key for key in values.keys() | wanted.keys() if values.get(key) != wanted.get(key)
     )

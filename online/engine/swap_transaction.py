@@ -55,9 +55,9 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A trainer asks for target weights from a folder, a name for them, and a draft.
+    """A trainer's request for target weights from a folder, a name for them, and a draft.
 
-    Each may be empty.
+    Each of the three may be empty.
     """
 
     folder: str = ""
@@ -70,13 +70,13 @@ WITHOUT_KEYS = ("medusa",)
 
 
 class HalfNewError(RefusedError):
-    """The target weights are new in part, and the engine must not go on with them."""
+    """Raised when the target weights are only partly new, so that the engine must not continue."""
 
 
 class Swaps:
-    """The swaps of one API process, one at a time.
+    """Runs the swaps of one API process, one at a time.
 
-    Where two want different versions, the later wins.
+    If two swaps ask for different versions, the later one wins.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Swaps:
     async def move(self, move: Move) -> dict[str, Any]:
         """Load or name the target weights, and load a draft.
 
-        Returns what the client is answered.
+        Returns the answer for the client.
 
         Raises:
             RefusedError: with the weights and the draft that are served then.
@@ -128,9 +128,12 @@ class Swaps:
         return report | {name: status[name] for name in ("target_version", "draft_version")}
 
     async def swap(self, asked: Asked, move: Move | None = None) -> dict[str, Any]:
-        """Swap to a version, after `move`.
+        """Swap to a version, after `move` if it is given.
 
-        Returns what the client is answered. Raises: RefusedError.
+        Returns the answer for the client.
+
+        Raises:
+            RefusedError: if the swap is refused or fails.
         """
         if not VERSION.fullmatch(
             asked.version
@@ -170,15 +173,15 @@ class Swaps:
             return report
 
     def salt_for(self, given: str | None) -> str | None:
-        """The cache salt of a request that gives this one.
+        """The cache salt for a request whose client gives the salt `given`.
 
-        With it, the request finds no cached block with keys of another draft.
+        With it, the request matches no cached block that has keys of another draft.
         """
         is_first = self._salt == self._first_draft
         return given if is_first else f"{self._salt}\0{given or ''}"
 
     def _give_way_to(self, version: str, number: int) -> None:
-        """Let a version found, and asked for later, take over from the one being read."""
+        """Let a version that was found, and requested later, replace the one being read."""
         if number > self._latest_number:
             self._latest_number, self._latest = number, version
         self._require_latest(version)
@@ -192,7 +195,7 @@ class Swaps:
             )
 
     async def _read_into_memory(self, found: _Found, serving: str) -> None:
-        """Have all ranks read the version, until a swap to another one takes over."""
+        """Make all ranks read the version, until a swap to another version takes over."""
         self._require_latest(found.name)
         self._staged = found.name
         self._staging = asyncio.ensure_future(self._stage(found, serving))
@@ -207,10 +210,10 @@ class Swaps:
             self._staging = None
 
     async def _find(self, asked: Asked, status: dict[str, Any]) -> _Found:
-        """The version in the registry's folder.
+        """Find the version in the registry's folder.
 
         Raises:
-            RefusedError: if it is not there, or not the one asked for.
+            RefusedError: if it is not there, is not the one asked for, or is for another target.
         """
         async with asyncio.timeout(STAGE_TIMEOUT_S):
             assert self.registry is not None
@@ -233,9 +236,10 @@ class Swaps:
         return found
 
     async def _find_target(self, name: str) -> str:
-        """The folder, with target weights of the served lineage.
+        """Resolve a folder that has target weights of the served lineage.
 
-        Raises: RefusedError if it may not be loaded.
+        Raises:
+            RefusedError: if the folder may not be loaded.
         """
         if not self.targets:
             raise RefusedError(
@@ -259,7 +263,7 @@ class Swaps:
         return str(folder)
 
     async def _read(self, folder: Path, read: Callable[[Path], T]) -> T:
-        """A folder's small files, in a separate thread; a hung read is waited for again."""
+        """Read a folder's small files in a separate thread, or await a read that still hangs."""
         key = str(folder)
         future = self._reads.get(key)
         if future is None:
@@ -289,9 +293,10 @@ class Swaps:
             raise
 
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
-        """The ranks' answers after they have read a draft.
+        """Make all ranks read a draft, and return their answers.
 
-        None stands for the last good one; one rank may have failed.
+        A `folder` of None stands for the last good draft. If any rank has failed, only the answers
+        of failed ranks are returned.
         """
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
@@ -311,7 +316,7 @@ class Swaps:
             await asyncio.sleep(STAGE_POLL_S)
 
     async def _discard(self) -> None:
-        """Free the staged version's memory. If this fails, the next swap does it."""
+        """Free the staged version's memory. If this fails, the next swap frees it."""
         with suppress(Exception):
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 await self.calls.ask("redraft_discard", self._id)
@@ -319,9 +324,9 @@ class Swaps:
     async def _exchange(
         self, found: _Found | None, move: Move | None, serving: str, *, clears: bool
     ) -> dict[str, Any]:
-        """Move the target, then load the staged version on all ranks, each if given.
+        """Move the target, and then load the staged version on all ranks, each only if given.
 
-        It happens in a pause, which may be a trainer's, or else between two steps. `clears`: the
+        This happens in a pause, which may be a trainer's, or else between two steps. `clears`: the
         target reads everything again. Keys of the old weights would be gone at once.
         """
         await self._require_awake()
@@ -405,7 +410,7 @@ class Swaps:
         await self._pause_generation(**how)
 
     async def _pause(self, serving: str, *, clears: bool) -> None:
-        """Pause generation, and empty the cache if asked to.
+        """Pause generation, and empty the cache if `clears`.
 
         Raises:
             RefusedError: 503 if the engine refuses.
@@ -436,9 +441,9 @@ class Swaps:
             raise RefusedError(409, "the engine sleeps: wake it up, then swap again")
 
     async def _resume(self) -> None:
-        """Resume, unless the engine fell asleep meanwhile.
+        """Resume generation, unless the engine has fallen asleep meanwhile.
 
-        Then it is resumed when it is woken up.
+        A sleeping engine is resumed when it is woken up.
         """
         refusal: RefusedError | None = None
         try:
@@ -469,7 +474,7 @@ class Swaps:
     async def _load(
         self, found: _Found, serving: str, *, resets: bool, has_moved: bool
     ) -> dict[str, Any]:
-        """Load on all ranks, then empty the cache if it `resets`.
+        """Load the staged draft on all ranks, and then empty the cache if `resets`.
 
         If either fails, restore the last good draft.
         """
@@ -519,7 +524,7 @@ class Swaps:
     async def _restore(self) -> bool:
         """Load the last good draft again on all ranks.
 
-        Generation waits for it, at most PAUSE_TIMEOUT_S in all.
+        Generation waits meanwhile, for at most PAUSE_TIMEOUT_S in all.
         """
         try:
             if any(rank["error"] for rank in await self._stage_on_ranks(None)):
@@ -535,8 +540,9 @@ class Swaps:
 def can_pause(vllm_config: Any) -> bool:
     """Whether this API server can pause its engines by itself.
 
-    Replicas that share experts step together, and pause together: vLLM waits until all of them have
-    been told to. Behind an external or hybrid balancer an API server reaches only some of them.
+    Replicas that share experts step together and pause together: vLLM waits until all of them have
+    been told to pause. Behind an external or hybrid load balancer, an API server reaches only some
+    of the replicas.
     """
     parallel = vllm_config.parallel_config
     shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
@@ -581,9 +587,10 @@ def _settle(future: Future[Any], read: Callable[[Path], Any], folder: Path) -> N
 
 
 def _read_version(folder: Path) -> _Found:
-    """Read the small files of a version.
+    """Read the small files of a version. This call blocks.
 
-    Blocking; raises RefusedError if there is no such version.
+    Raises:
+        RefusedError: if there is no such version, or if it is damaged.
     """
     if not folder.is_dir():
         raise _no_version(folder.name)
@@ -599,9 +606,12 @@ def _read_version(folder: Path) -> _Found:
 
 
 def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
-    """(the folder without links, the lineage in it), once all of its weights could be read.
+    """Read a target folder, and return (the folder without links, its lineage).
 
-    Blocking; raises RefusedError outside of `targets`.
+    It returns only once all of the weights could be read. This call blocks.
+
+    Raises:
+        RefusedError: if the folder is outside `targets`, has no weights, or is damaged.
     """
     try:
         files = list_files(folder, targets)

@@ -59,7 +59,7 @@ MAX_LABEL_CHARS = 100
 
 
 class TargetWatch:
-    """The sums of a model's weights, piece by piece, and the version they give."""
+    """Checksums of a model's weights, piece by piece, and the version that they identify."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -98,9 +98,9 @@ class TargetWatch:
         self._start = self.digest
 
     def settle(self) -> None:
-        """Take the weights as they are now.
+        """Record the weights as they are now.
 
-        Half-written ones get no digest: nobody serves them by intention.
+        Half-written weights get no digest: nobody serves them intentionally.
         """
         self._sums = self._compute(range(len(self._pieces)))
         found = self._list_not_finite()
@@ -117,16 +117,17 @@ class TargetWatch:
 
     @property
     def version(self) -> str | None:
-        """The weights' name in records.
+        """The name of the weights in records.
 
-        Empty for those of the start, None for half-written ones, and for ones that are not finite.
+        It is empty for the weights of the start, and None for weights that are half-written or not
+        finite.
         """
         if self.is_torn or self.not_finite:
             return None
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
 
     def is_due(self) -> bool:
-        """Whether the last look is LOOK_S ago; the next one then counts from now."""
+        """Whether the last look was at least LOOK_S ago; if so, the interval starts again now."""
         now_s = time.monotonic()
         if now_s < self.next_look_s:
             return False
@@ -134,11 +135,11 @@ class TargetWatch:
         return True
 
     def is_whole(self) -> bool:
-        """Whether all weights are those of the last `settle`."""
+        """Whether all weights are unchanged since the last `settle`."""
         return self._compute(range(len(self._pieces))) == self._sums
 
     def is_changed(self) -> bool:
-        """Whether the watched matrix or the next piece differs from the last `settle`."""
+        """Whether the watched matrix or the next piece has changed since the last `settle`."""
         looked = [*self._watched, *([self._next] if self._pieces else [])]
         self._next = (self._next + 1) % max(1, len(self._pieces))
         return self._compute(looked) != [self._sums[i] for i in looked]
@@ -150,7 +151,7 @@ class TargetWatch:
         return found
 
     def _list_not_finite(self) -> list[int]:
-        """The pieces with values that are not finite."""
+        """Indices of the pieces that contain values that are not finite."""
         flags = [is_finite(piece) for piece in self._read(range(len(self._pieces)))]
         found = torch.stack(flags).tolist() if flags else []
         return [i for i, finite in enumerate(found) if not finite]
@@ -164,9 +165,10 @@ class TargetWatch:
 
 
 def watch_target(worker: Any) -> None:
-    """Keep the version of the target weights.
+    """Keep the version of the target weights up to date.
 
-    New after each of UPDATES, or before the step after another load.
+    It is determined again after each of the methods in UPDATES, and, after any other load, before
+    the next step.
     """
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # replicas of experts move between ranks
@@ -218,9 +220,9 @@ def _settling_after(worker: Any, name: str) -> Wrap:
 
 @contextmanager
 def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
-    """The block writes weights, or fails half-way.
+    """Context for a block that writes weights, and may fail half-way.
 
-    `ends`: if it succeeds, an earlier failure is repaired.
+    `ends`: if the block succeeds, it repairs an earlier failure.
     """
     watch = worker.redraft.target_watch
     watch.has_moved = True
@@ -233,10 +235,10 @@ def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
 
 
 def _end_reload(worker: Any) -> None:
-    """Give layers that wait for weights the old ones back, after a load has failed.
+    """Restore the old weights of layers that still wait for new ones, after a load has failed.
 
-    vLLM leaves them on `meta`, where the next step ends the engine, and the next load would count
-    what they have received.
+    vLLM leaves these layers on `meta`. There, the next step would end the engine, and the next load
+    would count the tensors that they have already received.
     """
     runner, vllm_config = worker.model_runner, worker.vllm_config
     with loading(worker):
@@ -246,7 +248,7 @@ def _end_reload(worker: Any) -> None:
 
 
 def is_clear(worker: Any) -> bool:
-    """Whether the target weights are whole: no update is open, and the last one has not failed."""
+    """Whether the target weights are whole: no update is open, and the last one did not fail."""
     watch = worker.redraft.target_watch
     if watch is not None and watch.has_moved:
         settle(worker)
@@ -254,18 +256,18 @@ def is_clear(worker: Any) -> bool:
 
 
 def note_move(worker: Any) -> None:
-    """The weights get a new name before the next step."""
+    """Mark the weights as moved, so that they get a new name before the next step."""
     if worker.redraft.target_watch is not None:
         worker.redraft.target_watch.has_moved = True
 
 
 @torch.no_grad()
 def settle(worker: Any) -> None:
-    """Name the present weights, in records from the next step on.
+    """Determine the version of the present weights, for records from the next step on.
 
-    Raises nothing: steps and updates come through here.
+    It raises nothing, because steps and updates pass through it.
 
-    Within an update, and if the weights cannot be read, the version is None.
+    During an update, or if the weights cannot be read, the version is None.
     """
     state = worker.redraft
     watch, version = state.target_watch, None
@@ -300,7 +302,7 @@ def settle(worker: Any) -> None:
 
 
 def look_at_target(worker: Any) -> None:
-    """If a look is due, settle if the weights have changed without an update. Raises nothing."""
+    """If a look is due, and the weights have changed without an update, settle. Raises nothing."""
     state = worker.redraft
     if state.target_watch is None or "weights" in state.asleep or worker._weight_update_active:
         return
@@ -318,10 +320,10 @@ def look_at_target(worker: Any) -> None:
 def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
     """Load the target weights from a folder.
 
-    None brings back the ones before, after a rank has failed.
+    If `folder` is None, load the previous weights again, after a rank has failed.
 
-    Returns `{"ok": True}`, or `{"ok": False, "error", "touched"}`: whether the weights may be half
-    new.
+    Returns `{"ok": True}`, or `{"ok": False, "error", "touched"}`, where `touched` tells whether
+    the weights may be only partly new.
     """
     state, config = worker.redraft, worker.vllm_config.model_config
     if folder is not None:
@@ -358,7 +360,7 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
 
 
 def name_target(worker: Any, label: str) -> None:
-    """Take a trainer's name for the present weights."""
+    """Set the trainer's name for the present weights."""
     state = worker.redraft
     if state.target_watch is not None:
         state.target_watch.next_look_s = 0.0  # it may have written them just now
@@ -383,9 +385,10 @@ def _set_version(worker: Any, version: str | None) -> None:
 def update_rank(
     worker: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, str, bool | None]:
-    """(result, error, state) of one of LOADS.
+    """Call a method in LOADS, and return (result, error, state).
 
-    The state: whether it succeeded, or None if weights may be half new.
+    The state tells whether the call succeeded; it is None if the target weights may be only partly
+    new, or if the update was the draft's.
     """
     result, error = None, ""
     try:
@@ -399,19 +402,19 @@ def update_rank(
 
 
 def doubt_target(worker: Any) -> None:
-    """Other ranks have other weights: these have no name until a load succeeds."""
+    """Remove the weights' name until a load succeeds, because other ranks have other weights."""
     if (watch := worker.redraft.target_watch) is not None:
         watch.is_torn, watch.digest = True, ""
         settle(worker)
 
 
 def compare_ranks(call: Any) -> Any:
-    """An engine core's `collective_rpc` that compares the ranks afterwards.
+    """Wrap an engine core's `collective_rpc` so that it compares the ranks afterwards.
 
-    If a load failed on some of them only, none names its weights.
+    If a load failed on only some of the ranks, no rank names its weights.
 
-    vLLM's ends at the first rank that fails. The answers of the ranks after it would be those of
-    the next call.
+    vLLM's own method stops at the first rank that fails, and would then return the answers of the
+    ranks after it as those of the next call.
     """
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
@@ -433,7 +436,7 @@ def compare_ranks(call: Any) -> Any:
 
 
 def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """An engine core's `set_weight_version`, by which a trainer names its weights to the workers."""
+    """Wrap an engine core's `set_weight_version` to pass a trainer's label on to the workers."""
 
     def set_and_pass(engine: Any, weight_version: str) -> None:
         set_version(engine, weight_version)
@@ -443,9 +446,9 @@ def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str],
 
 
 def register_backend() -> None:
-    """Offer trainers weight updates from files, as the backend `redraft` of vLLM.
+    """Offer trainers weight updates from files, as vLLM's weight-transfer backend `redraft`.
 
-    Safe to call again.
+    It is safe to call again.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -15,16 +15,16 @@ OPTIONAL = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
 class OutsideError(ValueError):
-    """A path leads out of the allowed folders."""
+    """Raised when a path leads out of the allowed folders."""
 
 
 def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
-    """The file at `path`, or the files of the folder there, without links. Opens none.
+    """List the file at `path`, or the files in the folder there, on the resolved path. Opens none.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        OutsideError: one of them is outside of `roots`.
-        ValueError: one is neither a file nor a folder, such as a pipe, which would never end.
+        FileNotFoundError: if nothing is there.
+        OutsideError: if one of them is outside `roots`.
+        ValueError: if one is neither a file nor a folder, such as a pipe, which would never end.
     """
     resolved = path.resolve()
     allowed = [root.resolve() for root in roots]
@@ -52,8 +52,8 @@ def _require_within(found: Path, named: Path, allowed: list[Path]) -> None:
 def read_through(files: Iterable[Path]) -> None:
     """Read every byte of the files once.
 
-    A storage that hangs does it here and not in a pause, which then reads from the machine's
-    memory as far as that holds them.
+    Storage that hangs then does so here, and not in a pause. The pause reads the files from the
+    machine's memory, as far as they fit there.
     """
     buffer = bytearray(CHUNK_BYTES)
     for path in files:
@@ -66,7 +66,7 @@ def describe_tensors(files: Iterable[Path]) -> dict[str, str]:
     """Shape and kind of number of each tensor in safetensors files, by name.
 
     Raises:
-        ValueError: a file is truncated or corrupt.
+        ValueError: if a file is truncated or corrupt.
     """
     return {
         name: describe(entry) for path in files for name, entry in safetensors_header(path).items()
@@ -82,11 +82,11 @@ def describe(entry: Mapping[str, object]) -> str:
 
 
 def describe_target(folder: Path) -> dict[str, str]:
-    """`describe_tensors` of all that an update of a target must bring.
+    """`describe_tensors` for all tensors that an update of a target must bring.
 
     Raises:
-        FileNotFoundError: no weights in safetensors.
-        ValueError: a file is truncated or corrupt.
+        FileNotFoundError: if there are no weights in safetensors.
+        ValueError: if a file is truncated or corrupt.
     """
     tensors = describe_tensors(sorted(set(tensor_files(folder).values())))
     is_tied = bool(read_config(folder).get("tie_word_embeddings"))
@@ -94,9 +94,12 @@ def describe_target(folder: Path) -> dict[str, str]:
 
 
 def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse weights that lack a tensor of the model, or bring another shape or tensor.
+    """Refuse weights that lack a tensor of the model, or have another shape or an extra tensor.
 
-    vLLM begins to load before it notices, and leaves layers half new. Raises ValueError.
+    vLLM notices this only after it has begun to load, and leaves layers half new.
+
+    Raises:
+        ValueError: if the weights differ from the model's.
     """
     different = sorted(
         name

@@ -95,7 +95,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         load_draft(self.worker, tensors)
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, file by file; of one in several parts, the last."""
+        """Yield the tensors file by file; if several files hold a tensor, the last one counts."""
         places = {name: file for file in self.files for name in safetensors_header(file)}
         for file in dict.fromkeys(self.files):
             for name, tensor in read_tensors([file]).items():

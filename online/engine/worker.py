@@ -149,7 +149,7 @@ class WorkerState(Attached):
     """Makes a lookup before a head forget its measurements of the head."""
 
     def name_draft(self, version: str) -> None:
-        """Another draft proposes from the next step on."""
+        """Set the version of the draft that proposes from the next step on."""
         self.draft_version = version
         if self.rereader:
             # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the
@@ -162,7 +162,7 @@ class WorkerState(Attached):
 
 
 def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """`install` at the end of a worker's start-up."""
+    """Wrap a worker's start-up to call `install` at its end."""
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
@@ -176,8 +176,8 @@ def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any
 def install(worker: Any) -> None:
     """Set up the state of a worker that has loaded the models.
 
-    Capture starts if it is configured. It raises nothing, because vLLM would not start: whatever
-    fails switches capture or swaps off, with the reason.
+    Capture starts if it is configured. The function raises nothing, because an exception would keep
+    vLLM from starting. Instead, a failure switches off capture or swaps, and the reason is kept.
     """
     state = attach(worker, WorkerState(server_id=uuid.uuid4().hex[:16]))
     with _switching_off(state, "capture"):
@@ -269,10 +269,10 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
 
 
 def _prepare_cache(worker: Any, cache: SwapCache) -> None:
-    """Prepare to keep a part of the cache.
+    """Choose how swaps treat the cache, and prepare to keep a part of it.
 
     Raises:
-        ValueError: this draft cannot read again.
+        ValueError: if `cache` requires the draft to read the text again, but it cannot.
     """
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
@@ -370,7 +370,10 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
 
 
 def _count_kept_states(worker: Any) -> int:
-    """States of a segment that the first rows of the next one read: all of them under a window."""
+    """Number of a segment's last states that the first rows of the next segment read.
+
+    If the draft has a window, it is all the states in the window.
+    """
     state, speculative = cast(WorkerState, worker.redraft), worker.vllm_config.speculative_config
     if state.draft is None:
         return KEPT_STATES
@@ -381,7 +384,7 @@ def _count_kept_states(worker: Any) -> int:
 
 
 def redraft_status(worker: Any) -> dict[str, Any]:
-    """Versions served by this rank, and counters of capture."""
+    """The versions that this rank serves, and the counters of capture."""
     look_at_target(worker)  # nothing else looks while the engine is idle
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
@@ -410,11 +413,12 @@ def redraft_forget(worker: Any, tenant: str) -> int:
 
 
 def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = "") -> dict[str, Any]:
-    """Load target weights from a folder, name them, and load a draft from another.
+    """Load target weights from a folder, name them, and load a draft from another folder.
 
-    Each is done if it is given. It is for a trainer with the engine in its process: the trainer
-    pauses the engine, and empties the cache. Returns `{"error", "target_version",
-    "draft_version"}`. After an error on some rank the ranks may differ: repeat the call.
+    Each of these happens only if its argument is given. The method is for a trainer that runs the
+    engine in its own process: the trainer pauses the engine, and empties the cache. Returns
+    `{"error", "target_version", "draft_version"}`. After an error on any rank, the ranks may
+    differ: repeat the call.
     """
     state: WorkerState = worker.redraft
     loaded = load_target(worker, folder) if folder else {}
@@ -433,7 +437,7 @@ def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = ""
 
 
 def _swap_at_once(worker: Any, folder: str) -> str:
-    """Read and load a draft. Returns the error; empty if there is none."""
+    """Read and load a draft. Returns the error, or an empty string if there is none."""
     state: WorkerState = worker.redraft
     swapper = uuid.uuid4().hex
     done = redraft_stage(worker, folder, swapper)
@@ -452,13 +456,13 @@ def _swap_at_once(worker: Any, folder: str) -> str:
 
 
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
-    """Begin to read a draft into memory; None is the last good one.
+    """Start reading a draft into memory; a `folder` of None means the last good draft.
 
-    Returns `{"ok"}` or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read of the
-    same draft has not ended: ask again. A stage of a pipeline before the last has no draft: this
-    and the next methods return None there. Returns at once: the engine does no step while a method
-    of the worker runs. `swapper` is the id of the API process. Until its `redraft_discard` it is
-    refused to all others.
+    Returns `{"ok": True}`, or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read
+    of the same draft has not ended yet: ask again then. Pipeline stages before the last have no
+    draft, so this method and the following ones return None there. It returns at once, because the
+    engine runs no step while a worker method runs. `swapper` is the id of the API process. All
+    other processes are refused until that process calls `redraft_discard`, or its lease ends.
     """
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
@@ -500,7 +504,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
 
 
 def redraft_staged(worker: Any) -> dict[str, Any] | None:
-    """The state of the reading: `{"done", "error", "damaged", "manifest_sha256"}`."""
+    """The state of the read: `{"done", "error", "damaged", "manifest_sha256"}`."""
     if _is_stage_without_draft(worker):
         return None
     staging: Staging | None = worker.redraft.staging
@@ -520,7 +524,7 @@ def redraft_staged(worker: Any) -> dict[str, Any] | None:
 
 
 def redraft_discard(worker: Any, swapper: str) -> None:
-    """End the swap of this API process, if it has one, and free the staged draft's memory."""
+    """End this API process's swap, if it has one, and free the staged draft's memory."""
     if worker.redraft.swapper == swapper:
         _end_swap(worker.redraft)
 
@@ -536,11 +540,11 @@ def _end_swap(state: WorkerState) -> None:
 
 
 def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str, Any] | None:
-    """Load the draft of `folder` from memory.
+    """Load the draft of `folder` from memory into the model.
 
-    Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`. `has_moved`: the
-    target was loaded in the same pause. It counts as intact after `redraft_commit`: another rank
-    may have failed.
+    Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`. `has_moved` means that
+    the target was loaded in the same pause. The draft counts as intact only after `redraft_commit`,
+    because another rank may have failed.
     """
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
@@ -560,7 +564,7 @@ def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str,
 
 
 def redraft_restore(worker: Any) -> dict[str, Any] | None:
-    """Load the last good draft again from memory, after a load failed on some rank."""
+    """Load the last good draft again from memory, after a load has failed on some rank."""
     state: WorkerState = worker.redraft
     assert state.draft is not None
     loaded = redraft_load(worker, str(state.draft.folder))
@@ -570,7 +574,7 @@ def redraft_restore(worker: Any) -> dict[str, Any] | None:
 
 
 def redraft_commit(worker: Any, version: str) -> None:
-    """Remember the draft loaded on all ranks as the last good one."""
+    """Record the draft that all ranks have loaded as the last good one."""
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
         state.draft_version = version
@@ -587,7 +591,10 @@ def redraft_commit(worker: Any, version: str) -> None:
 
 
 def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str, Any]:
-    """`known` has the sums of the target weights as they are."""
+    """Load a staged draft into the model, and check whether the target weights have changed.
+
+    `known` holds the checksums of the target weights as they are now.
+    """
     state, target = worker.redraft, worker.model_runner.get_model()
     began_s = time.perf_counter()
     state.is_draft_intact = False
@@ -609,7 +616,7 @@ def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str,
 
 
 def _is_stage_without_draft(worker: Any) -> bool:
-    """True on the stages of a pipeline before the last one, which has the draft."""
+    """Whether this is a pipeline stage before the last one, which alone has the draft."""
     # On the last stage a missing draft is an error, reported by `_require_swappable`.
     return worker.model_runner.get_draft_model() is None and not _is_last_stage()
 
@@ -630,14 +637,14 @@ def _require_swappable(worker: Any) -> None:
 
 
 def _is_recording_rank() -> bool:
-    """True on one rank of a tensor-parallel group: all of them see the same logits."""
+    """Whether this rank records: one per tensor-parallel group, as all have the same logits."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return bool(get_tensor_model_parallel_rank() == 0 and _is_last_stage())
 
 
 def _is_last_stage() -> bool:
-    """Whether this rank is of the last stage of a pipeline, which alone computes logits and drafts."""
+    """Whether this rank is in the last pipeline stage, which alone computes logits and drafts."""
     from vllm.distributed import get_pp_group
 
     return bool(get_pp_group().is_last_rank)

@@ -68,10 +68,10 @@ class FleetConfig:
             )
 
     def token(self) -> str:
-        """The bearer token of the servers.
+        """Return the bearer token for the servers.
 
         Raises:
-            ValueError: if there is no token, or no server is named in any way.
+            ValueError: if there is no token, or no server is configured.
             FileNotFoundError: if the token's file is missing.
         """
         if not (self.servers or self.file or self.name):
@@ -105,10 +105,10 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def discover(cfg: FleetConfig) -> dict[str, str]:
-    """The bearer token of every server, by address, as of now.
+    """Return the current bearer token for each server, keyed by address.
 
     Raises:
-        ValueError: if there is no token, no server is named in any way, or the file is not a
+        ValueError: if there is no token, no server is configured, or the file is not a valid
             fleet.toml.
         OSError: if the file or the name cannot be read.
     """
@@ -123,10 +123,10 @@ async def discover(cfg: FleetConfig) -> dict[str, str]:
 
 
 def read_fleet(path: Path, token: str) -> dict[str, str]:
-    """The token of every server in fleet.toml, by address.
+    """Return the token for each server in fleet.toml, keyed by address.
 
     Raises:
-        ValueError: if the file is not a fleet.toml.
+        ValueError: if the file is not a valid fleet.toml.
         OSError: if the file, or a token's file, cannot be read.
     """
     return {
@@ -138,11 +138,11 @@ def read_fleet(path: Path, token: str) -> dict[str, str]:
 
 
 def list_servers(path: Path) -> list[ListedServer]:
-    """The servers of fleet.toml.
+    """List the servers in fleet.toml.
 
     Raises:
-        ValueError: it is none.
-        OSError: it is unreadable.
+        ValueError: if the file is not a valid fleet.toml.
+        OSError: if it cannot be read.
     """
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
@@ -153,10 +153,10 @@ def list_servers(path: Path) -> list[ListedServer]:
 
 
 async def resolve_addresses(url: str) -> list[str]:
-    """A URL per address of the host name in `url`, sorted.
+    """Resolve the host name in `url` to one URL per address, sorted.
 
     Raises:
-        OSError: there is none.
+        OSError: if the name does not resolve to any address.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -172,7 +172,7 @@ async def resolve_addresses(url: str) -> list[str]:
 class Members(Generic[AnyServer]):
     """The servers of a fleet.
 
-    `servers` is one list, shared by everyone who uses it, and changes only in `update`.
+    `servers` is a single list that is shared by all its users and changes only in `update`.
     """
 
     def __init__(self, make: Callable[[str, str, httpx.AsyncClient], AnyServer]) -> None:
@@ -181,9 +181,10 @@ class Members(Generic[AnyServer]):
         self._certificates = trusted_certificates()
 
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
-        """Add new servers and remove former ones.
+        """Add new servers, and remove those that are no longer listed or have a new token.
 
-        Returns the latter: the caller must close the `http` of each.
+        Returns the removed servers; the caller must close the `http` client of each. A server with
+        a new token is also added again.
         """
         # A server with a new token counts as gone, and is made again below: servers are frozen.
         gone = [server for server in self.servers if tokens.get(server.url) != server.token]

@@ -38,7 +38,7 @@ TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "
 
 
 def explain(error: BaseException) -> str:
-    """The reason with the cure; the error's own words if it is none of the usual ones."""
+    """Explain an error and its remedy; an uncommon error is described by its own message."""
     for cause in list_causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return BY_CODE.get(cause.verify_code, UNTRUSTED)
@@ -66,9 +66,9 @@ def explain(error: BaseException) -> str:
 
 
 def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The reason with the cure if something before the server has answered.
+    """Explain an answer that came from something in front of the server, with the remedy.
 
-    Empty if the server has.
+    Empty if the server itself has answered.
     """
     found = {name.lower(): value.lower() for name, value in headers}
     is_page = status < 500 and found.get(b"content-type", b"").startswith(b"text/html")
@@ -77,9 +77,9 @@ def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def list_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything it comes from.
+    """Yield the error and all of its causes.
 
-    Httpx, httpcore and anyio wrap the system's error, more than once.
+    httpx, httpcore and anyio wrap the system's error, sometimes more than once.
     """
     while error is not None:
         yield error

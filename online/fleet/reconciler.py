@@ -37,15 +37,16 @@ class _Push:
 
 
 class Reconciler:
-    """The pushes under way. For use within one event loop."""
+    """The pushes in progress. For use within one event loop."""
 
     def __init__(self) -> None:
         self._pushes: dict[FleetServer, _Push] = {}
 
     def push(self, servers: Iterable[FleetServer], version: str, timeout_s: float = 0) -> None:
-        """Begin to bring the servers to `version`, with retries for `timeout_s`.
+        """Start bringing the servers to `version`, with retries for `timeout_s`.
 
-        Servers under way are left alone.
+        A push of the same version that is already in progress continues; one of another version is
+        cancelled and replaced.
         """
         for server in servers:
             known = self._pushes.get(server)
@@ -59,7 +60,7 @@ class Reconciler:
             self._pushes[server] = _Push(version, task, time.monotonic())
 
     def is_failing(self, server: FleetServer) -> bool:
-        """Whether the last push to the server failed, or takes unusually long."""
+        """Whether the last push to the server failed or is taking unusually long."""
         return server in self._pushes and self._pushes[server].is_failing
 
     async def bring_all(
@@ -67,9 +68,10 @@ class Reconciler:
     ) -> Convergence:
         """Bring all servers to `version`.
 
-        Waits for most of them, and goes on with the others in the background. Returns when every
-        server has answered, at the latest after `timeout_s`. After PATIENCE_S it returns as soon as
-        at least half of them are done: one hung server must not keep a person waiting.
+        Waits for most of the servers, and continues with the others in the background. Returns when
+        every server has answered, or after `timeout_s` at the latest. Once PATIENCE_S has passed,
+        it returns as soon as at least half of the servers are done, so that one hung server does
+        not keep a person waiting.
         """
         servers = list(servers)
         self.push(servers, version, timeout_s)
@@ -86,7 +88,7 @@ class Reconciler:
         return _summarize(version, pushes)
 
     async def stop(self) -> None:
-        """End all pushes, and return when the last request is over."""
+        """Cancel all pushes, and return once the last request has ended."""
         tasks = [push.task for push in self._pushes.values()]
         self._pushes.clear()
         for task in tasks:

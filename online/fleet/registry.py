@@ -65,7 +65,7 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A version, distinct from one with the same name in another registry.
+    """Identifies a version, as opposed to one with the same name in another registry.
 
     Empty fields are unknown.
     """
@@ -75,12 +75,12 @@ class Identity:
 
 
 def read_id(folder: Path) -> str:
-    """The id of the registry in `folder`.
+    """Return the id of the registry in `folder`.
 
-    Empty if it has none, because no learner has owned it so far.
+    Empty if it has no id because no learner has owned it so far.
 
     Raises:
-        OSError: if the file exists and cannot be read.
+        OSError: if the file exists but cannot be read.
     """
     # A second copy, because servers refuse the versions of a registry with another id.
     return (
@@ -90,9 +90,9 @@ def read_id(folder: Path) -> str:
 
 
 def hash_manifest(version: Path) -> str:
-    """SHA-256 of a version's manifest, in hex.
+    """Return the SHA-256 of a version's manifest, in hex.
 
-    It names every byte of the version.
+    It identifies every byte of the version.
 
     Raises:
         OSError: if there is no manifest, or it cannot be read.
@@ -101,9 +101,9 @@ def hash_manifest(version: Path) -> str:
 
 
 class Registry:
-    """The folder of one draft.
+    """The folder for one draft.
 
-    Any process may read, promote and roll back; only the owner publishes.
+    Any process may read, promote and roll back, but only the owner may publish.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,16 +120,17 @@ class Registry:
         """Own the draft while the block runs.
 
         Raises:
-            AlreadyOwnedError: if another learner owns it; the message names process and machine.
+            AlreadyOwnedError: if another learner owns it; the message names the process and the
+                machine.
         """
         with own(self.folder / "lock", "a learner"):
             self._note_numbers()
             yield
 
     def identify(self, version: str) -> Identity:
-        """The bytes and the registry of a version, for its servers.
+        """Identify a version's bytes and registry, for the servers that load it.
 
-        Fields are empty if a file cannot be read.
+        A field is empty if its file cannot be read.
         """
         manifest_sha256 = registry = ""
         with suppress(OSError):
@@ -149,10 +150,11 @@ class Registry:
         return next(reversed(self.versions()), None)
 
     def current(self) -> str | None:
-        """The current version; None before the first promotion.
+        """Return the current version; None before the first promotion.
 
-        Without the link, because the registry was copied by a tool that drops links, this is the
-        last promoted version. The newest one may be a version that its canary refused.
+        If the link is missing, because a tool that drops links copied the registry, this is the
+        last promoted version. The newest version would be wrong, because it may have failed its
+        canary.
         """
         link = self.folder / "current"
         if link.is_symlink():
@@ -163,19 +165,19 @@ class Registry:
         )
 
     def current_path(self) -> Path:
-        """The folder of the current version, which a learner's registry has."""
+        """Return the folder of the current version; a learner's registry always has one."""
         current = self.current()
         assert current is not None, "the learner begins with a version"
         return self.path(current)
 
     def repair(self) -> None:
-        """Make sure that `current` is a link to an intact version.
+        """Ensure that `current` is a link to an intact version.
 
-        For the owner of a registry with a version.
+        Only for the owner of a registry that has at least one version.
 
         Raises:
-            ValueError: if nothing shows which of several versions was current, or none that ever
-                was is intact.
+            ValueError: if nothing shows which of several versions was current, or no version that
+                was ever current is intact.
         """
         # The list first: the link is restored from it, and so is the way back from a damaged
         # version.
@@ -201,7 +203,7 @@ class Registry:
             )
 
     def _leave(self, current: str, error: Exception) -> str:
-        """Go back from a damaged version to the newest intact one before it; returns the name."""
+        """Roll back from a damaged version to the newest intact one before it; return its name."""
         while previous := self.previous():
             try:
                 return self.rollback()
@@ -244,14 +246,14 @@ class Registry:
         provenance: Mapping[str, Any],
         evaluation: Mapping[str, Any],
     ) -> str:
-        """Publish a new version without making it current; returns the name.
+        """Publish a new version without making it current, and return its name.
 
-        `write` writes the draft into the folder given to it. Servers with another target than
-        `target_fingerprint` refuse the version.
+        `write` writes the draft into the folder given to it. Servers whose target does not have the
+        fingerprint `target_fingerprint` refuse the version.
 
         Raises:
-            FileExistsError: if another process published at the same time, OSError if the disk is
-                full.
+            FileExistsError: if another process published at the same time.
+            OSError: if the disk is full.
         """
         version = f"v{self._highest_number() + 1:06d}"
 
@@ -287,13 +289,13 @@ class Registry:
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
     def rollback(self, to: str = "") -> str:
-        """Make the previously current version current again, or an earlier one, `to`.
+        """Make the previously current version, or the earlier version `to`, current again.
 
-        Returns the name.
+        Returns the name of that version.
 
         Raises:
-            FileNotFoundError: if there is none, or `to` was never current.
-            ValueError: if it is damaged; the message names the file.
+            FileNotFoundError: if there is no such version, or `to` was never current.
+            ValueError: if the version is damaged; the message names the file.
         """
         if to and to not in self.promoted():
             raise FileNotFoundError(
@@ -316,11 +318,11 @@ class Registry:
         return previous
 
     def prune(self, keep: int, in_use: Collection[str] = ()) -> list[str]:
-        """Remove old versions; returns the names.
+        """Remove old versions and return their names.
 
-        The newest `keep` versions stay, and so do the current one, the one before it and those in
-        `in_use`. A server needs the files of the version it has, to restore the draft if a swap
-        fails half-way.
+        The newest `keep` versions are kept, and so are the current version, the one before it and
+        those in `in_use`. A server needs the files of the version that it serves, to restore the
+        draft if a swap fails halfway.
 
         Raises:
             ValueError: if `keep` is below 1.
@@ -338,16 +340,17 @@ class Registry:
         return removed
 
     def promoted(self) -> list[str]:
-        """All versions that were once current, in order, ending with the present one."""
+        """Return all versions that have been current, in order, ending with the current one."""
         promoted, current = self._read_promoted(), self.current()
         return promoted[: promoted.index(current) + 1] if current in promoted else []
 
     def list_training_ends(self) -> dict[str, float]:
-        """Number of the last record that may have been trained into each version.
+        """Return, for each version, the number of the last record it may have been trained on.
 
-        It is a number in the learner's buffer. A copy of a draft from elsewhere learned from no
-        record: 0. It is infinite if the version does not name it. Numbers, not times: a clock may
-        be set back between a record's arrival and its training.
+        The numbers are those of the learner's buffer. The number is 0 for a draft that was copied
+        from elsewhere and so was trained on no record, and infinite if the version does not record
+        it. These are numbers rather than times, because a clock may be set back between a record's
+        arrival and its training.
         """
         made = {version: self._read_provenance(version) for version in self.versions()}
         return {
@@ -356,7 +359,7 @@ class Registry:
         }
 
     def _read_provenance(self, version: str) -> Provenance:
-        """Without any key if it cannot be read."""
+        """Read a version's provenance; it is empty if the file cannot be read."""
         try:
             return read_provenance(self.folder / version)
         except (OSError, ValueError):
@@ -369,10 +372,10 @@ class Registry:
         return promoted.versions if promoted else self._guess_promoted()
 
     def _guess_promoted(self) -> list[str]:
-        """The versions that were current, in order, as far as the rest of the folder shows.
+        """Infer which versions were current, in order, from the rest of the folder.
 
-        Every version was trained from the then current one. If the versions do not say so, all
-        before the link count.
+        Every version was trained from the version that was current at the time. If the versions do
+        not record this, all versions up to the one that the link points to count.
         """
         link, known = self.folder / "current", self.versions()
         current = os.readlink(link) if link.is_symlink() else None
@@ -423,9 +426,9 @@ class Registry:
         artifact.sync(self.folder)
 
     def _highest_number(self) -> int:
-        """The highest version number ever given, as far as the folder shows it.
+        """Return the highest version number ever assigned, as far as the folder shows.
 
-        No number is given twice: a server knows a version by its name.
+        No number is assigned twice, because a server identifies a version by its name.
         """
         # Incomplete folders count too, and so do versions that somebody deleted.
         names = [*(path.name for path in self.folder.iterdir()), *self._read_promoted()]
@@ -435,9 +438,9 @@ class Registry:
         )
 
     def _note_numbers(self) -> None:
-        """Write the registry's id and highest number.
+        """Write the registry's id and its highest version number.
 
-        On a full disk this waits until the next version.
+        If the disk is full, this is attempted again with the next version.
         """
         noted, highest = _read_or_empty(self.folder / REGISTRY, _Numbers), self._highest_number()
         if noted.id and highest == noted.highest_number:
@@ -454,7 +457,7 @@ class Registry:
 
 
 def _read_or_empty(path: Path, kind: type[T]) -> T:
-    """The record in a file; one without values if the file is missing or damaged."""
+    """Read the record in a file; it is empty if the file is missing or damaged."""
     try:
         return read_sealed_as(path, kind, None) or kind()
     except ValueError:
@@ -466,7 +469,7 @@ def _number(version: str) -> int:
 
 
 def copy_model(source: Path, folder: Path) -> None:
-    """Copy the model's files, without those that a publication adds."""
+    """Copy the model's files, except those that publication adds."""
     added = (artifact.MANIFEST, artifact.PROVENANCE, EVALUATION, STABLE)
     for path in source.iterdir():
         if path.is_file() and path.name not in added:

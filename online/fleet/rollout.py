@@ -165,9 +165,9 @@ async def try_canary(
 ) -> Outcome:
     """Put the candidate on the first server to answer, and compare it with the others.
 
-    It passes if its acceptance is at most `max_loss` worse. Otherwise, or if time is up before this
-    is known, every server is back on the incumbent. A fleet of one has no control group: only there
-    is the canary compared with itself before the swap.
+    The candidate passes if its acceptance is at most `max_loss` worse. Otherwise, or if time runs
+    out before this is known, every server returns to the incumbent. A fleet of one server has no
+    control group; only there is the canary compared with itself before the swap.
     """
     # Alignment also repeats safely after a kill: a canary that has the candidate already returns to
     # the incumbent.
@@ -206,8 +206,8 @@ async def roll_waves(
 ) -> Outcome:
     """Put the candidate on the other servers, wave by wave.
 
-    Passed if every answering server has the candidate. Otherwise every server is back on the
-    incumbent.
+    The rollout passes if every server that answers has the candidate. Otherwise every server
+    returns to the incumbent.
     """
     done: list[FleetServer] = []
     absent: dict[str, str] = {}
@@ -245,12 +245,12 @@ class Finding(Enum):
 
 
 def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = True) -> Estimate:
-    """tau of the control group minus tau of the canary.
+    """Estimate tau of the control group minus tau of the canary.
 
-    Both have as many draft tokens. The estimate takes the (tried, accepted) of each poll, in order,
-    and position. A request lasts for several polls, so neighbouring polls are alike: they are
-    merged into blocks, and longer ones the more polls there are. The blocks of groups that saw the
-    same minutes pair up.
+    The groups are compared as if both had drafted equally many tokens. The estimate uses (tried,
+    accepted) by poll, in order, and by position. A request lasts for several polls, so neighbouring
+    polls are correlated: they are merged into blocks, which are longer the more polls there are. If
+    the groups saw the same minutes (`is_paired`), their blocks are paired.
     """
     # control first: the gain of the first group over the second is then the canary's loss
     common = min(canary_PK2.shape[1], control_PK2.shape[1])
@@ -265,10 +265,11 @@ def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = Tr
 
 
 def _count_had(blocks_BK2: Array) -> Array:
-    """Drafts that had a token at each position, [K].
+    """Estimate the number of drafts that had a token at each position, [K].
 
-    Of those rejected earlier, a share as of the others (Kaplan and Meier 1958: too short a draft is
-    a censored one).
+    Among drafts that were rejected earlier, the share with a token at a position is assumed to be
+    the same as among the others (Kaplan and Meier 1958: a draft that is too short is a censored
+    one).
     """
     tried_K, accepted_K = blocks_BK2.sum(0).T
     had_K: Array = tried_K.copy()
@@ -278,10 +279,10 @@ def _count_had(blocks_BK2: Array) -> Array:
 
 
 def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
-    """(accepted, drafts) of each block, [2, B], at equal shares of drafts with a token.
+    """Compute (accepted, drafts) per block, [2, B], for equal shares of drafts with a token.
 
-    The shares are those with a token at each position. With the shares that it had, a block's
-    numbers are the counts themselves.
+    `shares_K` is the share of drafts that have a token at each position. With the shares that a
+    block actually had, its numbers are the counts themselves.
     """
     tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
     drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
@@ -298,11 +299,11 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
 def estimate_loss_by_domain(
     canary: ByDomain, control: ByDomain, *, is_paired: bool = True
 ) -> Estimate:
-    """The loss of tau from the (tried, accepted) [P, K, 2] of each domain.
+    """Estimate the loss of tau from the (tried, accepted) counts, [P, K, 2], of each domain.
 
-    Domains are weighed as by Cochran (1954) and by Mantel and Haenszel (1959): each counts as far
-    as both groups had it. Domains with few drafts in one of the groups are left out. The error is
-    infinite if none is left.
+    Domains are weighted as in Cochran (1954) and Mantel and Haenszel (1959): each counts to the
+    extent that both groups had it. Domains with few drafts in either group are left out. If no
+    domain is left, the error is infinite.
     """
     losses, weights = [], []
     for domain in canary.keys() & control.keys():
@@ -320,14 +321,17 @@ def estimate_loss_by_domain(
 
 
 def estimate_accepted(polls_PK2: Array) -> Estimate:
-    """Accepted tokens per draft of one group: tau - 1. The lengths of drafts are no error."""
+    """Estimate one group's accepted tokens per draft, tau - 1.
+
+    Varying draft lengths do not count as error.
+    """
     blocks_BK2 = _merge_polls(polls_PK2)
     had_K = _count_had(blocks_BK2)
     return estimate_ratio(*_equalise(blocks_BK2, had_K / np.maximum(had_K[0], 1)))
 
 
 def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
-    """The finding on a loss of tau; inconclusive as long as the interval is too wide."""
+    """Decide on a loss of tau; the finding is inconclusive while the interval is too wide."""
     low, high = loss.interval(policy.confidence)
     # With a `max_loss` of 0.1: -0.02 to 0.08 passes, 0.12 to 0.30 is worse, -0.10 to 0.30 is
     # inconclusive, and of 0.07 to 0.15 the estimate decides.
@@ -343,7 +347,7 @@ def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
 
 
 def _merge_polls(polls_PK2: Array) -> Array:
-    """The polls as at most 8 or 16 blocks of equal length; the last one may be shorter."""
+    """Merge the polls into at most 8 or 16 blocks of equal length; the last may be shorter."""
     # E.g. 16 polls: 8 blocks of 2. 20 polls: 6 blocks of 3 and one of 2. 64 polls: 16 blocks of 4.
     num_blocks = MIN_BLOCKS if len(polls_PK2) < 4 * MAX_BLOCKS else MAX_BLOCKS
     size = -(-len(polls_PK2) // num_blocks)
@@ -352,7 +356,7 @@ def _merge_polls(polls_PK2: Array) -> Array:
 
 
 class _Polls:
-    """The counts of a group between one reading and the next."""
+    """The counts of a group for each interval between two readings."""
 
     def __init__(self, servers: Sequence[FleetServer]) -> None:
         self.servers = servers
@@ -363,7 +367,7 @@ class _Polls:
         self._paced: set[FleetServer] = set()  # Servers that were seen to choose their own pace.
 
     def add(self, counted: Mapping[FleetServer, WindowCounts], *, is_usable: bool = True) -> None:
-        """Take a reading. The time since the one before counts if it `is_usable`."""
+        """Add a reading. The interval since the previous one counts only if it `is_usable`."""
         zero = AcceptanceCounts.zero()
         row = {ALL: zero}
         for server in self.servers:
@@ -386,7 +390,7 @@ class _Polls:
             self.rows.append(row)
 
     def select(self, domain: str) -> Array:
-        """(tried, accepted) of every poll by position, [P, K, 2]."""
+        """Return (tried, accepted) per poll and position, [P, K, 2]."""
         counts = [row.get(domain, AcceptanceCounts.zero()) for row in self.rows]
         polls = (
             zip(one.tried_per_position, one.accepted_per_position, strict=True) for one in counts
@@ -396,27 +400,27 @@ class _Polls:
 
     @property
     def by_domain(self) -> dict[str, Array]:
-        """(tried, accepted) of every poll by position, [P, K, 2], by domain."""
+        """(tried, accepted) per poll and position, [P, K, 2], for each domain."""
         names = dict.fromkeys(name for row in self.rows for name in row if name != ALL)
         return {name: self.select(name) for name in names}
 
     @property
     def can_be_compared(self) -> bool:
-        """Whether a domain has as many drafts as a comparison by domain takes from this group."""
+        """Whether this group has enough drafts in some domain for a comparison by domain."""
         return not self.has_domains or any(
             polls_PK2[:, :1, 0].sum() >= MIN_DOMAIN_DRAFTS for polls_PK2 in self.by_domain.values()
         )
 
     @property
     def is_paced(self) -> bool:
-        """Whether all servers draft only while that is faster, apart from moments at a set pace."""
+        """Whether all servers draft only while that is faster, except for moments at a set pace."""
         return self._paced.issuperset(self._last)
 
     @property
     def is_off(self) -> bool:
-        """Whether servers that draft only while that is faster hardly draft.
+        """Whether the servers draft only while that is faster, and hardly draft at all.
 
-        Nothing can be compared.
+        Then there is nothing to compare.
         """
         is_seen = bool(self._last) and len(self.rows) >= MIN_POLLS
         return is_seen and self.is_paced and self.total.num_drafts < MIN_DOMAIN_DRAFTS
@@ -433,9 +437,9 @@ def _describe(counts: AcceptanceCounts) -> str:
 
 
 async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls | str:
-    """Counts of a server until they give tau to within half of `max_loss`, or time is up.
+    """Count until one server's tau is known to within half of `max_loss`, or time is up.
 
-    A reason if they cannot.
+    Returns the reason instead of the counts if they cannot be measured.
     """
     window, polls = await Window.open([server]), _Polls([server])
     deadline_s = time.monotonic() + policy.window_timeout_s
@@ -469,9 +473,9 @@ async def _compare(
     before: _Polls | None,
     policy: RolloutPolicy,
 ) -> tuple[Finding, str]:
-    """The finding on both groups' counts over the same time, and why.
+    """Compare both groups' counts over the same time; return the finding and the reason.
 
-    `before` is in place of a control group.
+    `before` takes the place of a control group.
     """
     window = await Window.open([canary, *control])
     ours, theirs = _Polls([canary]), before or _Polls(control)
@@ -546,7 +550,10 @@ def _look(
 async def _watch(
     done: Sequence[FleetServer], control: Sequence[FleetServer], policy: RolloutPolicy
 ) -> str:
-    """The reason for an alarm after `watch_s`; empty if none. Then the learner's watch follows."""
+    """Return the reason for an alarm after `watch_s`; empty if there is no alarm.
+
+    From then on the learner's own watch takes over.
+    """
     if not control:
         return ""
     window = await Window.open([*done, *control])
@@ -569,9 +576,10 @@ async def _watch(
 
 
 def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> bool:
-    """Whether our draft is hardly accepted, and the control group's is.
+    """Whether our draft is hardly accepted, but the control group's draft is.
 
-    If neither is, the traffic is to blame: a few clients at temperature 2 bring down any draft.
+    If neither is accepted, the traffic is to blame: a few clients at temperature 2 bring down any
+    draft.
     """
     return is_alarming(ours) and control.num_drafts >= ALARM_DRAFTS and not is_alarming(control)
 
@@ -579,7 +587,7 @@ def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> 
 def _are_too_many(
     absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy
 ) -> bool:
-    """Whether too many servers are silent for chance; one absent server of several is not."""
+    """Whether too many servers are silent to be chance; one of several servers is tolerated."""
     # With a share of 0.1: of 10 servers one may be silent, of 40 four.
     return len(absent) == len(servers) or len(absent) > max(
         1, policy.max_absent_share * len(servers)

@@ -113,7 +113,7 @@ class UnreachableError(Exception):
 
 
 class RefusedError(Exception):
-    """The server answered, but not with success."""
+    """The server answered, but not successfully."""
 
 
 class NonsenseError(RefusedError):
@@ -144,7 +144,7 @@ class Served(NamedTuple):
     """Time of the reading, by the monotonic clock."""
 
     def since(self, first: Served) -> Served | None:
-        """The counts since an earlier reading, and the seconds; None if they fell."""
+        """Return the counts and seconds since an earlier reading; None if a count has fallen."""
         counts = self.counts.since(first.counts)
         if counts is None or self.tokens < first.tokens:
             return None
@@ -160,7 +160,7 @@ class _ForgetAnswer(msgspec.Struct, frozen=True):
 
 
 class _StatusAnswer(msgspec.Struct, frozen=True):
-    """The body of GET /redraft/status, as far as it is used."""
+    """The fields in use from the body of the answer to GET /redraft/status."""
 
     server_id: Identifier
     draft_version: Annotated[str, msgspec.Meta(pattern=r"^[!-~]*\Z", max_length=200)]
@@ -241,13 +241,13 @@ class Status:
 
     @property
     def target(self) -> str | None:
-        """Digest of the target's weights; as `target_version` without one."""
+        """Digest of the target's weights; equal to `target_version` if that has no digest."""
         return self.target_version and self.target_version.rpartition("@")[2]
 
     def since(self, first: Status) -> AcceptanceCounts | None:
-        """The draft's counts since an earlier status.
+        """Return the draft's counts since an earlier status.
 
-        None unless both count, and are of the same boot and draft.
+        None unless both statuses have counts and come from the same boot and draft version.
         """
         if self.total is None or first.total is None:
             return None
@@ -258,7 +258,7 @@ class Status:
 
 @dataclass(frozen=True)
 class FleetServer:
-    """One vLLM server with the plugin. Two with the same address are equal."""
+    """One vLLM server with the plugin. Two objects with the same address are equal."""
 
     url: str
     token: str = field(repr=False, compare=False)
@@ -272,11 +272,11 @@ class FleetServer:
 
     @property
     def answered_s(self) -> float:
-        """Time of the last answer, by the monotonic clock; infinite if it is not kept."""
+        """Time of the last answer on the monotonic clock; infinite if it is not recorded."""
         return math.inf
 
     async def status(self) -> Status:
-        """The server's present status.
+        """Request the server's current status.
 
         Raises:
             UnreachableError, RefusedError
@@ -317,7 +317,7 @@ class FleetServer:
             ) from error
 
     async def served(self) -> Served | None:
-        """The engine's own counters, lookups included; None if they cannot be read."""
+        """Read the engine's own counters, including lookups; None if they cannot be read."""
         try:
             page = (await self._request("GET", "/metrics", METRICS_TIMEOUT_S)).decode()
             lines = [line for line in page.splitlines() if line.startswith(COUNTERS)]
@@ -332,12 +332,12 @@ class FleetServer:
         return Served(counts, tokens, time.monotonic()) if counts and is_number else None
 
     async def swap(self, version: str) -> None:
-        """Return once the server serves `version`.
+        """Ask the server to swap, and return once it serves `version`.
 
-        The swap may have happened, or may yet happen.
+        After an error, the swap may still have happened, or may happen later.
 
         Raises:
-            UnreachableError: if it does not answer.
+            UnreachableError: if the server does not answer.
             RefusedError: if it keeps the old draft.
         """
         identity = self._identify(version)
@@ -354,10 +354,10 @@ class FleetServer:
         )
 
     async def forget(self, tenant: str) -> int:
-        """Drop a tenant's text from the live counts; returns the number of runs dropped.
+        """Drop a tenant's text from the live counts, and return the number of runs dropped.
 
         Raises:
-            UnreachableError, RefusedError: it may hold the text until it ends.
+            UnreachableError, RefusedError: the server may hold the text until it exits.
         """
         content = await self._request(
             "POST", "/redraft/forget", STATUS_TIMEOUT_S, json={"tenant": tenant}
@@ -372,7 +372,7 @@ class FleetServer:
     def serves(self, status: Status, version: str) -> bool:
         """Whether a server with this status serves `version` intact.
 
-        The same name, and as far as known, bytes.
+        The name must match, and so must the bytes as far as they are known.
         """
         if status.draft_version != version or not status.is_intact:
             return False
@@ -386,7 +386,7 @@ class FleetServer:
     async def _request(
         self, method: str, path: str, timeout_s: float, json: object = None
     ) -> bytes:
-        """The content of the answer, all of it within `timeout_s`."""
+        """Return the content of the answer, all of which must arrive within `timeout_s`."""
         authorization = {"Authorization": f"Bearer {self.token}"}
         try:
             # httpx's timeouts are between two bytes: a server that drips would never reach them.
@@ -412,9 +412,9 @@ class FleetServer:
         return content
 
     def _quote(self, words: str) -> str:
-        """The beginning of a server's words, printable.
+        """Return the beginning of a server's message, printable and without our token.
 
-        A page about an error may repeat the headers, with our token.
+        An error page may echo the request's headers, which contain the token.
         """
         words = words.replace(self.token, "***") if self.token else words
         return printable(words[:MAX_QUOTED])
@@ -422,7 +422,10 @@ class FleetServer:
     async def _exchange(
         self, method: str, path: str, json: object, headers: dict[str, str]
     ) -> tuple[int, bytes, str]:
-        """Status and content of the answer, and why it is not the server's; empty if it is."""
+        """Return the answer's status and content, and why it is not the server's own.
+
+        The reason is empty if the answer is the server's own.
+        """
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
         content = bytearray()
         # httpx's default of 5 s between two bytes would end a slow swap. The deadline is in
@@ -483,7 +486,7 @@ def _read_positions(pairs: Sequence[tuple[int, int]]) -> AcceptanceCounts:
 
 
 async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:
-    """The status of every server that answers, all asked at once."""
+    """Query all servers concurrently, and return the status of each that answers."""
 
     async def ask(server: FleetServer) -> Status | None:
         try:
@@ -501,9 +504,9 @@ async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:
 
 
 async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
-    """The number of servers that draft in each way.
+    """Count the servers by how they draft.
 
-    Servers that do not answer, or do not say, are left out.
+    Servers that do not answer, or do not report it, are left out.
     """
     return Counter(
         status.drafting
@@ -513,10 +516,10 @@ async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
 
 
 def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
-    """Records lost, by reason.
+    """Count the lost records by reason.
 
     Raises:
-        ValueError: if a counter is not a count.
+        ValueError: if a counter is not a valid count.
     """
     lost = {}
     for counter, reason in CAPTURE_DROP_REASONS.items():
@@ -529,17 +532,17 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
 
 
 def trusted_certificates() -> ssl.SSLContext:
-    """The certificates of this machine, or of SSL_CERT_FILE.
+    """Load the certificates that this machine, or SSL_CERT_FILE, trusts.
 
-    To be shared, because they take 20 ms to read.
+    The result should be shared, because loading takes 20 ms.
     """
     return ssl.create_default_context()
 
 
 def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
-    """A client for one server, past any proxy of the environment.
+    """Create a client for one server that bypasses any proxy set in the environment.
 
-    A proxy would see the token, and knows no pods.
+    A proxy would see the token, and could not reach the pods.
     """
     return httpx.AsyncClient(verify=certificates, trust_env=False)
 
@@ -548,9 +551,9 @@ def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
 async def connected(
     tokens: Mapping[str, str], registry: Registry | None = None
 ) -> AsyncIterator[list[FleetServer]]:
-    """The servers of a fleet, in the order of `tokens`, for versions of `registry`.
+    """Connect to a fleet's servers, in the order of `tokens`, for versions in `registry`.
 
-    `tokens` maps address to token.
+    `tokens` maps each address to its token.
     """
     certificates = trusted_certificates()
     async with AsyncExitStack() as clients:
@@ -586,9 +589,9 @@ async def converge(
 ) -> Convergence:
     """Bring all servers to `version` concurrently, with retries for `timeout_s`.
 
-    Never raises for a server's failure. With a timeout of 0 every server is looked at, and pushed
-    to, once. With `insist` a refusal is retried too: there is nothing better to do when going back.
-    Without, it is final.
+    Never raises for a server's failure. With a timeout of 0, every server is checked once and, if
+    necessary, swapped once. With `insist`, a refusal is retried too, because there is no better
+    option during a rollback. Without it, a refusal is final.
     """
     servers = list(servers)
     errors = await asyncio.gather(
@@ -613,10 +616,10 @@ async def converge(
 async def bring(
     server: FleetServer, version: str, timeout_s: float, insist: bool
 ) -> UnreachableError | RefusedError | None:
-    """None once the server reports that it serves `version`, intact; else the last error.
+    """Bring one server to `version`; return None once it reports it intact, else the last error.
 
-    A silent server is waited for until `timeout_s` after its last answer, which may be over: a
-    member that is gone holds up no rollout.
+    A silent server is retried until `timeout_s` after its last answer. That time may already have
+    passed, so a member that is gone does not hold up a rollout.
     """
     pause_s, deadline_s = 0.05, time.monotonic() + timeout_s
     while True:
@@ -649,7 +652,7 @@ def _describe_draft(status: Status, version: str) -> str:
 
 
 class WindowCounts(NamedTuple):
-    """Counts of one server over a window."""
+    """Counts for one server over a window."""
 
     total: AcceptanceCounts
     by_domain: Mapping[str, AcceptanceCounts]
@@ -665,9 +668,9 @@ class WindowCounts(NamedTuple):
 def _subtract_domains(
     now: Mapping[str, AcceptanceCounts], first: Mapping[str, AcceptanceCounts]
 ) -> dict[str, AcceptanceCounts]:
-    """Counts by domain since `first`.
+    """Compute the counts by domain since `first`.
 
-    Empty if one fell or is gone, which is nonsense of the server.
+    Empty if a domain's count has fallen or is missing, which only a faulty server reports.
     """
     zero = AcceptanceCounts.zero()
     differences = {
@@ -678,9 +681,10 @@ def _subtract_domains(
 
 
 class Window:
-    """Acceptance from now on.
+    """Acceptance from the opening of the window onwards.
 
-    Differences of the servers' counters, all taken over the same time.
+    It is the difference between two readings of the servers' counters, taken over the same time for
+    all of them.
     """
 
     def __init__(self, first: dict[FleetServer, Status]) -> None:
@@ -688,21 +692,24 @@ class Window:
 
     @classmethod
     async def open(cls, servers: Iterable[FleetServer]) -> Window:
-        """A window over the answering servers."""
+        """Open a window over the servers that answer."""
         return cls(await ask_all(servers))
 
     @property
     def targets(self) -> set[str | None]:
-        """Weights of the target at the opening."""
+        """Digests of the target's weights when the window opened."""
         return {first.target for first in self._first.values()}
 
     def began_with(self, server: FleetServer, version: str) -> bool:
-        """Whether a server served this version at the opening."""
+        """Whether the server served this version when the window opened."""
         first = self._first.get(server)
         return first is not None and server.serves(first, version)
 
     async def read(self) -> dict[FleetServer, WindowCounts]:
-        """Counts by server since the window opened, without servers that restarted or swapped."""
+        """Return the counts by server since the opening.
+
+        Servers that restarted or swapped since then are left out.
+        """
         readings = await ask_all(self._first)
         counted = {}
         for server, now in readings.items():

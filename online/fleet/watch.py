@@ -48,11 +48,11 @@ class Observation:
 
 
 class Watch:
-    """Looks at all servers at once, again and again.
+    """Looks at all servers concurrently, again and again.
 
-    A look returns after `patience_s`, without the servers that have not answered until then. Their
-    requests go on, and the next look takes the answers. So one hung server delays the others by
-    `patience_s` at most.
+    A look returns after `patience_s` at the latest, without the answers of servers that are still
+    pending. Their requests continue, and the next look collects the answers, so one hung server
+    delays the others by at most `patience_s`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Watch:
         self._faulty: dict[FleetServer, Observation] = {}
 
     async def look(self) -> list[Observation]:
-        """Every server as it is now. Never raises for a server's failure."""
+        """Observe every server as it is now. Never raises for a server's failure."""
         for gone in {*self._last, *self._looks, *self._faulty} - set(
             self.servers
         ):  # former servers
@@ -137,7 +137,7 @@ class Watch:
 
 
 def _count_lost(last: Status, now: Status) -> Counter[str]:
-    """Losses since the previous look; a restarted server counts from 0."""
+    """Count the records lost since the previous look; a restarted server counts from 0."""
     before = last.lost if last.boot == now.boot else {}
     # A counter falling within one boot is nonsense, and must not lower the sum.
     return Counter(
@@ -147,7 +147,7 @@ def _count_lost(last: Status, now: Status) -> Counter[str]:
 
 @dataclass(frozen=True)
 class JournaledServer(FleetServer):
-    """A server whose every swap goes into the journal."""
+    """A server that records each of its swaps in the journal."""
 
     journal: Journal = field(repr=False, compare=False)
     versions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)

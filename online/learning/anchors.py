@@ -37,8 +37,8 @@ def read_anchors(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if there is no record, or one is damaged, of another target, or without the
-            hidden states the draft reads.
+        ValueError: if the file contains no record, or if a record is damaged, belongs to another
+            target, or lacks the hidden states that the draft reads.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -73,9 +73,9 @@ def is_record_file(path: Path) -> bool:
 
 
 def forget_in_anchors(path: Path, name: str) -> int:
-    """Write the file again without a tenant's records, and overwrite the former one.
+    """Rewrite the file without a tenant's records, and overwrite the former file.
 
-    Returns their number.
+    Returns the number of those records.
     """
     num_records = count_tenant(path.read_bytes(), name)
     if num_records:
@@ -104,7 +104,7 @@ def write_anchors(
     *,
     k: int = 32,
 ) -> None:
-    """Write one record per sample: the target's distribution at every label.
+    """Write one record per sample, with the target's distribution at every label.
 
     The file appears whole or not at all.
     """

@@ -122,9 +122,8 @@ class Buffer(AbstractContextManager["Buffer"]):
             config: The folder and the limits.
             target_fingerprint: Records of this target, by `Record.base`, are usable; the others are
                 foreign.
-            hidden_shape: Shape of the hidden states the draft reads. The target's records without
-            them are not
-                stored.
+            hidden_shape: Shape of the hidden states that the draft reads. The target's records
+                without them are not stored.
             known_domains: Domains that an operator named. Clients can send any name: see
                 `name_domains`.
 
@@ -182,19 +181,19 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._opened.close()
 
     def append(self, frames: Frames, now_s: float) -> Counter[str]:
-        """Store `frames`, as `read_frames` yields them; returns the number by fate.
+        """Store `frames`, as `read_frames` yields them; returns the number of frames by fate.
 
-        The fates are stored, duplicate, foreign (stored aside), other_adapter (of our target, made
-        with an adapter that the draft is not for), stateless (without the hidden states the draft
-        reads), textless (a later segment whose text before it was lost), forgotten (of a deleted
-        tenant), unknown_penalty (held out, but a penalty of its request cannot be applied, so it
-        cannot judge), and the reason of each error. On return the records are on the disk and the
-        sender may forget them. A bad frame is not stored: nobody knows whose text it holds, so it
-        could never be deleted by tenant. An example of it goes to the quarantine. Nothing was
-        stored then.
+        The fates are stored, duplicate, foreign (stored aside), other_adapter (of our target, but
+        made with a different adapter from the draft's, or without it), stateless (without the
+        hidden states that the draft reads), textless (a later segment whose preceding text was
+        lost), forgotten (of a deleted tenant), unknown_penalty (held out but unable to judge,
+        because a penalty of its request cannot be applied), and the reason for each error. On
+        return the records are on disk, and the sender may delete them. A bad frame is not stored:
+        nobody can tell whose text it contains, so it could never be deleted by tenant. An example
+        of it goes to the quarantine.
 
         Raises:
-            BufferFullError: if the disk is full.
+            BufferFullError: if the disk is full. Nothing was stored then.
         """
         frames = list(frames)
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
@@ -248,9 +247,9 @@ class Buffer(AbstractContextManager["Buffer"]):
             return counts
 
     def expire(self, now_s: float) -> None:
-        """Delete files past the maximal age.
+        """Delete files past the maximum age.
 
-        `append` does this too; call it in case no records arrive.
+        `append` does this too; call this method in case no records arrive.
         """
         with self._lock:
             self.now_s = now_s
@@ -261,8 +260,8 @@ class Buffer(AbstractContextManager["Buffer"]):
     def fresh(self, after: int, limit: int) -> list[Stored]:
         """The oldest `limit` training records after sequence number `after`, in order of arrival.
 
-        Fewer if there are no more, if together they would have more than `max_read_bytes`, or if
-        some turned out to be corrupt and were thrown away.
+        There are fewer if no more exist, if together they would exceed `max_read_bytes`, or if some
+        turned out to be corrupt and were thrown away.
         """
         with self._lock:
             seqs = self._training()["seq"]
@@ -271,7 +270,8 @@ class Buffer(AbstractContextManager["Buffer"]):
     def bound_lag(self, after: int, max_records: int) -> tuple[int, int]:
         """(new `after` with at most `max_records` fresh records left, number of skipped records).
 
-        A learner slower than traffic would train ever older records. Skipped ones may be replayed.
+        Without this limit, a learner slower than traffic would train on ever older records. Skipped
+        records may be replayed.
         """
         with self._lock:
             seqs = self._training()["seq"]
@@ -291,12 +291,12 @@ class Buffer(AbstractContextManager["Buffer"]):
         seed: int,
         policy: Replay,
     ) -> list[Record]:
-        """`count` records to train again.
+        """`count` records to train on again.
 
-        A share of `anchors`, then distinct records up to `through`, by weight. No tenant has more
-        than `tenant_share` of the latter while others have records left. Fewer if the buffer holds
-        fewer, or if together they would have more than `max_read_bytes`. The same contents and seed
-        give the same records.
+        A share of them are `anchors`; the rest are distinct records up to sequence number
+        `through`, drawn by weight. No tenant has more than `tenant_share` of the rest while others
+        have records left. There are fewer records if the buffer holds fewer, or if together they
+        would exceed `max_read_bytes`. The same contents and seed give the same records.
         """
         rng = np.random.default_rng(seed)
         # Without anchors in the file, all of the draw is from traffic.
@@ -320,10 +320,10 @@ class Buffer(AbstractContextManager["Buffer"]):
             return chosen + [stored.record for stored in self._read(seqs)]
 
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
-        """Sequence numbers of the newest held-out requests of every domain.
+        """Sequence numbers of the newest held-out requests in every domain.
 
-        A domain without traffic today counts too. Every prompt counts once, and no tenant has more
-        than `tenant_share` of them. `limits` are other fields of EvidenceLimits.
+        A domain without traffic today is included too. Each prompt counts once, and no tenant has
+        more than `tenant_share` of the requests. `limits` are other fields of EvidenceLimits.
         """
         with self._lock:
             index = self._usable()
@@ -344,7 +344,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return self.names
 
     def served_target(self) -> str:
-        """The weights that verify now, as `Record.target`."""
+        """The target weights that verify drafts now, in the form of `Record.target`."""
         with self._lock:
             numbers, names = self._files.index()["target"][-RECENT:].tolist(), list(TARGETS)
         # of many records: a late one, or a server without the newest weights, does not decide
@@ -352,7 +352,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return max(counts, key=counts.__getitem__, default=self.target_fingerprint)
 
     def leave_behind(self, targets: Collection[str]) -> None:
-        """Let the records of these weights count no longer, until they are served again."""
+        """Stop counting the records of these target weights until the weights are served again."""
         with self._lock:
             stored, names = self._files.index()["target"], list(TARGETS)
             counts = {
@@ -374,7 +374,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
         """The records with these sequence numbers, in order, one at a time.
 
-        Those that are gone are left out; so are corrupt ones, which are counted and deleted.
+        Missing records are left out. So are corrupt ones, which are counted and deleted.
         """
         for seq in seqs:
             with self._lock:
@@ -383,7 +383,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                 yield stored
 
     def find_tenant(self, tenant: str) -> TenantRecords:
-        """The records of a tenant, and what a deletion would take with them."""
+        """The records of a tenant, and what a deletion would remove along with them."""
         with self._lock:
             name = stored_name(tenant)
             found = list(chain.from_iterable(self._files.each(lambda file: file.find_tenant(name))))
@@ -396,10 +396,11 @@ class Buffer(AbstractContextManager["Buffer"]):
             )
 
     def delete_tenant(self, tenant: str, now_s: float) -> int:
-        """Delete all records of a tenant, foreign ones too, and overwrite them on the disk.
+        """Delete all records of a tenant, including foreign ones, and overwrite them on disk.
 
-        Returns the number. So are the quarantine and files of a later release: some of it may be
-        the tenant's. Records of the tenant made until now will not be stored if they arrive later.
+        Returns the number of those records. The quarantine and the files of a later release are
+        overwritten and deleted too, because some of their content may be the tenant's. Records of
+        the tenant made until now will not be stored if they arrive later.
         """
         name = stored_name(tenant)
         with self._lock, named_disk_full():
@@ -415,17 +416,17 @@ class Buffer(AbstractContextManager["Buffer"]):
     def clear_quarantine(self) -> None:
         """Overwrite and delete the examples of bad records.
 
-        Nobody can tell whose text they hold.
+        Nobody can tell whose text they contain.
         """
         with self._lock:
             if self.quarantine is not None:
                 self.quarantine.clear()
 
     def commit_trained(self, checkpoint_id: str, through: int) -> None:
-        """Make a checkpoint count: every record up to `through` was trained or skipped before it.
+        """Commit a checkpoint: every record up to `through` was trained on or skipped before it.
 
         Raises:
-            BufferFullError: it does not count.
+            BufferFullError: if the disk is full. The checkpoint does not count then.
         """
         with self._lock, named_disk_full():
             self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))
@@ -433,19 +434,19 @@ class Buffer(AbstractContextManager["Buffer"]):
     def commits(self) -> list[Commit]:
         """The commits, newest first.
 
-        Resume the first whose checkpoint is intact, and train the records after it.
+        Resume from the first one whose checkpoint is intact, and train on the records after it.
         """
         return list(self._cursor.commits)
 
     def newest(self) -> int:
-        """The highest sequence number given so far; 0 if there is none."""
+        """The highest sequence number assigned so far; 0 if there is none."""
         with self._lock:
             return self._next_seq - 1
 
     def last_arrival_s(self) -> float | None:
         """Arrival of the record with the highest number, in seconds since the epoch, or None.
 
-        A clock may have been ahead for an earlier one.
+        An earlier record may have a later time of arrival, if the clock was ahead then.
         """
         with self._lock:
             index = self._files.index()
@@ -476,7 +477,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
 
     def _is_of_other_adapter(self, record: Record) -> bool:
-        """Whether the record is of our target's folder, but with another adapter, or without ours."""
+        """Whether the record is of our target's folder, but has another adapter or lacks ours."""
         is_of_folder = record.target_fingerprint == self.target_fingerprint.partition("#")[0]
         return is_of_folder and record.base != self.target_fingerprint
 
@@ -525,9 +526,9 @@ class Buffer(AbstractContextManager["Buffer"]):
         return training
 
     def _read(self, seqs: NDArray[np.int64]) -> list[Stored]:
-        """The first records of `seqs` within `max_read_bytes`, or the first one.
+        """The first records of `seqs` that fit into `max_read_bytes`, but at least the first one.
 
-        By ascending number.
+        They are sorted by ascending number.
         """
         found: list[Stored] = []
         num_bytes = 0
@@ -545,9 +546,9 @@ class Buffer(AbstractContextManager["Buffer"]):
         return None if record is None else Stored(seq=seq, record=self._strip(record))
 
     def _strip(self, record: Record) -> Record:
-        """The record without the hidden states, if the draft reads none.
+        """The record, without its hidden states if the draft reads none.
 
-        They would be nearly all of its size.
+        Hidden states would be nearly all of its size.
         """
         is_needed = self.hidden_shape is not None or not record.hidden
         return (
@@ -558,5 +559,5 @@ class Buffer(AbstractContextManager["Buffer"]):
 
 
 def _sha256(tenant: str) -> str:
-    """A hash, because the list of forgotten tenants should not name them either."""
+    """Hash a tenant's name, because the list of forgotten tenants should not name them either."""
     return hashlib.sha256(tenant.encode()).hexdigest()

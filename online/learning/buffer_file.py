@@ -58,15 +58,15 @@ Index = NDArray[np.void]
 
 
 class BufferFullError(OSError):
-    """The disk is full. The call stored nothing, and can be repeated as soon as there is space."""
+    """The disk is full. The call stored nothing and can be repeated as soon as there is space."""
 
 
 class DamagedFileError(sqlite3.DatabaseError):
-    """The file is a database, but holds something other than was written."""
+    """The file is a database, but its content differs from what was written."""
 
 
 class LaterFileError(Exception):
-    """A later release wrote the file: nothing is wrong with it."""
+    """A later release wrote the file; nothing is wrong with it."""
 
 
 class Row(NamedTuple):
@@ -106,9 +106,9 @@ class BufferFile:
         self._index = self._oldest_s = self._sizes = None
 
     def index(self) -> Index:
-        """INDEX_DTYPE [records], by ascending sequence number.
+        """The index, INDEX_DTYPE [records], by ascending sequence number.
 
-        Read from the file once, then kept up to date.
+        It is read from the file once and then kept up to date.
         """
         if self._index is None:
             self._index = _build_index(self._read_rows())
@@ -121,10 +121,10 @@ class BufferFile:
         return self._index
 
     def _read_rows(self) -> Iterator[tuple[Any, ...]]:
-        """The columns of INDEX_DTYPE.
+        """The columns of INDEX_DTYPE, row by row.
 
         Raises:
-            DamagedFileError: if a row is not what was written.
+            DamagedFileError: if a row differs from what was written.
         """
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
             # `pop` runs before `_checksum`, so the checksum is over the columns before it.
@@ -140,9 +140,9 @@ class BufferFile:
         return self._oldest_s
 
     def insert(self, rows: list[tuple[int, Row, bytes]]) -> bool:
-        """Store all (seq, row, frame) and return True once they are on the disk.
+        """Store all (seq, row, frame) tuples and return True once they are on disk.
 
-        An exception means none is.
+        If this raises an exception, none of them is stored.
         """
         oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
         with transaction(self.connection):
@@ -162,7 +162,7 @@ class BufferFile:
         return True
 
     def find_known(self, record_ids: list[str]) -> set[str]:
-        """The subset of the ids in this file."""
+        """The subset of these record ids that are in this file."""
         # SQLite takes 32,766 marks by default. `intake` brings at most BATCH_RECORDS at a time.
         marks = ",".join("?" * len(record_ids))
         found = self.connection.execute(
@@ -171,9 +171,9 @@ class BufferFile:
         return {record_id for (record_id,) in found}
 
     def find_frame(self, record_id: str) -> tuple[int, int] | None:
-        """Number and frame size in bytes of the record with this id.
+        """Sequence number and frame size in bytes of the record with this id.
 
-        None if it is not in this file.
+        None if the record is not in this file.
         """
         query = "SELECT seq, length(frame) FROM records JOIN frames USING (seq) WHERE record_id = ?"
         found = self.connection.execute(query, (record_id,)).fetchone()
@@ -190,14 +190,17 @@ class BufferFile:
         return None if found is None else bytes(found[0])
 
     def frame_sizes(self) -> NDArray[np.int64]:
-        """Bytes of each frame, [records], in the order of the index; kept up to date as that is."""
+        """Size of each frame in bytes, [records], in the order of the index.
+
+        The sizes are kept up to date in the same way as the index.
+        """
         if self._sizes is None:
             query = "SELECT length(frame) FROM records LEFT JOIN frames USING (seq) ORDER BY seq"
             self._sizes = [size or 0 for (size,) in self.connection.execute(query)]
         return np.array(self._sizes, np.int64)
 
     def copy(self, seqs: Iterable[int], source: "BufferFile") -> None:
-        """Store records of another file, which come after those of this one."""
+        """Store records copied from another file; they must come after those of this one."""
         self._forget_cached()
         with transaction(self.connection):
             for seq in seqs:
@@ -208,7 +211,7 @@ class BufferFile:
                     self.connection.executemany(f"INSERT INTO {table} VALUES ({marks})", found)
 
     def move(self, path: Path) -> None:
-        """Take the place of the file `path`."""
+        """Move this file to `path`, replacing the file there."""
         assert self.path is not None
         self.close()
         self.path.replace(path)
@@ -216,9 +219,9 @@ class BufferFile:
         self.path, self.connection = path, connect(path, _SCHEMA)
 
     def delete(self, seqs: Collection[int]) -> int:
-        """Delete the records with these numbers, overwrite them on the disk.
+        """Delete the records with these numbers and overwrite them on disk.
 
-        Returns the number of those found.
+        Returns the number of records found.
         """
         # forgotten first: if the transaction fails, the index is read again, and is never wrong
         self._forget_cached()
@@ -228,11 +231,11 @@ class BufferFile:
             return self.connection.executemany("DELETE FROM records WHERE seq = ?", values).rowcount
 
     def delete_tenant(self, name: str) -> int:
-        """Delete the records of a tenant; returns their number."""
+        """Delete the records of a tenant; returns the number of them."""
         return self.delete([seq for seq, _, _ in self.find_tenant(name)])
 
     def find_tenant(self, name: str) -> list[tuple[int, float, bool]]:
-        """Number, arrival and `held_out` of each record of a tenant."""
+        """Sequence number, arrival and `held_out` flag of each record of a tenant."""
         query = "SELECT seq, time_s, held_out FROM records WHERE tenant = ? ORDER BY seq"
         return [
             (seq, time_s, bool(held_out))
@@ -258,10 +261,10 @@ class BufferFile:
 def connect(path: Path | None, schema: str) -> sqlite3.Connection:
     """Open a file, or create it.
 
-    A commit is on the disk.
+    Every commit is written to the disk before it returns.
 
     Raises:
-        LaterFileError
+        LaterFileError: if a later release wrote the file.
     """
     # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the
     # threads.
@@ -314,7 +317,7 @@ file.
 
 @contextmanager
 def named_disk_full() -> Iterator[None]:
-    """Raise BufferFullError for each of the ways in which a full disk is reported."""
+    """Raise BufferFullError for each of the ways in which a full disk can be reported."""
     try:
         yield
     except OSError as error:
@@ -339,12 +342,12 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def _build_index(rows: Iterable[Any]) -> Index:
-    """INDEX_DTYPE [rows] from the columns in order.
+    """INDEX_DTYPE [rows], built from the columns in order.
 
-    The names are few, and interned to share memory.
+    There are few distinct names, so they are interned to share memory.
 
     Raises:
-        DamagedFileError: if a value is of another type.
+        DamagedFileError: if a value has the wrong type.
     """
     values = []
     try:
@@ -358,15 +361,15 @@ def _build_index(rows: Iterable[Any]) -> Index:
 
 
 def _checksum(seq: int, row: Iterable[Any]) -> int:
-    """CRC-32 of a row; SQLite keeps a bool as a number."""
+    """CRC-32 of a row, with each bool as a number, because SQLite stores it as one."""
     values = [int(value) if isinstance(value, bool) else value for value in row]
     return zlib.crc32(msgspec.msgpack.encode((seq, *values)))
 
 
 def estimate_bytes(frames: Iterable[bytes]) -> int:
-    """Upper bound of the frames' bytes on the disk.
+    """Upper bound on the bytes that the frames occupy on the disk.
 
-    Each may end within a page, and open a new file.
+    Each frame may end within a page, and the frames may open a new file.
     """
     return _EMPTY_FILE_BYTES + sum(len(frame) + PAGE_BYTES for frame in frames)
 

@@ -44,11 +44,11 @@ STATE, DRAFT = "state", "draft"  # of a checkpoint: to resume training, and to s
 
 
 class NotFiniteError(Exception):
-    """The weights hold a NaN or an infinity, and must not be saved."""
+    """The weights contain a NaN or an infinity and must not be saved."""
 
 
 def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
-    """(number per token, size) of the hidden states the exported draft reads.
+    """(number per token, size) of the hidden states that the exported draft reads.
 
     None if it reads none.
 
@@ -62,7 +62,7 @@ def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
 def choose_reads(family: Family, draft: Draft) -> Reads:
     """The place of recorded states in a signal.
 
-    `Family.reads`, but the layers' if this draft reads one of those.
+    This is `Family.reads`, or "layers" if this draft reads states of the target's layers.
     """
     return "layers" if draft.aux_layer_ids else family.reads
 
@@ -85,7 +85,7 @@ class Candidate:
     def __init__(
         self, cfg: Training, name: str, target: Path, machine: Machine | None = None
     ) -> None:
-        """`name` is the family's.
+        """Prepare a candidate of the draft family `name`.
 
         `target` is the folder of the target, whose embeddings a head borrows.
         """
@@ -110,10 +110,10 @@ class Candidate:
         return self.distillation.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW // 2
 
     def load(self, folder: Path) -> Any:
-        """The draft in a folder, on this rank's device, in the type it was saved in.
+        """The draft in a folder, on this rank's device, in the dtype in which it was saved.
 
         Raises:
-            ValueError, OSError: if it cannot be read, or is of another family.
+            ValueError, OSError: if it cannot be read, or belongs to another family.
         """
         return self.family.load(folder, lambda: self._borrowed).to(self.accelerator.device)
 
@@ -121,7 +121,7 @@ class Candidate:
     def _borrowed(self) -> Target:
         """The target's embeddings and output head on this rank's device.
 
-        Read once, for all heads.
+        They are read once and shared by all heads.
         """
         found, device = Target.from_folder(self.target), self.accelerator.device
         return replace(found, embed_VD=found.embed_VD.to(device), head_VD=found.head_VD.to(device))
@@ -130,7 +130,7 @@ class Candidate:
         """Start from the weights of a version, with a fresh optimizer.
 
         Raises:
-            ValueError: if attention of the draft would not launch on the GPU.
+            ValueError: if the draft's attention would not launch on the GPU.
         """
         self._require_attention(version)
         if self._distillation is not None:
@@ -164,9 +164,9 @@ class Candidate:
         require_draft_heads(self.family, f"the draft {version.name}", config, dtype, self._machine)
 
     def resume(self, version: Path, checkpoint: Path) -> None:
-        """Continue from `checkpoint` in the shape of `version`.
+        """Continue from `checkpoint`, with the config and layout of `version`.
 
-        With another optimizer or number of ranks the optimizer starts fresh.
+        The optimizer starts fresh if the checkpoint is from another optimizer or number of ranks.
         """
         if fits(checkpoint / STATE, self.accelerator, self.cfg.optimizer):
             self.begin(version)
@@ -177,7 +177,7 @@ class Candidate:
             self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
-        """One optimizer step on the records, which the ranks share among them."""
+        """Take one optimizer step on the records, which are divided among the ranks."""
         rng = np.random.default_rng(seed)
         reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -196,10 +196,11 @@ class Candidate:
         return self.distillation.step(mine)
 
     def write(self, folder: Path) -> None:
-        """Write STATE and DRAFT of a checkpoint.
+        """Write the STATE and DRAFT folders of a checkpoint.
 
         Raises:
-            NotFiniteError: on every rank; on the first one, what kept a rank from writing.
+            NotFiniteError: on every rank, if the weights are not finite.
+            Exception: on the first rank only, whatever kept a rank from writing.
         """
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
@@ -223,7 +224,7 @@ class Candidate:
             raise failed[0]
 
     def _export(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Export in the version's type, and a head also in the version's layout.
+        """Export in the version's dtype and, for a head, also in the version's layout.
 
         The servers expect both.
         """
@@ -233,11 +234,14 @@ class Candidate:
         draft.export(folder, dtype, weights=weights, like=self.version)
 
     def rest(self) -> None:
-        """Do nothing. An order now and then keeps the other ranks' wait from timing out."""
+        """Do nothing. An occasional order keeps the other ranks from timing out while they wait."""
 
 
 class Ranks:
-    """Calls a method of every rank's candidate. Only rank 0 calls `do`, and from one thread."""
+    """Runs methods of the candidate on every rank.
+
+    Only rank 0 calls `do`, and only from one thread.
+    """
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
@@ -252,7 +256,7 @@ class Ranks:
         return method(self.candidate, *args, **kwargs)
 
     def follow(self) -> None:
-        """The loop of the other ranks: obey rank 0 until it calls `dismiss`."""
+        """Run the loop of the other ranks: execute rank 0's orders until it calls `dismiss`."""
         while True:
             order: list[Any] = [None]
             broadcast_object_list(order)

@@ -21,12 +21,12 @@ class _Reading(NamedTuple):
     elapsed_s: float
 
     def expect(self, elapsed_s: float) -> float:
-        """The wall clock's time at `elapsed_s` if it does not jump."""
+        """The time that the wall clock shows at `elapsed_s` if it does not jump."""
         return self.wall_s + elapsed_s - self.elapsed_s
 
 
 class SteadyClock:
-    """For use by one thread."""
+    """A clock that does not follow the wall clock's jumps at once. For use by one thread."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class SteadyClock:
         last_s: float | None = None,
         max_gap_s: float = math.inf,
     ) -> None:
-        """`wall` is in seconds since the epoch, and may jump.
+        """Start from the current time of the wall clock if it is plausible.
 
-        `elapsed` since any moment, and may not. The wall clock is doubted at first if it is earlier
-        than `last_s`, the last time known from before this process, or more than `max_gap_s` after
-        it.
+        `wall` is in seconds since the epoch and may jump. `elapsed` is in seconds since any moment
+        and may not jump. The wall clock is doubted at first if it is earlier than `last_s`, the
+        last time known from before this process, or more than `max_gap_s` after it.
         """
         self._wall, self._elapsed = wall, elapsed
         now = _Reading(wall(), elapsed())
@@ -52,7 +52,7 @@ class SteadyClock:
         self.now_s()
 
     def now_s(self) -> float:
-        """Seconds since the epoch, by the wall clock if it is believed."""
+        """Seconds since the epoch: by the wall clock if it is believed, otherwise as expected."""
         now = _Reading(self._wall(), self._elapsed())
         expected_s = self._believed.expect(now.elapsed_s)
         if abs(now.wall_s - expected_s) <= SLACK_S:

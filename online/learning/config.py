@@ -160,9 +160,10 @@ class BufferConfig:
 class Replay:
     """The weight of a record in `Buffer.replay`.
 
-    2^(-age / half_life) * (1 + surprise * r). r = (wrong + 1) / (drafted + 2) is the share of
-    verified draft tokens the target refused, smoothed: a record without any gets 1/2. Surprise is a
-    weight rather than a filter, because training only on refused positions adapts more slowly.
+    The weight is 2^(-age / half_life) * (1 + surprise * r). Here r = (wrong + 1) / (drafted + 2) is
+    the smoothed share of verified draft tokens that the target refused; a record without any gets
+    1/2. Surprise is a weight rather than a filter, because training only on refused positions
+    adapts more slowly.
     """
 
     half_life_s: float = 3600

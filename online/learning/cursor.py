@@ -22,14 +22,14 @@ CURSOR, FORGOTTEN = "cursor.json", "forgotten.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A valid checkpoint. Every record up to `through` was trained or skipped before it."""
+    """A valid checkpoint. Every record up to `through` was trained on or skipped before it."""
 
     checkpoint_id: str
     through: int
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of both files; forgotten.json has the tenants only."""
+    """The content of both files; forgotten.json contains only the tenants."""
 
     trained: tuple[Commit, ...] = ()
     """Newest first."""
@@ -38,7 +38,10 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cursor:
-    """Kept in memory if `folder` is None. Not thread-safe."""
+    """Commits, forgotten tenants and past weights. Not thread-safe.
+
+    Kept in memory if `folder` is None.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -50,14 +53,22 @@ class Cursor:
             self._read(folder)
 
     def commit(self, commit: Commit) -> None:
-        """Raises: OSError if the disk cannot be written; then the commit does not count."""
+        """Add a commit.
+
+        Raises:
+            OSError: if the disk cannot be written; then the commit does not count.
+        """
         commits = (commit, *self.commits)[:MAX_COMMITS]
         # The disk first: if it is full, the memory still agrees with the file.
         self._write(commits, self.forgotten)
         self.commits = commits
 
     def forget(self, tenant_sha256: str, time_s: float) -> None:
-        """Raises: OSError if the disk cannot be written."""
+        """Add a tenant to the forgotten ones.
+
+        Raises:
+            OSError: if the disk cannot be written.
+        """
         forgotten = {**self.forgotten, tenant_sha256: time_s}
         if self.folder is not None:
             # after a kill between the two files the tenant is in one of them, which is enough
@@ -68,7 +79,9 @@ class Cursor:
     def leave_behind(self, past: frozenset[str]) -> None:
         """Replace `past`.
 
-        Raises: OSError if the disk cannot be written; then it is replaced until the end only.
+        Raises:
+            OSError: if the disk cannot be written; then the new value lasts only until the process
+                ends.
         """
         self.past = past
         self._write(self.commits, self.forgotten)
@@ -126,9 +139,9 @@ class Cursor:
 
 
 def begin_training_again(folder: Path | None) -> None:
-    """Have the next learner begin at the served version, after the records already trained.
+    """Make the next learner begin at the served version, after the records already trained on.
 
-    For an idle folder.
+    For a folder that no learner uses.
 
     Raises:
         AlreadyOwnedError: if a learner has the buffer open.

@@ -33,7 +33,7 @@ have fewer, theirs is the number, down to LEAST_FULL: many small ones are not on
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceLimits:
-    """Bounds of the requests that judge a draft."""
+    """Limits on the requests that judge a draft."""
 
     per_domain: int
     """Largest number of requests of one domain."""
@@ -44,14 +44,15 @@ class EvidenceLimits:
     at_least_of_domain: int = 0
     """The same within a domain."""
     since_s: float = -math.inf
-    """Only records that arrived since then, in seconds since the epoch."""
+    """Use only records that arrived after this time, in seconds since the epoch."""
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
-    """Sequence numbers of the records that judge a draft, ascending.
+    """Sequence numbers of the records that judge a draft, in ascending order.
 
-    Whole requests, the newest ones of every domain. `held_out` is the index of all held-out
-    records, and `names` comes from `name_domains`. A prompt counts once, with the newest request.
+    These are whole requests, the newest ones in every domain. `held_out` is the index of all
+    held-out records, and `names` comes from `name_domains`. A prompt counts once, with its newest
+    request.
     """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
     newest = _take_newest_requests(held_out)
@@ -88,9 +89,9 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
     """The name under which each domain of the index is judged and shown: its own, or OTHER.
 
-    Known domains keep their names. So do the MAX_DOMAINS largest of the others, by tenants, then
-    records. In a fleet of several tenants a domain needs two of them: anybody can send
-    X-Redraft-Domain.
+    Known domains keep their names. So do the MAX_DOMAINS largest of the others, ranked by number of
+    tenants, then of records. In a fleet with several tenants, a domain needs at least two of them,
+    because anybody can send X-Redraft-Domain.
     """
     pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))
     tenants, records = Counter[str](), Counter[str]()
@@ -105,7 +106,7 @@ def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
 
 
 def count_tenants(tenants: Sequence[str]) -> int:
-    """Number of tenants with many requests, all smaller ones taken together; at least 1."""
+    """Number of tenants with many requests, where smaller ones count together; at least 1."""
     # E.g. 90, 35 and 10 requests: (20 + 20 + 10) // 20 = 2 tenants. Of 90 and twelve times 2:
     # (5 + 24) // 5 = 5.
     counts = np.array(list(Counter(tenants).values()) or [0])
@@ -116,9 +117,9 @@ def count_tenants(tenants: Sequence[str]) -> int:
 def find_excess(
     tenants: NDArray[np.object_], sizes: NDArray[np.int64], share: float
 ) -> NDArray[np.bool_]:
-    """Which records, oldest first, lie beyond their tenant's `share` of all bytes.
+    """Which records, given oldest first, lie beyond their tenant's `share` of all bytes.
 
-    They are the oldest of a tenant that has more.
+    They are the oldest records of each tenant that has more than its share.
     """
     used = Counter[str]()
     for tenant, size in zip(tenants.tolist(), sizes.tolist(), strict=True):
@@ -132,11 +133,11 @@ def find_excess(
 
 
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
-    """Positions of at most `count` requests with these tenants.
+    """Positions of at most `count` requests, given the tenant of each request.
 
-    The first ones are taken, and at most `share` of them of each tenant. Fewer than 1 / `share`
-    tenants may each have an equal part. If all this would leave fewer than `at_least` requests, the
-    tenants with most fill up to it, in equal parts.
+    The first requests are taken, with at most a `share` of them per tenant. If there are fewer than
+    1 / `share` tenants, each may have an equal part. If all this would leave fewer than `at_least`
+    requests, the tenants with the most requests fill the rest in equal parts.
     """
     counts = np.array(list(Counter(tenants).values()))
     share = max(share, 1 / count_tenants(tenants))
@@ -176,10 +177,10 @@ def choose_replayed(
     rng: np.random.Generator,
     tenant_share: float,
 ) -> NDArray[np.int64]:
-    """Sequence numbers of `count` distinct records of the index.
+    """Sequence numbers of `count` distinct records in the index.
 
-    They come in the order of a draw by `policy`. No tenant has more than `tenant_share` of them
-    while others have records left.
+    They are in the order in which `policy` draws them. No tenant has more than `tenant_share` of
+    them while others have records left.
     """
     order = _draw(_log_weights(index, now_s, policy), rng)
     # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.
@@ -198,7 +199,7 @@ def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float
 
 
 def _draw(log_weight: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """All positions in the order of a draw by weight, without replacement.
+    """All positions, in the order of a weighted draw without replacement.
 
     This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same
     distribution.

@@ -34,7 +34,7 @@ DRAIN_S = 10.0  # to delete records in flight too; bounded, because traffic may 
 
 @dataclass(frozen=True, kw_only=True)
 class Forgotten:
-    """The reach of one deletion. Numbers are records if nothing else is said."""
+    """The extent of one deletion. Numbers count records unless stated otherwise."""
 
     buffer: int
     arriving: int
@@ -56,7 +56,7 @@ class Forgotten:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """Everything of one learner that can hold a tenant's text."""
+    """Everything in one learner that can contain a tenant's text."""
 
     buffer: Buffer
     registry: Registry
@@ -69,10 +69,10 @@ class Reach:
     """Clock of the arrivals and ages in the buffer."""
 
     async def forget(self, tenant: str) -> Forgotten:
-        """Delete the tenant's records; nobody reads spool or log meanwhile.
+        """Delete the tenant's records; nothing else may read the spool or the log meanwhile.
 
         Raises:
-            BufferFullError
+            BufferFullError: if the buffer's disk is full.
             BrokerError: if the log does not answer.
         """
         name = stored_name(tenant)
@@ -92,7 +92,7 @@ class Reach:
         )  # fmt: skip
 
     def preview(self, tenant: str) -> Forgotten:
-        """The result of `forget`, without a deletion and without a look into the log."""
+        """The result of `forget`, without deleting anything and without reading the log."""
         name = stored_name(tenant)
         found = self.buffer.find_tenant(tenant)
         return self._tell(
@@ -104,7 +104,7 @@ class Reach:
         )
 
     async def _drain(self) -> Taken:
-        """Empty spool and log into the buffer, which drops the tenant's records."""
+        """Empty the spool and the log into the buffer, which drops the tenant's records."""
         drained, until_s = Taken(), time.monotonic() + DRAIN_S
         if self.stream is not None:
             await self.stream.close()

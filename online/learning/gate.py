@@ -43,7 +43,7 @@ class Decision(Enum):
 class Policy:
     """The evidence that a candidate must show before it is published.
 
-    tau is tokens per step of the target.
+    tau is the mean number of tokens per target step.
     """
 
     min_gain: float = 0.02
@@ -84,8 +84,9 @@ class Policy:
 class Gain:
     """tau(candidate) - tau(incumbent) over some requests, with one-sided confidence bounds.
 
-    Overall, the confidence of `lower` rises with the looks. `upper` decides a rejection, and has
-    the policy's confidence: a wrong one costs some training, and no user notices.
+    For the overall gain, the confidence of `lower` rises with each look. `upper` decides a
+    rejection and has the policy's confidence: a wrong rejection costs some training, but no user
+    notices it.
     """
 
     num_requests: int
@@ -121,9 +122,10 @@ def judge(
     look: int = 1,
     modes: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a candidate; row i of the sequences is the same held-out request.
+    """The verdict on a candidate; row i of each sequence belongs to the same held-out request.
 
-    Several thinking `modes` are judged as domains are. A request is then in two groups.
+    If there are several thinking `modes`, they are judged in the same way as domains. Each request
+    is then in two groups.
 
     `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict
     without enough requests (`overall` is None) does not count as a look.
@@ -177,9 +179,9 @@ def find_loss(
 ) -> tuple[bool, str]:
     """Whether the current version is proven to be accepted less than the previous one.
 
-    The numbers for people are returned too. Row i of both sequences is the same held-out request.
-    As with `judge`, `look` counts the comparisons since the current version was promoted, and the
-    error of all of them is bounded by 1 - `policy.confidence`.
+    The numbers are returned too, as text for people. Row i of both sequences belongs to the same
+    held-out request. As with `judge`, `look` counts the comparisons since the current version was
+    promoted, and the error over all of them is bounded by 1 - `policy.confidence`.
 
     Raises:
         ValueError: if the sequences differ in length or `look` is below 1.
@@ -202,9 +204,9 @@ def find_loss(
 def _pair_counts(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> tuple[Array, Any]:
-    """(drafts, accepted, drafts, accepted) of every request, [N, 4].
+    """(drafts, accepted, drafts, accepted) for every request, [N, 4].
 
-    Which requests can be compared, [N], comes with it.
+    A mask of the requests that can be compared, [N], is returned too.
     """
     pairs = zip(ours, theirs, strict=True)
     counts_N4 = np.array(

@@ -80,14 +80,14 @@ class Spool:
         """
 
     def take(self, now_s: float, max_files: int = 64) -> Taken:
-        """Move the oldest `max_files` files of the spool into the buffer.
+        """Move the oldest `max_files` files in the spool into the buffer.
 
         The remaining files stay in the spool.
 
         Raises:
             BufferFullError: if the buffer's disk is full.
             FileNotFoundError: if there is no spool yet.
-            OSError: if the spool cannot be read, or a file not removed.
+            OSError: if the spool cannot be read, or a file cannot be removed.
         """
         if not self.folder.is_dir():
             raise FileNotFoundError(
@@ -137,9 +137,10 @@ class Spool:
         return taken + Taken(num_files=1, counts=stays)
 
     def erase_unattributed(self) -> int:
-        """Overwrite and delete the files of a later layout, and those that killed servers left.
+        """Overwrite and delete the files of a later layout and those left by killed servers.
 
-        Returns the number. Nobody can tell whose text they hold. Call it after `take`.
+        Returns the number of deleted files. Nobody can tell whose text they contain. Call this
+        method after `take`.
         """
         paths = [self.folder / name for name in self._passed_over] + list_abandoned(
             self.folder, ABANDONED_S
@@ -160,7 +161,7 @@ class Spool:
         return num_records
 
     def _expire(self, paths: Sequence[Path], now_s: float) -> None:
-        """Delete files that stayed for as long as records are kept: they hold users' text."""
+        """Delete files that have reached the maximum age of records: they contain users' text."""
         for path in paths:
             with suppress(OSError):
                 if now_s - path.lstat().st_mtime >= self.buffer.config.max_age_s:
@@ -168,7 +169,7 @@ class Spool:
 
 
 def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
-    """The file's frames that this process can read. The others are counted in `stays`."""
+    """The file's frames that this process can read. All others are counted in `stays`."""
     try:
         if not os.fstat(file.fileno()).st_size:  # a power cut leaves the name without the bytes
             yield b"", CorruptRecordError("an empty file")
@@ -182,22 +183,21 @@ def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
 
 
 def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
-    """Add to the sum of (domain, draft version).
+    """Add to the sum for (domain, draft version).
 
-    If there are MAX_SUMS already, add to that of the others: senders choose both names, and each
-    sum becomes a line of the journal.
+    If there are already MAX_SUMS sums, a new key is added to the sum for OTHER, because senders
+    choose both names and each sum becomes a line in the journal.
     """
     key = key if key in sums or len(sums) < MAX_SUMS else (OTHER, OTHER)
     sums[key] = sums.get(key, AcceptanceCounts.zero()) + acceptance
 
 
 def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Taken:
-    """Commit `frames` to the buffer, in transactions of bounded size.
-
-    Then the last records were not stored, and all can be sent again.
+    """Commit `frames` to the buffer in transactions of bounded size.
 
     Raises:
-        BufferFullError: if the buffer's disk is full.
+        BufferFullError: if the buffer's disk is full. Then the last records were not stored, and
+            all of them can be sent again.
     """
     taken = Taken()
     for batch in _batches(mark_unfit(frames, vocab_size)):
@@ -218,9 +218,10 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
 
 
 def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecordError]]]:
-    """Lists of at most BATCH_RECORDS frames, and of BATCH_BYTES or one frame.
+    """Lists of at most BATCH_RECORDS frames with at most BATCH_BYTES, or one larger frame.
 
-    The text that a segment leaves out counts: `Buffer.append` puts it into the record and its frame.
+    The text that a segment omits counts too, because `Buffer.append` puts it into the record and
+    its frame.
     """
     batch: list[tuple[bytes, Record | CorruptRecordError]] = []
     num_bytes = 0
@@ -240,9 +241,9 @@ def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecor
 def mark_unfit(
     frames: Frames, vocab_size: int
 ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """The same frames, with an error in place of every record unfit for training.
+    """The same frames, with an error in place of every record that is unfit for training.
 
-    A token id beyond the vocabulary would crash every step with it.
+    A token id outside the vocabulary would crash every step that contains it.
     """
     for frame, record in frames:
         fault = _find_unfit(record, vocab_size) if isinstance(record, Record) else None
@@ -252,7 +253,7 @@ def mark_unfit(
 def count_acceptance(record: Record) -> AcceptanceCounts:
     """The acceptance of the version's drafts in one record.
 
-    Every step ends with a bonus row, whose draft id is -1; one without a draft has no other row.
+    Every step ends with a bonus row, whose draft id is -1. A step without a draft has no other row.
     """
     is_own_R = record.is_own
     is_bonus_R, is_accepted_R = (record.draft_ids == -1)[is_own_R], record.accepted[is_own_R]

@@ -21,7 +21,7 @@ POLL_S = 0.1
 
 
 class Pauses:
-    """Asks servers whether requests run. For use from the thread that computes."""
+    """Pauses while servers run requests. For use from the thread that computes."""
 
     def __init__(self, list_urls: Callable[[], Sequence[str]]) -> None:
         self.list_urls = list_urls
@@ -30,7 +30,7 @@ class Pauses:
         self._since = time.monotonic(), time.process_time()
 
     def wait(self) -> None:
-        """Wait while a server answers requests, but not for too long."""
+        """Wait while a server runs requests, up to LONGEST times the preceding computation."""
         began_s = now_s = time.monotonic()
         # The CPU's time has that of all threads, and the clock's the wait for records.
         computed_s = min(began_s - self._since[0], time.process_time() - self._since[1])

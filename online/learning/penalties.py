@@ -19,9 +19,9 @@ Array = NDArray[np.float64]
 
 
 def is_undecided(record: Record) -> bool:
-    """Whether the penalties of a request cannot be applied to the record.
+    """Whether the penalties of the record's request cannot be applied to it.
 
-    A repetition penalty multiplies logits, and a record from a tap holds log-probabilities only.
+    A repetition penalty multiplies logits, but a record from a tap contains only log-probabilities.
     """
     if record.sampling.repetition_penalty == 1:
         return False
@@ -29,11 +29,11 @@ def is_undecided(record: Record) -> bool:
 
 
 def penalise(record: Record) -> Record:
-    """The record with the distributions of its text after the penalties.
+    """The record, with penalties applied to the distributions of its text.
 
-    Rows on rejected branches stay as they are. Exact for a record with the whole vocabulary.
-    Otherwise the tokens that were not kept keep their mass together, because it is not known which
-    of them were seen: a repetition penalty would have left them less.
+    Rows on rejected branches are unchanged. The result is exact for a record with the whole
+    vocabulary. Otherwise the tokens that were not kept retain their combined mass, because it is
+    not known which of them were seen; a repetition penalty would have reduced that mass.
     """
     sampling = record.sampling
     if (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
@@ -74,7 +74,7 @@ def penalise(record: Record) -> Record:
 def count_before(
     tokens_T: NDArray[np.int32], position_R: NDArray[np.int32], ids_RK: NDArray[np.int32]
 ) -> Array:
-    """How often each id of a row occurs in `tokens_T` before the row's position, [R, K]."""
+    """How often each id in a row occurs in `tokens_T` before the row's position, [R, K]."""
     # One number for a token at a place, sorted: the places before a position are a range of it.
     width = len(tokens_T) + 1
     # E.g. tokens 7, 5, 7, so width 4: places 21, 28, 30. Token 7 before position 2 is the range

@@ -33,7 +33,7 @@ class Hashes(NamedTuple):
     request: int
 
     def is_held_out(self, fraction: float) -> bool:
-        """True for `fraction` of all prompts.
+        """Whether the prompt is held out, as `fraction` of all prompts are.
 
         All segments and repetitions of a request get the same answer.
         """
@@ -47,7 +47,7 @@ class PromptKey:
 
     @classmethod
     def make(cls) -> PromptKey:
-        """A new key that ends with this process."""
+        """A new key that lasts only as long as this process."""
         return cls(make_secret())
 
     def hash(self, record: Record) -> Hashes:
@@ -81,12 +81,12 @@ class _Note:
 def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     """The key in the buffer's folder, made if there is none; only this user can read it.
 
-    A lost one is replaced, and told. `newest` is the highest number of a record so far;
-    `has_hashes` says whether a key has hashed any.
+    A lost key is replaced, and the loss is reported. `newest` is the highest sequence number of a
+    record so far; `has_hashes` says whether a key has hashed any record.
 
     Raises:
-        ValueError: if a later release wrote held-out.json, OSError if a file cannot be read or
-            written.
+        ValueError: if a later release wrote held-out.json.
+        OSError: if a file cannot be read or written.
     """
     secret, damage = _read_secret(folder / KEY), list[str]()
     saved: _Note | None = None
@@ -128,7 +128,7 @@ def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) ->
 
 
 def _take_away(folder: Path, problem: str, note: _Note) -> str:
-    """Set the damaged key aside; returns the sentence about it."""
+    """Set the damaged key aside; returns a sentence that reports it."""
     # First: after a kill on the way, the next start finds no key that fits.
     write_sealed(folder / NOTE, asdict(note), mode=0o600)
     path = folder / KEY

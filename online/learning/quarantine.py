@@ -31,9 +31,9 @@ SUFFIX = ".frame"
 
 
 class Quarantine:
-    """Not thread-safe.
+    """Examples of bad records. Not thread-safe.
 
-    A full or broken disk loses examples and nothing else: no method raises OSError.
+    A full or broken disk loses examples but nothing else: no method raises OSError.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Quarantine:
                     self._files.append((int(time_ns), reason, path.stat().st_size))
 
     def keep(self, frame: bytes, error: CorruptRecordError) -> None:
-        """Set the frame aside, unless there are young examples of its reason already."""
+        """Set the frame aside, unless there are enough recent examples with its reason."""
         now_ns = int(1e9 * self._clock())
         same = [file for file in self._files if file[1] == error.reason]
         is_young = bool(same) and now_ns - same[0][0] < 1e9 * KEPT_S
@@ -98,7 +98,7 @@ class Quarantine:
     def _remove(self, file: tuple[int, str, int]) -> bool:
         """Overwrite and delete a file; returns whether it is gone.
 
-        If not, the next call may succeed.
+        If it is not gone, the next call may succeed.
         """
         time_ns, reason, _ = file
         path = self._path(time_ns, reason)
@@ -117,13 +117,13 @@ class Quarantine:
 
 
 def overwrite(path: Path) -> None:
-    """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes.
+    """Overwrite the file's bytes on the disk with zeros, as SQLite does with deleted content.
 
-    A link, a file of several names, a pipe or a folder stays as it is: whoever put it there chose
-    the bytes behind it, and they may be any file of this user.
+    A link, a file with several names, a pipe or a folder is left as it is: whoever put it there
+    chose the bytes behind it, and they may be those of any file of this user.
 
     Raises:
-        OSError
+        OSError: if the file cannot be opened or written.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for its other end.

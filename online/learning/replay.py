@@ -62,7 +62,7 @@ class RecordedBatch(Batch):
 
 
 def read_signal(batch: Batch) -> TargetSignal:
-    """The signal for `Distillation`: it was recorded, so it comes with the batch."""
+    """The signal for `Distillation`, which was recorded and so comes with the batch."""
     assert isinstance(batch, RecordedBatch)
     return batch.signal
 
@@ -80,10 +80,10 @@ def make_batches(
     salt: int = 0,
     reads: Reads = "nothing",
 ) -> list[RecordedBatch]:
-    """All texts in `num_batches` batches of one shape.
+    """All texts, packed into `num_batches` batches of one shape.
 
-    If there are too few rows, some batches are all padding. If the draft reads hidden states, a
-    text starts at the first token with hidden states, and rows after the last such token are
+    If there are too few rows, some batches are all padding. If the draft reads hidden states, each
+    text starts at its first token with hidden states, and rows after the last such token are
     dropped. The packing depends on `seed`; `salt` goes into every batch.
     """
     top_k = min(
@@ -119,9 +119,9 @@ def make_batches(
 
 
 def _from_first_state(text: TrainingSequence) -> TrainingSequence:
-    """The text from the first token with hidden states, and the rows of such tokens.
+    """The text from its first token with hidden states on, with only the rows of such tokens.
 
-    The last token has none. A row without hidden states can neither be predicted from nor be
+    The last token has no hidden states. A row without them can be neither predicted from nor
     compared with.
     """
     begin = text.hidden_begin
@@ -133,7 +133,7 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
     """The last `sequence_length` tokens.
 
-    A filler follows if the last row predicts the token after them.
+    A filler token is added if the last row predicts the token after them.
     """
     ids_T = text.input_ids_T
     # A record may have a row after its last token, and no token is known there.

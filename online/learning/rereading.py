@@ -22,9 +22,9 @@ from redraft.online.records.spool import SpoolWriter, open_file
 
 
 def needs_reading(record: Record, reads: Reads) -> bool:
-    """Whether a record lacks what a draft learns from: distributions, or states for a head.
+    """Whether a record lacks what a draft learns from: distributions or, for a head, states.
 
-    A record with draft tokens comes from the plugin, and has everything.
+    A record with draft tokens comes from the plugin and is complete.
     """
     has_drafts = bool((record.draft_ids >= 0).any())
     has_states = reads == "nothing" or bool(record.hidden)
@@ -35,7 +35,7 @@ def needs_reading(record: Record, reads: Reads) -> bool:
 def read_again(
     record: Record, target: InProcessTarget, reads: Reads, k: int, device: torch.device
 ) -> Record:
-    """The record with the target's top k at every output token, and with states if they are read."""
+    """The record with the target's top k at every output token, and any states that are read."""
     ids_T = np.concatenate([record.context_ids, record.output_ids])
     first, count = len(record.context_ids), len(record.output_ids)
     signal = target(Batch.padded([ids_T.tolist()], num_prompt_tokens=first, device=device))
@@ -70,10 +70,11 @@ def read_file(
 ) -> dict[str, int]:
     """Write the scored records of a spool file, remove the file, and count records by outcome.
 
-    A killed run reads the file again, and the learner takes a record with a known id once.
+    If a run is killed, the next one reads the file again, but the learner accepts a record with a
+    known id only once.
 
     Raises:
-        OSError: the output cannot be written; the file stays.
+        OSError: if the output cannot be written; the file stays.
     """
     counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
     frames = []

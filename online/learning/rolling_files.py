@@ -52,10 +52,10 @@ REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
 
 class RollingFiles:
-    """The files of a folder, or one in memory.
+    """The files in a folder, or one file in memory.
 
-    Not thread-safe. A file that proves damaged is deleted whole, because the rest of it cannot be
-    trusted.
+    Not thread-safe. A file that proves damaged is deleted as a whole, because the rest of it cannot
+    be trusted.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class RollingFiles:
         counts: Counter[str],
         damage: list[str],
     ) -> None:
-        """Open the files of `folder`; dropped records count in `counts`, `damage` says why."""
+        """Open the files in `folder`.
+
+        Dropped records are counted in `counts`, and the reasons are added to `damage`.
+        """
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
         self.tenant_share = tenant_share
         self._file_bytes, self._file_age_s = max_bytes / NUM_FILES, max_age_s / NUM_FILES
@@ -116,12 +119,12 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """The highest number in a file, or that a later release's may have; 0 without any."""
+        """The highest number in any file, or that a later release's file may contain; 0 if none."""
         later = [_first_number(path) + MAX_LATER_RECORDS for path in self.later]
         return max([int(self.index()["seq"].max(initial=0)), *later])
 
     def index(self) -> Index:
-        """INDEX_DTYPE [records], over all files, by ascending sequence number."""
+        """The index of all files, INDEX_DTYPE [records], by ascending sequence number."""
         index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
         # `concatenate` has copied, so the cached index of each file stays as it is.
         if len(self._rehashed):
@@ -131,14 +134,14 @@ class RollingFiles:
         return index
 
     def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:
-        """The result of `operation` on each file, oldest first, without those that prove damaged."""
+        """The result of `operation` on each file, oldest first, except those that prove damaged."""
         for file in list(self.files):  # a copy: a damaged file is removed from the list
             yield from self.unless_damaged(file, lambda file: [operation(file)], list[T]())
 
     def unless_damaged(
         self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T
     ) -> T:
-        """`operation(file)`; if the file proves damaged, it is dropped and `otherwise` returned."""
+        """`operation(file)`; if the file proves damaged, drop it and return `otherwise`."""
         try:
             return operation(file)
         except sqlite3.DatabaseError as error:
@@ -146,7 +149,7 @@ class RollingFiles:
             return otherwise
 
     def insert(self, rows: list[tuple[int, Row, bytes]], now_s: float) -> None:
-        """Store all (seq, row, frame); an exception means that none is stored."""
+        """Store all (seq, row, frame) tuples; if this raises, none of them is stored."""
         # Room first: it may drop the newest file as well, and then `_newest` begins another.
         num_bytes = estimate_bytes(frame for _, _, frame in rows)
         while self.files and self.num_bytes() + num_bytes > self.max_bytes:
@@ -175,10 +178,10 @@ class RollingFiles:
         self._drop(self.files[0], "evicted")
 
     def _write_again(self, file: BufferFile, kept: NDArray[np.bool_]) -> bool:
-        """Replace a file by one with the kept records; False if it cannot be.
+        """Replace a file with one that contains only the kept records; False if that fails.
 
-        What is left of it goes to the end of the file before, if that is small: else a flood would
-        leave more and more files.
+        If little remains, it is appended to the preceding file: otherwise a flood would leave more
+        and more files.
         """
         at = self.files.index(file)
         before, index = self.files[max(0, at - 1)], file.index()[kept]
@@ -208,7 +211,7 @@ class RollingFiles:
         return True
 
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
-        """The file to write to: the last one, until it has its share of bytes or age."""
+        """The file to write to: the last one, until it has reached its share of bytes or age."""
         if self.files:
             newest = self.files[-1]
             is_old = now_s - newest.oldest_s() >= self._file_age_s
@@ -219,9 +222,9 @@ class RollingFiles:
         return self.files[-1]
 
     def read(self, seq: int) -> Record | None:
-        """A record; None if it is not in the files any more.
+        """The record with this number; None if it is no longer in the files.
 
-        A corrupt one is counted and deleted.
+        A corrupt record is counted and deleted.
         """
         file = self._find(seq)
         frame = (
@@ -247,8 +250,8 @@ class RollingFiles:
     def open_key(self, newest: int) -> PromptKey:
         """The folder's key.
 
-        Records that a lost one has hashed get hashes by the new one, and stay on the same side.
-        `newest` is the highest sequence number given so far.
+        Held-out records that were hashed with a lost key are hashed again with the new one, and
+        stay on the same side. `newest` is the highest sequence number assigned so far.
         """
         if self.folder is None:
             return PromptKey.make()
@@ -294,7 +297,11 @@ class RollingFiles:
         self._remove(file)
 
     def _drop_damaged(self, file: BufferFile, error: sqlite3.DatabaseError) -> None:
-        """Raises: the error, if it is about anything but the file."""
+        """Drop a damaged file.
+
+        Raises:
+            sqlite3.DatabaseError: the given error, if it concerns anything but the file.
+        """
         if not is_damaged(error):
             raise error
         self._note_damage(file.path, error)

@@ -50,9 +50,9 @@ def score(
     sequence_length: int,
     reads: Reads = "nothing",
 ) -> list[AcceptanceCounts]:
-    """Expected drafts and accepted draft tokens of every record.
+    """Expected numbers of drafts and accepted draft tokens for every record.
 
-    They are those of `draft`, had it drafted for the record's request.
+    They are the numbers for `draft`, had it drafted for the record's request.
 
     Raises:
         ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
@@ -70,9 +70,9 @@ def score(
 
 
 def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
-    """The record's text, with the target's distributions as its request changed them.
+    """The record's text, with the target's distributions as changed by its request.
 
-    None if it has no rows.
+    None if the text has no rows.
     """
     text = training_sequence(penalise(record))
     if record.constraints:
@@ -86,11 +86,11 @@ def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedB
 
 
 def hold_to_text(text: TrainingSequence) -> TrainingSequence:
-    """The text with all of a row's mass on the token that the engine wrote there.
+    """The text with all of each row's mass on the token that the engine wrote there.
 
-    The tokens forbidden by a constraint are not recorded, but the written one was drawn from the
-    constrained distribution p. So 1[draft token = written token] has the mean p(draft token), which
-    is the acceptance of a greedy draft. Of a sampled draft it is a lower bound.
+    The tokens forbidden by a constraint are not recorded, but the written token was drawn from the
+    constrained distribution p. So 1[draft token = written token] has mean p(draft token), which is
+    the acceptance of a greedy draft. For a sampled draft it is a lower bound.
     """
     kept_R = text.rows_R + 1 < len(text.input_ids_T)  # no token is known after the last
     rows_R, ids_RK = text.rows_R[kept_R], text.topk_ids_RK[kept_R]
@@ -121,9 +121,9 @@ class RequestScore:
 def score_requests(
     draft: Draft, records: Iterable[Record], **settings: Any
 ) -> dict[Request, RequestScore]:
-    """The score of every request, in order of the first segments; `settings` are those of `score`.
+    """The score of every request, ordered by first segment; `settings` are those of `score`.
 
-    Holds one record at a time, because the held-out records may be larger than the memory.
+    Only one record is in memory at a time, because the held-out records may exceed the memory.
     """
     found: dict[Request, RequestScore] = {}
     for record in records:
@@ -144,12 +144,12 @@ def pair_scores(
     incumbent: Mapping[Request, RequestScore],
     names: Mapping[str, str] | None = None,
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str], list[str]]:
-    """The counts of the requests that can be compared, by candidate and incumbent.
+    """The counts of the requests that can be compared, for candidate and incumbent.
 
-    Returns (candidate's counts, incumbent's counts, domains by `names`, thinking modes). A request is left out if
-    its records expired between the two scorings, or if the incumbent's score is not finite: the
-    served draft is known to be finite, so the record is to blame. A request whose score is not
-    finite for the candidate only stays, as evidence against the candidate.
+    Returns (candidate's counts, incumbent's counts, domains by `names`, thinking modes). A request
+    is left out if its records expired between the two scorings, or if the incumbent's score is not
+    finite: the served draft is known to be finite, so the record is to blame. A request whose score
+    is non-finite only for the candidate is kept, as evidence against the candidate.
     """
     compared = [
         key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)
@@ -163,9 +163,10 @@ def pair_scores(
 
 
 def name_modes(scores: Sequence[RequestScore]) -> list[str]:
-    """The thinking mode of each request, under which it is judged.
+    """The thinking mode under which each request is judged.
 
-    As for domains, one of several tenants alone has no mode of its own: anybody can ask for one.
+    As with domains, a mode that only one of several tenants uses is not judged by itself, because
+    anybody can ask for a mode.
     """
     tenants: dict[str, set[str]] = {}
     for score in scores:
@@ -180,9 +181,9 @@ def name_modes(scores: Sequence[RequestScore]) -> list[str]:
 def list_rows(
     scores: Iterable[RequestScore], names: Mapping[str, str]
 ) -> list[tuple[str, float, float]]:
-    """Domain by `names`, drafts and accepted tokens of every request with drafts.
+    """Domain by `names`, drafts and accepted tokens for every request with drafts.
 
-    The others say nothing of a draft.
+    The other requests give no evidence about a draft.
     """
     usable = [score for score in scores if _is_finite(score.counts) and score.counts.num_drafts > 0]
     return [
@@ -203,11 +204,11 @@ def score_rows(
     method: Method,
     num_speculative_tokens: int,
 ) -> tuple[NDArray[np.int64], Array]:
-    """The rows and the probabilities from which the one text in `batch` is scored.
+    """The rows and the probabilities from which the single text in `batch` is scored.
 
-    Returns (rows at which a block can begin [R], probabilities of acceptance [J, R]). Entry [j, r]
-    is the acceptance probability of row r's token as the j-th of a block, if all before it were
-    accepted. An autoregressive draft has the same probability for every j.
+    Returns (rows at which a block can begin [R], acceptance probabilities [J, R]). Entry [j, r] is
+    the acceptance probability of row r's token as the j-th token in a block, if all tokens before
+    it were accepted. An autoregressive draft has the same probability for every j.
     """
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
     by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
@@ -241,7 +242,7 @@ def _alpha_by_row(
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
     """Expected drafts and accepted tokens over all stretches of consecutive rows.
 
-    A block that would reach beyond one is left out.
+    A block that would extend beyond its stretch is left out.
     """
     # one more token, because `expected_blocks` counts the prefill's, after which the first block
     # begins
@@ -256,7 +257,7 @@ def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceC
 
 
 def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[Array]:
-    """The values of every stretch by block, [T, K].
+    """The values in each stretch by block, [T, K].
 
     Token j of a block that begins at row r is in row r + j.
     """

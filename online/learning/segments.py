@@ -36,20 +36,21 @@ class Text(NamedTuple):
 
 class Segments:
     def __init__(self, find_text: Callable[[str], Text | None]) -> None:
-        """`find_text` gives the text of a stored record by its id."""
+        """`find_text` returns the text of a stored record, given its id."""
         self._find_text = find_text
         self._room: dict[int, int] = {}  # bytes that may still be joined, by hash of the request
 
     def reset(self) -> None:
-        """Let every request begin again from its stored segment."""
+        """Make every request begin again from its stored segment."""
         self._room.clear()
 
     def join(
         self, frames: Frames, known: Collection[str]
     ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-        """The frames, with a whole record in place of each that continues another one.
+        """The frames, with a self-contained record in place of each that continues another one.
 
-        The other one is among them, or stored. Those with `known` ids stay as they are.
+        That other record is among the frames or already stored. Records with `known` ids stay as
+        they are.
         """
         texts: dict[str, Text] = {}
         for frame, record in frames:
@@ -68,10 +69,11 @@ class Segments:
             yield frame, record
 
     def _join(self, record: Record, frame: bytes, before: Text | None) -> Record:
-        """The self-contained record; as it is if the text before it was lost.
+        """The self-contained record, or the record as it is if the preceding text was lost.
 
         Raises:
-            CorruptRecordError: if that text ends too early, or the request has no room left.
+            CorruptRecordError: if the preceding text ends too early, or the request has no room
+                left.
         """
         request = hash((record.server_id, record.request_id))
         if request not in self._room:

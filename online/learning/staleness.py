@@ -88,7 +88,7 @@ def compare(
 ) -> Staleness | None:
     """The staleness of a draft.
 
-    None if fewer than `gate.min_requests` new requests are of known domains.
+    None if fewer than `gate.min_requests` new requests are from known domains and no domain is new.
     """
     then_by, now_by = _group(then), _group(now)
     enough = gate.min_domain_requests
@@ -127,17 +127,16 @@ def compare(
 def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
     """The targets whose requests no longer show how good a draft is.
 
-    They are found by the scores of one draft on all of them.
+    They are found from the scores of one draft on the requests of all targets.
 
     Args:
-        rows: By target: the served one, then the newest to the oldest.
+        rows: The rows by target: the served target first, then the others from newest to oldest.
         policy: The confidence of a difference, in either direction.
-        gate: Smallest number of requests to compare. Targets with fewer are taken together, e.g. if
-        a trainer moves the
-            weights every minute.
+        gate: The smallest number of requests to compare. Targets with fewer are pooled, e.g. if a
+            trainer changes the weights every minute.
 
     Returns:
-        The oldest targets, from the first proven difference on. Small moves leave all of them
+        The oldest targets, from the first proven difference on. Small changes leave all of them
         usable.
     """
     targets, now, then, waiting = list(rows), list[Row](), list[Row](), list[str]()
@@ -175,7 +174,7 @@ def _estimate_losses(
     known: Sequence[str],
     enough: int,
 ) -> dict[str, Estimate]:
-    """The loss of `acceptance` over these domains, and of each one with enough requests now."""
+    """The loss of acceptance over these domains, and in each one with enough requests now."""
     # by drafts, because tau is a mean over drafts and not over requests
     weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
     total = sum(weights.values())
@@ -193,7 +192,7 @@ def _estimate_losses(
 
 
 def _share_confidence(policy: SleepPolicy, judged: Mapping[str, Estimate]) -> float:
-    """The confidence of each, so that one alarm of several is not likelier than one alone."""
+    """The confidence of each, so that several cause no more false alarms than one alone."""
     return 1 - (1 - policy.confidence) / len(judged)
 
 
@@ -218,9 +217,9 @@ def _estimate_rate(rows: Sequence[Row]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep:
-    """The reference of the served draft, and whether the learner sleeps.
+    """The reference of the served draft, and whether the learner is asleep.
 
-    Saved on disk, over kills.
+    It is saved on disk and survives kills.
     """
 
     version: str = ""
@@ -239,21 +238,22 @@ class Sleep:
     """Records passed over in all."""
 
     def is_asleep_at(self, version: str) -> bool:
-        """Whether the learner sleeps while it serves `version`.
+        """Whether the learner is asleep while `version` is served.
 
-        Any other version than the reference's wakes it.
+        Any version other than that of the reference wakes the learner.
         """
         return self.is_asleep and self.version == version
 
     def refer(self, version: str, through: int, rows: Sequence[Row], drafting: str = "") -> Sleep:
-        """A new reference; awake, unless only the drafting is new."""
+        """The state with a new reference; awake, unless only the drafting settings are new."""
         base = self if version == self.version else Sleep(num_saved=self.num_saved)
         return replace(base, version=version, drafting=drafting, through=through, then=tuple(rows))
 
     def fall_asleep(self, now: Sequence[Row]) -> Sleep:
-        """Asleep.
+        """The state after falling asleep.
 
-        Domains of `now` that are not in the reference are no longer new: training has seen them.
+        Domains in `now` that are not in the reference are no longer new, because training has used
+        them.
         """
         known = {domain for domain, _, _ in self.then}
         then = (*self.then, *(row for row in now if row[0] not in known))
@@ -265,7 +265,7 @@ class Sleep:
         return replace(self, is_asleep=False, num_passed=0)
 
     def pass_over(self, num_records: int) -> Sleep:
-        """Asleep still, with that many records more that are not trained as new."""
+        """The state, still asleep, after `num_records` more records are not trained on as new."""
         return replace(
             self, num_passed=self.num_passed + num_records, num_saved=self.num_saved + num_records
         )
@@ -277,9 +277,9 @@ class Sleep:
         policy: SleepPolicy,
         records_per_candidate: int,
     ) -> str:
-        """The reason to train again, with `num_waiting` records not trained yet.
+        """The reason to train again, given `num_waiting` records that are not trained on yet.
 
-        Empty if there is none.
+        Empty if there is no reason.
         """
         candidates = (self.num_passed + num_waiting) / records_per_candidate
         # After 1, 2, 3 attempts: 1, 2, 4 candidates with a proven loss, and 4, 8, 16 without one.

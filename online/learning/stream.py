@@ -82,7 +82,7 @@ class StreamSource:
         now_s: Callable[[], float] = time.time,
         registry_id: str = "",
     ) -> None:
-        """`now_s` gives the time of arrival, in the event loop's thread.
+        """`now_s` returns the time of arrival and is called in the event loop's thread.
 
         `registry_id` keeps learners of two registries apart.
         """
@@ -103,12 +103,12 @@ class StreamSource:
     async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer.
 
-        Empty if none arrived for a moment. Records of a later layout go back to the log, or are
-        overwritten too without `keep_later`. In neither case is a record lost.
+        The result is empty if no record arrived for a moment. Records of a later layout go back to
+        the log, or are overwritten too if `keep_later` is False.
 
         Raises:
-            BufferFullError: if the buffer's disk is full.
-            BrokerError: if NATS does not answer.
+            BufferFullError: if the buffer's disk is full; no record is lost.
+            BrokerError: if NATS does not answer; no record is lost.
         """
         try:
             with wrap_broker_errors(self.ingest):
@@ -161,7 +161,11 @@ class StreamSource:
                 await message.ack()
 
     async def _erase(self, message: Any) -> None:
-        """Raises: BrokerError if the broker refuses or does not answer."""
+        """Overwrite a message in the broker's files.
+
+        Raises:
+            BrokerError: if the broker refuses or does not answer.
+        """
         request = json.dumps({"seq": message.metadata.sequence.stream}).encode()
         subject = f"$JS.API.STREAM.MSG.DELETE.{self.config.stream}"
         answer = json.loads(
@@ -171,9 +175,9 @@ class StreamSource:
             raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
-        """Give every unacknowledged message back, so that the next `take` gets it at once.
+        """Give every unacknowledged message back, so that the next `take` receives it at once.
 
-        Those of a later layout are given back too.
+        Messages of a later layout are given back too.
         """
         client, self._client, self._pull = self._client, None, None
         if client is not None:
@@ -202,9 +206,9 @@ class StreamSource:
 
 
 class Pull:
-    """Sends requests to a consumer, one at a time, and collects messages as they come.
+    """Sends requests to a consumer, one at a time, and collects messages as they arrive.
 
-    Nats-py's `fetch` would delay every record of light traffic.
+    The `fetch` of nats-py would delay every record in light traffic.
     """
 
     def __init__(self, client: Any, stream: str, consumer: str) -> None:
@@ -221,10 +225,10 @@ class Pull:
         await self.client.subscribe(self._inbox, cb=self._on_message)
 
     async def next(self) -> list[Any]:
-        """All arrived messages; none after WAIT_S.
+        """All messages that have arrived; empty if none arrives within WAIT_S.
 
         Raises:
-            BrokerError: nats.errors.Error.
+            BrokerError, nats.errors.Error: if the log or the connection fails.
         """
         await self._request_more()
         with suppress(TimeoutError):
@@ -290,10 +294,10 @@ async def provide_stream(
 ) -> None:
     """Create or update the stream and our consumer.
 
-    A record has one consumer.
+    Each record has one consumer.
 
     Raises:
-        BrokerError: if a running learner takes them.
+        BrokerError: if a running learner already takes the records.
     """
     wanted = {
         "subjects": [config.subjects],
@@ -352,7 +356,7 @@ async def _make_way(stream: Any, config: Nats) -> None:
     """Delete former learners' consumers of these records.
 
     Raises:
-        BrokerError: one is running.
+        BrokerError: if one of them is running.
     """
     for found in await stream.consumers_info(config.stream):
         # A running learner nearly always has a request waiting at the broker, a former one never.

@@ -54,7 +54,7 @@ class Progress:
 
 
 class Trainer:
-    """Picks the records, drives the candidate on all ranks, keeps checkpoints.
+    """Picks the records, drives the candidate on all ranks and keeps checkpoints.
 
     Blocking; for use from one thread.
     """
@@ -79,7 +79,7 @@ class Trainer:
     def start(self) -> str:
         """Resume the newest intact checkpoint and return its name.
 
-        Without one, begin at the served version and return SERVED.
+        If there is none, begin at the served version and return SERVED.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         commits = self.buffer.commits() or self._recover_commits()
@@ -103,9 +103,9 @@ class Trainer:
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
-        """Commits of the checkpoints, newest first, then of the registry.
+        """Commits recovered from the checkpoints, newest first, then from the registry.
 
-        The buffer has lost its list, or is new.
+        They are used if the buffer has lost its list or is new.
         """
         if self.buffer.config.folder is None:  # then every start begins at the served version
             return []
@@ -130,7 +130,7 @@ class Trainer:
         return True
 
     def lag(self) -> int:
-        """The number of training records not trained yet."""
+        """The number of training records that have not been trained on yet."""
         return self.find_waiting()[1]
 
     def oldest_untrained(self) -> Record | None:
@@ -141,13 +141,13 @@ class Trainer:
         self.anchors = [record for record in self.anchors if record.tenant != name]
 
     def find_waiting(self) -> tuple[int, int]:
-        """(sequence number of the newest training record, number of those not trained yet)."""
+        """(sequence number of the newest training record, number of those not yet trained on)."""
         return self.buffer.bound_lag(self.progress.through, 0)
 
     def step(self) -> StepStats | None:
-        """One optimizer step on the next fresh records and replayed ones.
+        """Take one optimizer step on the next fresh records and on replayed ones.
 
-        None if too few fresh records wait.
+        Returns None if too few fresh records are waiting.
         """
         through, num_skipped = self.buffer.bound_lag(
             self.progress.through, self.cfg.max_lag_records
@@ -184,7 +184,7 @@ class Trainer:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether more steps were not finite than a candidate may have."""
+        """Whether more steps were non-finite than a candidate is allowed."""
         # By default a candidate has 128 // 4 = 32 steps, so the fourth non-finite one is too many:
         # 4 / 32 > 0.1.
         share = self.num_not_finite / max(
@@ -193,12 +193,12 @@ class Trainer:
         return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
 
     def checkpoint(self) -> str:
-        """Write and commit a checkpoint; returns the name.
+        """Write and commit a checkpoint; returns its name.
 
-        Then the last one still counts.
+        If this raises, the last checkpoint still counts.
 
         Raises:
-            NotFiniteError
+            NotFiniteError: if the weights are not finite.
             OSError: if a disk is full.
         """
         name = f"checkpoint-{self._next_number():06d}"
@@ -216,7 +216,7 @@ class Trainer:
     def discard(self) -> None:
         """Go back to the last checkpoint.
 
-        The records since then do not count as new: they may be to blame.
+        The records trained on since then do not become new again, because they may be to blame.
         """
         newest = next(iter(self.buffer.commits()), None)
         through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
@@ -230,7 +230,7 @@ class Trainer:
         self.num_steps = self.num_not_finite = 0
 
     def give_up(self) -> None:
-        """Let no start resume the draft in training. From any thread."""
+        """Prevent any start from resuming the draft in training. May be called from any thread."""
         self.buffer.commit_trained(SERVED, self.progress.through)
 
     def begin_again(self) -> None:

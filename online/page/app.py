@@ -52,7 +52,7 @@ HEADERS = {
 
 
 class _JournalReader:
-    """Reads the journal incrementally. Locked, because requests come from several threads."""
+    """Reads the journal incrementally, under a lock, because several threads send requests."""
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
         self._journal = Journal(folder)
@@ -77,7 +77,7 @@ def build_app(
     *,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
-    """The application for the journal in `folder`, with `registry` under /metrics."""
+    """Build the application for the journal in `folder`, with `registry` under /metrics."""
     reader = _JournalReader(folder, clock)
 
     def asset(request: Request) -> Response:
@@ -112,9 +112,9 @@ def build_app(
 
 @asynccontextmanager
 async def serve_in_background(app: Starlette, page: Page) -> AsyncIterator[str]:
-    """Serve `app` as long as the context lasts, and yield the address.
+    """Serve `app` for as long as the context is open, and yield the address.
 
-    Port 0 picks a free port.
+    Port 0 selects a free port.
 
     Raises:
         OSError: if the port is taken, or the host is not an address of this machine.

@@ -55,9 +55,10 @@ def compose_headline(
     is_asleep: bool = False,
     promoted: int | None = None,
 ) -> Headline:
-    """Compose the page's answer.
+    """Compose the headline of the page.
 
-    Tokens per drafted step, the change since the last version, the learner's phase.
+    It gives the tokens per drafted step, the change since the last version, and the learner's
+    phase.
     """
     learner = _describe_learner(state, is_asleep, promoted)
     if draft is None:
@@ -97,9 +98,9 @@ def compose_headline(
 
 
 def find_served_draft(history: History) -> ServedDraft | None:
-    """Find the version most servers had when last heard of.
+    """Find the version that most servers had in their latest entries.
 
-    In a tie, the most recently seen one wins.
+    In a tie, the most recently observed version wins.
     """
     recent = _select_engine_entries(history, ending_s=None)
     if not recent:
@@ -123,9 +124,9 @@ def find_served_draft(history: History) -> ServedDraft | None:
 
 
 def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
-    """Acceptance of the version before, over the RECENT_S before the first swap.
+    """Select the previous version's entries in the RECENT_S before the first swap.
 
-    Rollbacks are skipped: their version had been served before, and replaced a canary.
+    Rollbacks are skipped, because their version had been served before and replaced a canary.
     """
     first: SwapEntry | None = None
     # From the newest swap back to the first of the last run of swaps to this version.
@@ -141,7 +142,10 @@ def _select_entries_before(history: History, version: str) -> list[AcceptanceEnt
 
 
 def _select_engine_entries(history: History, ending_s: float | None) -> list[AcceptanceEntry]:
-    """Engines' counts in the RECENT_S before `ending_s`, or before the last entry with traffic."""
+    """Select the engines' counts in the RECENT_S before `ending_s`.
+
+    If it is None, the period ends with the last entry that has traffic.
+    """
     if ending_s is None:
         last = history.last(
             AcceptanceEntry, lambda entry: entry.domain is None and count_shown(entry)[0] > 0
@@ -158,10 +162,10 @@ def _select_engine_entries(history: History, ending_s: float | None) -> list[Acc
 
 
 def count_shown(entry: AcceptanceEntry) -> tuple[float, float]:
-    """Drafts and accepted tokens as the engine counts them, lookups included.
+    """Return drafts and accepted tokens as the engine counts them, including lookups.
 
-    The screen of `redraft up` and `redraft fleet watch` show the same. If the engine's are unknown,
-    they are those of the version.
+    The screen of `redraft up` and `redraft fleet watch` show the same numbers. If the engine's
+    counts are unknown, those of the version are returned.
     """
     if entry.served_drafts is None or entry.served_accepted is None:
         return entry.drafts, entry.accepted
@@ -174,13 +178,13 @@ def _compute_tau(entries: Sequence[AcceptanceEntry]) -> float:
 
 
 def _compute_own_tau(entries: Sequence[AcceptanceEntry]) -> float | None:
-    """tau of the version's own drafts; None without any."""
+    """Compute tau for the version's own drafts; None if there are none."""
     drafts = sum(entry.drafts for entry in entries)
     return 1 + sum(entry.accepted for entry in entries) / drafts if drafts else None
 
 
 def _sum_rates(entries: Sequence[AcceptanceEntry]) -> float | None:
-    """Tokens per second of all servers together; None if no engine counts them."""
+    """Sum the tokens per second of all servers; None if no engine counts them."""
     tokens, seconds = defaultdict[str | None, float](float), defaultdict[str | None, float](float)
     for entry in entries:
         if entry.served_tokens is not None and entry.served_s:
@@ -190,7 +194,7 @@ def _sum_rates(entries: Sequence[AcceptanceEntry]) -> float | None:
 
 
 def _compute_shares(entries: Sequence[AcceptanceEntry]) -> tuple[float, float] | None:
-    """`ServedDraft.shares`."""
+    """Compute `ServedDraft.shares`."""
     lookups = own = tokens = 0.0
     for entry in entries:
         if entry.served_accepted is not None and entry.served_tokens is not None:
@@ -202,7 +206,7 @@ def _compute_shares(entries: Sequence[AcceptanceEntry]) -> tuple[float, float] |
 
 
 def shorten_version(version: str) -> str:
-    """v000012 as v12; other names are returned unchanged."""
+    """Shorten v000012 to v12; other names are returned unchanged."""
     digits = version.removeprefix("v")
     return f"v{int(digits)}" if version.startswith("v") and digits.isdecimal() else version
 
@@ -235,14 +239,14 @@ def _describe_learner(state: StateEntry | None, is_asleep: bool, promoted: int |
 
 
 def describe_promoted(promoted: int) -> str:
-    """`No version was promoted yet` or `2 versions were promoted`."""
+    """Return `No version was promoted yet`, `2 versions were promoted` or the like."""
     if not promoted:
         return "No version was promoted yet"
     return "1 version was promoted" if promoted == 1 else f"{promoted} versions were promoted"
 
 
 def format_duration(seconds: float) -> str:
-    """The duration in the largest fitting unit: 42 s, 7 min, 3 h, 2 days."""
+    """Format a duration in the largest fitting unit: 42 s, 7 min, 3 h, 2 days."""
     # A unit begins at 90 s, 90 min and 48 h, so that no duration is a rounded 1.
     for unit_s, name in ((172800, "days"), (5400, "h"), (90, "min")):
         if seconds >= unit_s:

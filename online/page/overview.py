@@ -97,9 +97,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_overview(history: History, now_s: float, range_s: float = 0) -> Overview:
-    """Everything from the last `range_s` seconds, and the newest events.
+    """Build the page's data from the last `range_s` seconds, and from the newest events.
 
-    The events are verdicts, swaps and faults. A `range_s` of 0 is everything kept.
+    The events are verdicts, swaps and faults. A `range_s` of 0 covers everything that is kept.
     """
     first_s = history.begin_s()
     begin_s = max(now_s - range_s if range_s else 0.0, now_s if first_s is None else first_s)
@@ -158,7 +158,10 @@ def build_curves(
     width_s: float,
     rank: Callable[[float, float], float],
 ) -> list[Curve]:
-    """tau over time by name: the highest `rank(drafts, accepted)`, the others summed."""
+    """Build the curves of tau over time, by name.
+
+    Those with the highest `rank(drafts, accepted)` are shown, and the others are summed.
+    """
     # 1. Drafts and accepted tokens by name, to choose the curves to draw.
     totals: dict[str, list[float]] = {}
     for entry in entries:
@@ -198,9 +201,9 @@ def build_curves(
 
 
 def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
-    """One mark per rollout and rollback.
+    """Return one mark per rollout and rollback.
 
-    The first swap after the fleet was asked for another version.
+    It is the first successful swap after the fleet was asked for another version.
     """
     found: list[Mark] = []
     for swap in swaps:
@@ -231,7 +234,7 @@ def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
 
 
 def _list_faults(faults: Sequence[FaultEntry], now_s: float) -> list[FaultEntry]:
-    """Those of the last day, the newest first; of one fault of one server the present reason."""
+    """List the last day's faults, newest first; a server's repeated fault keeps its last reason."""
     kept: dict[tuple[str, str | None], FaultEntry] = {}
     for fault in faults:
         if fault.time_s > now_s - 86400:
@@ -289,7 +292,7 @@ def _build_positions(draft: ServedDraft | None) -> list[Positions]:
 
 
 def _thin(entries: Sequence[E], width_s: float) -> list[E]:
-    """The last entry of every bucket."""
+    """Keep the last entry of every bucket."""
     return list({int(entry.time_s // width_s): entry for entry in entries}.values())
 
 

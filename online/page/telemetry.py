@@ -51,7 +51,7 @@ SWAP_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 
 class Telemetry:
-    """Metrics of one learner, in a separate registry."""
+    """Metrics for one learner, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -256,16 +256,16 @@ class Telemetry:
         return value if value in values else "other"
 
     def _advance(self, counter: Counter, key: str, total: float) -> None:
-        """Raise a counter to the journal's total. A lower total has restarted from 0."""
+        """Raise a counter to the journal's total. A lower total means a restart from 0."""
         before = self._totals.get(key, 0)
         counter.inc(total - before if total >= before else total)
         self._totals[key] = total
 
 
 def to_wandb(project: str, folder: Path) -> Observer:
-    """An observer that sends every number to Weights & Biases.
+    """Return an observer that sends every number to Weights & Biases.
 
-    Offline, below `folder`, without a login.
+    Without a login, the run is written offline. Its files are below `folder`.
 
     Raises:
         ModuleNotFoundError
@@ -285,7 +285,7 @@ def to_wandb(project: str, folder: Path) -> Observer:
 
 
 def _flatten_numbers(entry: Entry) -> dict[str, float]:
-    """Numbers of an entry by name, e.g. `acceptance/http://a:1/tau`."""
+    """Collect an entry's numbers by name, e.g. `acceptance/http://a:1/tau`."""
     fields = msgspec.to_builtins(entry)
     path = [str(fields[name]) for name in ("kind", "server", "domain") if fields.get(name)]
     # Numbers at the top level only: a gate's gains by domain are left out.

@@ -79,7 +79,7 @@ def find_fault(record: Record) -> Fault | None:
 
 
 def find_bad_sampling(sampling: Sampling) -> str:
-    """The parameter that vLLM would have refused, with its range; empty if it takes all of them."""
+    """Describe a parameter that vLLM would have refused; empty if it accepts all of them."""
     # The ranges of vLLM's SamplingParams. A comparison with NaN is false, so NaN is in no range.
     within = {
         "temperature": 0 <= sampling.temperature <= 2,
@@ -97,7 +97,7 @@ def find_bad_sampling(sampling: Sampling) -> str:
 
 
 def _find_wrong_length(record: Record) -> str:
-    """The field whose length does not fit the number of rows."""
+    """Describe a field whose length does not fit the number of rows; empty if all fit."""
     if not 1 <= record.top_k <= MAX_TOP_K:
         return f"inconsistent record: top_k is {record.top_k}"
     rows = len(record.row_positions) // 4
@@ -154,7 +154,7 @@ def _find_wrong_states(record: Record) -> str:
 
 
 def _find_wrong_row(record: Record) -> str:
-    """A row outside the text, or one whose branch does not hang on draft tokens before it."""
+    """Describe a row outside the text, or whose branch does not follow draft tokens before it."""
     tokens, rows = record.num_tokens, len(record.positions)
     hanging_R = record.branches
     # A row on a branch of length b > 0 must come right after a row of length b - 1, one position
@@ -173,9 +173,9 @@ def _find_wrong_row(record: Record) -> str:
 
 
 def _find_bad_identifier(record: Record) -> str:
-    """The name that is too long, or has characters that break a line.
+    """Describe a name that is too long or has unsafe characters.
 
-    A label or a query may break too.
+    Such characters would break a line, a label or a query.
     """
     for name, max_chars, forbidden in IDENTIFIERS:
         value = getattr(record, name)

@@ -22,16 +22,16 @@ logger = logging.getLogger("redraft.guard")
 
 class Guard:
     def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
-        """Give `report` the task and the reason of its first failure, beside the log."""
+        """Pass a task and its first failure of each type to `report`, besides logging it."""
         self.failures: Counter[str] = Counter()  # Failed rounds, by task.
         self._report = report
         self._logged: set[tuple[str, str]] = set()
 
     @contextmanager
     def round(self, task: str) -> Iterator[None]:
-        """Count an exception of the block instead of raising it.
+        """Count an exception raised in the block instead of propagating it.
 
-        The first of each type is logged.
+        The first exception of each type is logged for each task.
         """
         try:
             yield
@@ -52,7 +52,7 @@ class Guard:
                     logger.exception("%s: the failure could not be reported", task)
 
     def collect(self) -> list[Metric]:
-        """Prometheus' counter of failed rounds, for `CollectorRegistry.register`."""
+        """Return Prometheus's counter of failed rounds, for `CollectorRegistry.register`."""
         # Imported here: the plugin, which has no metrics, loads this module in every worker.
         from prometheus_client.core import CounterMetricFamily
 

@@ -59,7 +59,7 @@ class Nats:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
-    """Bounds on the records no learner has taken yet. Beyond them the log drops the oldest."""
+    """Limits on records that no learner has taken yet. Beyond them, the log drops the oldest."""
 
     max_bytes: int = 8 << 30
     """Size of the log in bytes at which the oldest records are dropped."""
@@ -83,10 +83,10 @@ def to_subject_token(domain: str) -> str:
 
 
 def parse_addresses(ingest: str) -> list[str]:
-    """The single servers of an address.
+    """Split an ingest address into the addresses of the individual servers.
 
     Raises:
-        ValueError: one is no nats:// or tls:// address.
+        ValueError: if one of them is not a nats:// or tls:// address.
     """
     found = [address.strip() for address in ingest.split(",")]
     for address in found:
@@ -102,7 +102,7 @@ def parse_addresses(ingest: str) -> list[str]:
 
 
 def hide_credentials(ingest: str) -> str:
-    """The address for people and logs, without user and password."""
+    """Return the address without user and password, for people and logs."""
     return ",".join(
         f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         for parts in map(urlsplit, parse_addresses(ingest))

@@ -34,13 +34,13 @@ User = Literal["servers", "learner"]
 
 
 class BrokerError(ConnectionError):
-    """NATS does not answer, or refuses."""
+    """NATS does not answer, or it refuses the connection or an operation."""
 
 
 class _Client(Client):  # type: ignore[misc]
     """nats-py's client, which survives a malformed header or subject.
 
-    Otherwise it stops reading, in silence, and any publisher may send one.
+    Otherwise it would silently stop reading, and any publisher can send one.
     """
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
@@ -59,7 +59,7 @@ class _Client(Client):  # type: ignore[misc]
 
 
 async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
-    """Connect with the inbox of `user`; closed, it stays closed.
+    """Connect with the inbox of `user`. Once closed, the connection stays closed.
 
     Raises:
         BrokerError
@@ -103,9 +103,10 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
 async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -> None:
     """Check that the fleet's stream acknowledges an empty message.
 
-    Passes if there is no stream yet. Only a real publish shows whether it stores: on a full disk
-    NATS can stay silent while the health page says ok. It does not recover when space is freed and
-    must be restarted. The learner takes the message and finds no record in it.
+    The check passes if there is no stream yet. Only a real publish shows whether the stream still
+    stores messages: on a full disk, NATS can stay silent while its health page says ok. It does not
+    recover when space is freed, and must be restarted. The learner consumes the message, which
+    contains no record.
 
     Raises:
         BrokerError: if the message is not acknowledged within `timeout_s` seconds.
@@ -126,7 +127,7 @@ async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -
 
 @contextmanager
 def wrap_broker_errors(ingest: str) -> Iterator[None]:
-    """Raise BrokerError for any error of NATS or of the network."""
+    """Raise BrokerError in place of any NATS or network error."""
     try:
         yield
     except BrokerError:

@@ -31,10 +31,10 @@ OPT_OUT_NO = ("", "0", "false", "no")
 
 
 def read_origin_headers(headers: Headers) -> Origin:
-    """The origin in X-Redraft-Tenant, -Domain and -Opt-Out.
+    """Read the origin from the X-Redraft-Tenant, -Domain and -Opt-Out headers.
 
-    Any opt-out value counts except 0, false and no, and one of several suffices: a gateway may have
-    added it.
+    Any opt-out value counts except an empty one, 0, false and no. Of several values, one suffices,
+    because a gateway may have added it.
     """
     opt_outs = ",".join(headers.getlist("x-redraft-opt-out")).lower().split(",")
     return Origin(
@@ -45,9 +45,9 @@ def read_origin_headers(headers: Headers) -> Origin:
 
 
 def pack_arguments(arguments: Mapping[str, Any]) -> str:
-    """The template's arguments that are numbers, switches or words, as JSON sorted by name.
+    """Pack the template's arguments that are numbers, booleans or strings as JSON sorted by name.
 
-    Empty if there is none, or if they are too long for a record.
+    Empty if there are no such arguments, or if they are too long for a record.
     """
     kept = {
         name: value
@@ -59,7 +59,7 @@ def pack_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def unpack_arguments(packed: str) -> dict[str, Any]:
-    """The arguments of `pack_arguments`; empty for anything else, which a sender made up."""
+    """Unpack the result of `pack_arguments`; empty for any other text, which a sender made up."""
     try:
         arguments = json.loads(packed or "{}")
     except ValueError:
@@ -68,9 +68,9 @@ def unpack_arguments(packed: str) -> dict[str, Any]:
 
 
 def to_label(name: str) -> str:
-    """The name under which a tenant's records are stored.
+    """Return the name under which a tenant's records are stored.
 
-    The name itself, or a beginning and a hash of a long one.
+    This is the name itself or, for a long name, its beginning and a hash.
     """
     if len(name) <= MAX_LABEL_CHARS:
         return name
@@ -79,17 +79,17 @@ def to_label(name: str) -> str:
 
 
 def hash_salt(salt: str | None) -> str:
-    """A hash of vLLM's `cache_salt`, which is a secret and must not reach a log; empty without one."""
+    """Hash vLLM's `cache_salt`, a secret that must not reach a log; empty without a salt."""
     return hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest() if salt else ""
 
 
 def stored_name(tenant: str) -> str:
-    """The name under which records of the tenant to delete are stored.
+    """Return the name under which the records of the tenant to delete are stored.
 
     Records without a tenant have the empty name.
 
     Raises:
-        ValueError: the name is empty.
+        ValueError: if the name is empty.
     """
     if not tenant.strip():
         raise ValueError("the tenant's name is empty: name the tenant whose records to delete")
@@ -97,7 +97,7 @@ def stored_name(tenant: str) -> str:
 
 
 def _decode(header: str) -> str:
-    """A header's text. HTTP libraries read bytes as Latin-1; clients send UTF-8."""
+    """Decode a header's text: HTTP libraries read bytes as Latin-1, but clients send UTF-8."""
     try:
         return header.encode("latin-1").decode()
     except UnicodeError:
@@ -105,10 +105,10 @@ def _decode(header: str) -> str:
 
 
 def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:
-    """The origin in the sampling parameters' extra arguments, as the API process wrote it.
+    """Read the origin that the API process put into the sampling parameters' extra arguments.
 
-    None if it wrote none: then nobody has read the request's headers, and an opt-out would not be
-    known.
+    None if it wrote no origin: the request's headers have not been read then, so an opt-out would
+    go unnoticed.
     """
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if not isinstance(written, dict) or written.keys() != set(Origin._fields):

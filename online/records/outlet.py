@@ -15,7 +15,7 @@ from redraft.online.records.spool import SpoolWriter
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The recorded part of live traffic."""
+    """Settings for which part of live traffic to record."""
 
     fraction: float = 1.0
     """Fraction of all requests to record, from 0 to 1."""
@@ -65,9 +65,9 @@ class Recording(Sample):
         return bool(self.spool or self.ingest)
 
     def find_skip_reason(self, tenant: str, draw: bytes) -> str:
-        """Why this request is not recorded; empty if it is.
+        """Return why this request is not recorded; empty if it is recorded.
 
-        Recorded are those whose `draw` hashes below `fraction`.
+        A request is recorded if its `draw` hashes below `fraction`.
         """
         # A request's tenant is already a label: a long name is cut and ends with a hash.
         if self.tenants and tenant not in map(to_label, self.tenants):
@@ -92,10 +92,10 @@ class Outlet(Protocol):
 
 
 def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
-    """The configured outlet; its thread runs under the guard.
+    """Open the configured outlet; its thread runs under the guard.
 
     Raises:
-        ValueError: none is set.
+        ValueError: if no outlet is configured.
     """
     if config.ingest:
         from redraft.online.records.publisher import Publisher  # nats-py is an extra

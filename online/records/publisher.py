@@ -41,7 +41,7 @@ HEADER_BYTES = 256  # at most; the broker counts them, and disconnects above its
 
 
 class Publisher:
-    """One server's end of the log. `write` never waits; call it from one thread only."""
+    """One server's connection to the log. `write` never waits; call it from one thread only."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Publisher:
         return {**self.counts, "waiting_bytes": waiting_bytes, "broker_error": self.last_error}
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most; drop and count the rest."""
+        """Send the waiting frames for a few seconds at most, then drop and count the rest."""
         self._closing_at_s = time.monotonic()
         if self._thread.ident:
             self._thread.join(CLOSE_TIMEOUT_S + ACK_TIMEOUT_S)
@@ -181,7 +181,7 @@ class Publisher:
     # the queue
 
     def _take(self, num_bytes: int) -> list[Frame]:
-        """The oldest frames, up to `num_bytes` and at least one; empty if none waits."""
+        """Take the oldest frames, up to `num_bytes` but at least one; empty if no frame waits."""
         taken: list[Frame] = []
         with self._lock:
             while self._waiting and num_bytes > 0 and len(taken) < WINDOW_RECORDS:

@@ -75,7 +75,7 @@ _FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
 
 
 class CorruptRecordError(ValueError):
-    """A frame is torn, bit-flipped, inconsistent, or holds values that nothing can be done with."""
+    """A frame is torn, bit-flipped or inconsistent, or contains unusable values."""
 
     def __init__(self, message: str, reason: str = "corrupt") -> None:
         super().__init__(message)
@@ -84,9 +84,9 @@ class CorruptRecordError(ValueError):
 
 
 class LaterLayoutError(CorruptRecordError):
-    """The frame is of a later layout.
+    """The frame has a later layout.
 
-    Nothing is wrong with it, but only a later release can read it.
+    It is not damaged, but only a later release can read it.
     """
 
     def __init__(self, message: str) -> None:
@@ -199,16 +199,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the arrays, in bytes: nearly all that the record takes in memory."""
+        """Total size of the arrays in bytes, which is nearly all of the record's memory."""
         return sum(
             len(value) for value in msgspec.structs.astuple(self) if isinstance(value, bytes)
         )
 
     @property
     def target(self) -> str:
-        """The weights that verified, by content.
+        """Identifies the weights that verified, by content.
 
-        The fingerprint of their folder, #HASH of an adapter's name, and @DIGEST of moved weights.
+        Consists of the fingerprint of their folder, #HASH of an adapter's name, and @DIGEST of
+        weights that a trainer has moved.
         """
         return self.base + "".join(self.target_version.rpartition("@")[1:])
 
@@ -221,18 +222,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def record_id(self) -> str:
         """32 hex digits, a hash of server, request and sequence number.
 
-        A record delivered twice has the same id.
+        A record that is delivered twice has the same id both times.
         """
         return _make_id(self.server_id, self.request_id, self.sequence)
 
     @property
     def previous_id(self) -> str:
-        """`record_id` of the segment before."""
+        """`record_id` of the previous segment."""
         return _make_id(self.server_id, self.request_id, self.sequence - 1)
 
     @property
     def num_tokens(self) -> int:
-        """Length of the whole text, with the tokens that are left out."""
+        """Length of the whole text in tokens, including those that are left out."""
         return self.context_begin + (len(self.context) + len(self.output)) // 4
 
     @property
@@ -265,9 +266,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> NDArray[np.bool_]:
-        """[R], whether the row belongs to a draft of the named version.
+        """[R], whether the row belongs to a draft by the named version.
 
-        A bonus row to the draft before it.
+        A bonus row belongs to the draft before it.
         """
         if not self.row_proposers:
             return np.ones(len(self.positions), bool)
@@ -306,7 +307,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def name_base(target_fingerprint: str, adapter: str) -> str:
-    """The target that a draft is trained for: a folder's fingerprint, and #HASH of an adapter."""
+    """Name the target that a draft is trained for: folder fingerprint and adapter #HASH."""
     # A hash, because the name may hold any character.
     return target_fingerprint + (
         f"#{hashlib.sha256(adapter.encode()).hexdigest()[:12]}" if adapter else ""
@@ -314,7 +315,7 @@ def name_base(target_fingerprint: str, adapter: str) -> str:
 
 
 def join_text(record: Record, text: bytes) -> Record:
-    """The self-contained record of a later segment, given the text of the segment before, int32.
+    """Make a later segment's record self-contained, given the previous segment's text, int32.
 
     Raises:
         CorruptRecordError: if that text ends too early, or the record would be too large.
@@ -339,7 +340,7 @@ def _make_id(server_id: str, request_id: str, sequence: int) -> str:
 
 
 def encode_record(record: Record) -> bytes:
-    """One frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
+    """Encode one frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
     payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
     return _HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
 
@@ -358,7 +359,7 @@ def encode_frame(record: Record) -> Frame:
 
 
 def decode_record(frame: bytes) -> Record:
-    """The record in one frame.
+    """Decode the record in one frame.
 
     Raises:
         LaterLayoutError: if a later release wrote it.
@@ -369,7 +370,7 @@ def decode_record(frame: bytes) -> Record:
 
 
 def _unframe(frame: bytes) -> bytes:
-    """The payload, whose length and CRC fit the header.
+    """Return the payload, after checking its length and CRC against the header.
 
     Raises:
         LaterLayoutError, CorruptRecordError: as `decode_record` does.
@@ -402,7 +403,11 @@ def is_later_layout(frame: bytes) -> bool:
 
 
 def _decode_payload(magic: bytes, payload: bytes) -> Record:
-    """Raises: LaterLayoutError or CorruptRecordError, and nothing else, whatever the bytes are."""
+    """Decode the record in a payload.
+
+    Raises:
+        LaterLayoutError, CorruptRecordError: and nothing else, whatever the bytes are.
+    """
     if magic != MAGIC:
         raise _later(magic)
     try:
@@ -420,7 +425,7 @@ def _decode_payload(magic: bytes, payload: bytes) -> Record:
 
 
 class _Decompressors(threading.local):
-    """One decompressor per thread: making one costs a quarter of using it."""
+    """One decompressor per thread: creating one takes a quarter as long as using it."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor()
@@ -430,9 +435,11 @@ _decompressors = _Decompressors()
 
 
 def _decompress(payload: bytes) -> bytes:
-    """Raises: CorruptRecordError if the record is too large.
+    """Decompress a payload.
 
-    Zstandard.ZstdError if it cannot be decompressed.
+    Raises:
+        CorruptRecordError: if the record is too large.
+        zstandard.ZstdError: if it cannot be decompressed.
     """
     # E.g. 1 MiB of payload may unpack to 64 MiB, a payload of 1 KiB to 1 MiB and 64 KiB.
     most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
@@ -446,11 +453,11 @@ def _decompress(payload: bytes) -> bytes:
 
 
 def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """Split concatenated frames, each with the record or the error.
+    """Split concatenated frames, yielding each with its record or the error.
 
-    After an error, resume at the next magic. Reads a file in pieces: the memory is bounded by one
-    frame and one record. The time is linear in the bytes, whatever they are. Of a stretch that
-    cannot be read, the first KEPT_BYTES are yielded.
+    After an error, reading resumes at the next magic. A file is read in pieces, so memory is
+    bounded by one frame and one record. The time is linear in the number of bytes, whatever they
+    are. Only the first KEPT_BYTES of an unreadable stretch are yielded.
     """
     source = _Source(io.BytesIO(data) if isinstance(data, bytes) else data)
     begin = num_bad = num_wasted = 0
@@ -478,13 +485,13 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
 
 
 def count_tenant(data: bytes | BinaryIO, name: str) -> int:
-    """The number of a tenant's records among concatenated frames."""
+    """Count a tenant's records among concatenated frames."""
     records = (record for _, record in read_frames(data) if isinstance(record, Record))
     return sum(record.tenant == name for record in records)
 
 
 class _Source:
-    """A file of frames, read in pieces of PIECE_BYTES and at most one frame."""
+    """A file of frames, read in pieces of PIECE_BYTES or one frame, whichever is larger."""
 
     PIECE_BYTES = 1 << 20
     START_BYTES = 8
@@ -508,7 +515,7 @@ class _Source:
         return self._piece[: end - begin]
 
     def read_frame(self, begin: int) -> bytes:
-        """The frame that begins here, or only its header if there is no whole frame."""
+        """Return the frame that begins here, or only its header if the frame is incomplete."""
         header = self.read(begin, min(self.size, begin + _HEADER.size))
         if len(header) < _HEADER.size or not _HEADER_START.match(header):
             return header
@@ -516,9 +523,10 @@ class _Source:
         return self.read(begin, end) if end <= self.size else header
 
     def find_frame(self, begin: int, *, only_whole: bool) -> int:
-        """The first place from `begin` on where a frame may begin; the size if there is none.
+        """Return the first offset from `begin` on where a frame may begin, else the file's size.
 
-        With `only_whole`, places whose header promises more bytes than there are do not count.
+        With `only_whole`, an offset does not count if its header declares more bytes than there
+        are.
         """
         while begin < self.size:
             self.read(begin, min(self.size, begin + self.START_BYTES))

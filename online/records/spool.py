@@ -90,10 +90,10 @@ class SpoolWriter:
 
 
 def spool_files(folder: Path) -> list[Path]:
-    """The complete files of the folder, oldest first; none if there is no folder.
+    """List the complete files in the folder, oldest first; empty if there is no folder.
 
-    To take one: `read_frames` of `open_file`, then unlink. `Path.glob` would find nothing, without
-    a word.
+    To consume one, call `read_frames` on `open_file`, then unlink it. `Path.glob` is not used,
+    because it would silently find nothing in a folder that cannot be read.
 
     Raises:
         OSError: if the folder cannot be read.
@@ -111,10 +111,10 @@ def spool_files(folder: Path) -> list[Path]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file of the spool for reading.
+    """Open a spool file for reading.
 
     Raises:
-        FileNotFoundError: if it was removed meanwhile.
+        FileNotFoundError: if it was removed in the meantime.
         OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might
             never return.
     """
@@ -128,7 +128,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def list_abandoned(folder: Path, age_s: float) -> list[Path]:
-    """Partial files of killed servers, unchanged for `age_s` seconds."""
+    """List partial files left by killed servers, unchanged for `age_s` seconds."""
     found = list(_files(folder)) if folder.is_dir() else []
     return [
         folder / name
@@ -138,7 +138,7 @@ def list_abandoned(folder: Path, age_s: float) -> list[Path]:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether files below `path` would be kept in memory (tmpfs) and not on a disk.
+    """Whether files below `path` would be kept in memory (tmpfs) rather than on a disk.
 
     The path need not exist yet.
     """
@@ -154,9 +154,9 @@ def is_in_memory(path: Path) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Name and status of every file.
+    """Yield the name and status of every file.
 
-    Avoids `Path`s, because the folder may be long and is read after every write.
+    Avoids `Path`s, because the folder may hold many files and is read after every write.
     """
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -28,7 +28,10 @@ BLOCK = 1 << 20
 
 
 def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
-    """Bits of the nearest bfloat16 numbers, [H, L, D], of states of D codes and a scale each."""
+    """Decode states of D codes and a scale each to the nearest bfloat16 numbers.
+
+    Returns their bits, [H, L, D].
+    """
     size = codes_HLX.shape[-1] - SCALE_BYTES
     codes_NX = codes_HLX.reshape(-1, size + SCALE_BYTES)
     words_ND = np.empty((len(codes_NX), size), np.uint16)
@@ -54,9 +57,9 @@ def _decode_block(codes_NX: NDArray[np.uint8]) -> NDArray[np.uint16]:
 
 
 def _list_values() -> NDArray[np.float32]:
-    """The number of each of the 256 codes.
+    """List the values of the 256 codes.
 
-    Sign, 4 bits of exponent with bias 7, 3 of fraction; no infinity.
+    A code has a sign bit, 4 exponent bits with bias 7, and 3 fraction bits. There is no infinity.
     """
     code = np.arange(256)
     exponent, fraction = (code >> 3) & 15, code & 7

@@ -37,7 +37,7 @@ Ask = Callable[[str, bytes, dict[str, Any] | None], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """vLLM's, with what other engines do otherwise."""
+    """The dialect of vLLM; subclasses override what other engines do differently."""
 
     engine: EngineName = "vllm"
     paths: Mapping[str, str] = field(default_factory=lambda: COMPLETION_PATHS)
@@ -49,28 +49,28 @@ class Dialect:
     has_probabilities: bool = True
 
     def find_skip_reason(self, payload: Any) -> str:
-        """Why the answer to a request is not recorded; empty if it is."""
+        """Return why the answer to a request is not recorded; empty if it is recorded."""
         reason = tap_messages.find_skip_reason(payload)
         return reason or ("" if self.is_streamed or not payload.get("stream") else "streamed")
 
     def ask(self, payload: dict[str, Any], kind: str, top_k: int) -> dict[str, Any]:
-        """The request with the tap's fields."""
+        """Return the request with the tap's fields added."""
         return tap_messages.add_logprobs(payload, kind, top_k)
 
     def strip(self, message: Any) -> bool:
-        """Remove the tap's fields; False if nothing is left for the client."""
+        """Remove the tap's fields; return False if nothing is left for the client."""
         return tap_messages.strip_added(message)
 
     def answer(self, **known: Any) -> Answer:
         return Answer(**known)
 
     async def complete(self, answer: Answer, ask: Ask) -> None:
-        """Find what the answer does not say."""
+        """Obtain what the answer itself does not contain."""
 
 
 @dataclass(kw_only=True)
 class IdsAnswer(Answer):
-    """An answer of ids alone."""
+    """An answer that contains token ids alone."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
     """The parameters that the server says it used."""
@@ -217,10 +217,10 @@ class LlamaCpp(Dialect):
         return LlamaCppAnswer(**known)
 
     async def complete(self, answer: Answer, ask: Ask) -> None:
-        """The prompt's ids, which llama.cpp does not return.
+        """Obtain the prompt's ids, which llama.cpp does not return.
 
         Raises:
-            AnswerError: its tokenizer gives another number of them than it has read.
+            AnswerError: if its tokenizer gives a different number of ids than the server has read.
         """
         assert isinstance(answer, LlamaCppAnswer)
         asked = {"content": answer.prompt, "add_special": True, "parse_special": True}

@@ -31,7 +31,7 @@ ingest log the process ends within 30 s, after which Kubernetes would kill it.""
 
 @dataclass(frozen=True, kw_only=True)
 class FrontConfig:
-    """Settings of the tap's sockets."""
+    """Settings for the tap's sockets."""
 
     host: str = "127.0.0.1"
     """Address on which clients are accepted. The default accepts clients on this machine only."""
@@ -50,7 +50,7 @@ class FrontConfig:
 
 
 class FrontServer(BoundedServer):
-    """The clients' server, and the operators' beside it."""
+    """The server for clients, with the one for operators beside it."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class FrontServer(BoundedServer):
                 await beside
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End after the running answers, at most `ENDING_S` later.
+        """Shut down once the running answers have ended, at most `ENDING_S` later.
 
-        What has not arrived is not awaited.
+        Requests that have not fully arrived are not awaited.
         """
         ending = asyncio.create_task(self._end_connections())
         try:
@@ -101,9 +101,9 @@ def serve(
     admin: OperatorServer | None = None,
     guard: Guard | None = None,
 ) -> None:
-    """Serve until the process is told to end.
+    """Serve until the process is told to exit.
 
-    Date and Server headers come from the answering server.
+    The Date and Server headers come from the server that answers.
     """
     raise_file_limit()
     sparing = Sparing()
@@ -113,9 +113,9 @@ def serve(
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many file descriptors as it may have.
+    """Raise the limit on this process's file descriptors as far as allowed.
 
-    A stream takes two, and the usual limit is 1024.
+    A stream takes two descriptors, and the usual limit is 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard

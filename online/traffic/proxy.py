@@ -89,7 +89,7 @@ STARTS_PER_TURN = 4  # requests started per turn; a start takes as long as a doz
 class Turnstile:
     """Lets a few requests start per turn of the event loop.
 
-    Otherwise streams stand still while hundreds arrive.
+    Otherwise streams would stall while hundreds of requests arrive.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Turnstile:
     async def enter(self) -> None:
         """Return at once, or in the first turn with room for this request.
 
-        First come, first served.
+        Requests are admitted in the order in which they arrive.
         """
         # `_started` counts requests of this turn and those that wait. `_begin_turn` sets it for the
         # next turn.
@@ -126,7 +126,7 @@ class BodyTooLargeError(Exception):
 
 
 class BadLengthError(Exception):
-    """The Content-Length is not one, or has more digits than any length."""
+    """The Content-Length is not a number, or has more digits than any real length."""
 
 
 SENDING_ERRORS = (
@@ -138,7 +138,7 @@ SENDING_ERRORS = (
 class Body:
     """The body of a request.
 
-    Whole in `beginning`, or `beginning` and the rest, which is still to come.
+    `beginning` is either the whole body, or its first part while the rest is still to come.
     """
 
     def __init__(self, request: Request, max_bytes: int) -> None:
@@ -154,9 +154,10 @@ class Body:
                 raise BodyTooLargeError
 
     async def read_beginning(self) -> None:
-        """Read the whole body, or the first `MAX_READ_BYTES`.
+        """Read the whole body, or its first `MAX_READ_BYTES`.
 
-        Raises: BodyTooLargeError, ClientDisconnect.
+        Raises:
+            BodyTooLargeError, ClientDisconnect
         """
         pieces, num_bytes = [], 0
         # The last piece may pass the limit. Nothing is lost: `__aiter__` goes on after it.
@@ -168,7 +169,11 @@ class Body:
             raise BodyTooLargeError
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """All of the body, once. Raises: BodyTooLargeError, ClientDisconnect."""
+        """Iterate over the whole body, once.
+
+        Raises:
+            BodyTooLargeError, ClientDisconnect
+        """
         yield self.beginning
         num_bytes = len(self.beginning)
         while not self._ended.is_set():
@@ -179,7 +184,10 @@ class Body:
             yield piece
 
     async def wait_for_disconnect(self) -> None:
-        """Return once the client has left. After the body, the next message can only be that."""
+        """Return once the client has disconnected.
+
+        After the body, the next message can only be the disconnect.
+        """
         await self._ended.wait()
         await self._receive()
 
@@ -213,9 +221,9 @@ class Proxy:
         self._turnstile = Turnstile()
 
     def app(self) -> Router:
-        """For clients: forward the API that vLLM has for them.
+        """Return the application for clients, which forwards the API that vLLM has for them.
 
-        Its other routes are the learner's (/redraft/...) or a developer's: one of them puts a
+        vLLM's other routes are for the learner (/redraft/...) or for developers; one of them puts a
         server to sleep.
         """
         names = (*CLIENT_PATHS, *self.tap.dialect.client_paths)
@@ -228,9 +236,9 @@ class Proxy:
         )  # a full application's middleware would slow down every chunk
 
     def admin_app(self) -> Router:
-        """For operators: /metrics, and the state of the tap.
+        """Return the application for operators: /metrics, and the state of the tap.
 
-        It names the server, and is not for clients.
+        It names the server, so it is not for clients.
         """
         metrics = CollectorRegistry()
         metrics.register(self.tap.guard)  # type: ignore[arg-type]  # only `collect` is called
@@ -251,7 +259,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request and return the answer.
 
-        If the client disconnects, cancel it, and the server stops too.
+        If the client disconnects, the request is cancelled, and so the server stops too.
         """
         await self._turnstile.enter()
         request, send = Request(scope, receive), _sending(send)
@@ -316,7 +324,7 @@ class Proxy:
                 )
 
     async def _forward(self, request: Request, body: Body) -> Relayed:
-        """The server's reply, and the chunks to send to the client.
+        """Return the server's reply, and the chunks to send to the client.
 
         Raises:
             RefusedError, OutOfFilesError, BrokenError, UnsendableError, BodyTooLargeError
@@ -367,16 +375,16 @@ class Proxy:
 
 
 def _refuse_path(path: str) -> Response | None:
-    """The answer to a path that is not for clients, or None."""
+    """Return the answer for a path that is not open to clients; None for any other path."""
     if not {".", ".."}.isdisjoint(path.split("/")):  # it could resolve to /redraft/...
         return _respond_with_error(400, "a path that contains . or .. is not forwarded")
     return Response(status_code=404) if path.rstrip("/") in ADMIN_PATHS else None
 
 
 def _sending(send: Send) -> Send:
-    """`send` that raises ClientDisconnect once the connection is closed.
+    """Wrap `send` so that it raises ClientDisconnect once the connection is closed.
 
-    Uvloop raises RuntimeError.
+    uvloop raises RuntimeError instead.
     """
 
     async def send_while_open(message: Message) -> None:
@@ -417,9 +425,9 @@ def _is_event_stream(reply: Reply) -> bool:
 
 
 def _build_error_event(error: BrokenError) -> bytes:
-    """The last event of a stream that broke, in the form of vLLM's and OpenAI's own.
+    """Build the last event of a stream that broke, in the format of vLLM and OpenAI.
 
-    Their clients raise it.
+    Their clients raise it as an exception.
     """
     message = f"the server closed the connection in the middle of the answer: {error}"
     content = {"error": {"message": message, "type": "server_error", "code": 502}}
@@ -429,7 +437,7 @@ def _build_error_event(error: BrokenError) -> bytes:
 
 
 def _count_parts(body: bytes) -> int:
-    """At least the number of members and elements of this JSON, without parsing it."""
+    """Return an upper bound on this JSON's members and elements, without parsing it."""
     return sum(map(body.count, (b",", b"[", b"{", b":")))
 
 
@@ -452,7 +460,7 @@ def _build_request_headers(request: Request) -> list[Header]:
 
 
 def _drop_hop_by_hop(headers: Iterable[Header]) -> list[Header]:
-    """The headers, with names in lower case, without those about a single connection."""
+    """Return the headers with lower-case names, except those about a single connection."""
     lowered = [(name.lower(), value) for name, value in headers]
     options = (
         b",".join(value for name, value in lowered if name == b"connection").lower().split(b",")
@@ -484,7 +492,7 @@ def _respond_to(error: Exception, max_body_bytes: int) -> Response:
 
 
 def _respond_with_error(status: int, message: str) -> Response:
-    """An error in the form OpenAI clients expect."""
+    """Build an error response in the format that OpenAI clients expect."""
     return JSONResponse(
         {"error": {"message": message, "type": "server_error", "code": status}}, status
     )

@@ -69,7 +69,7 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetit
 
 
 class NotYetError(Exception):
-    """The server gave no answer to judge, e.g. because it wants a key."""
+    """The server gave no answer that can be judged, e.g. because it requires a key."""
 
 
 class UnfitError(Exception):
@@ -94,10 +94,10 @@ class ServerCheck:
         defaults: Mapping[str, float],
         key: str = "",
     ) -> None:
-        """A check of the server behind the tap.
+        """Create a check of the server behind the tap.
 
-        `defaults` are the sampling parameters of the target's generation_config.json, `key` is the
-        operator's key for the server.
+        `defaults` are the sampling parameters in the target's generation_config.json, and `key` is
+        the operator's key for the server.
         """
         self.top_k, self.guard, self.defaults = top_k, guard, defaults
         self.verdict: Verdict | None = None  # None until the server is checked.
@@ -108,12 +108,12 @@ class ServerCheck:
         self._next_s = 0.0  # No check before this time.
 
     def offer_key(self, authorization: str) -> None:
-        """Take the key of a client's request that the server has answered, if a key is missing."""
+        """Use the key from a client's request that the server has answered, if a key is missing."""
         if self._wants_key and not self.authorization:
             self.authorization = authorization
 
     def find_skip_reason(self, model: Any) -> str:
-        """Why an answer for this model is not recorded; empty if it is."""
+        """Return why an answer for this model is not recorded; empty if it is recorded."""
         if self.verdict is None:
             return "unchecked_server"
         if self.verdict.problem:
@@ -153,7 +153,11 @@ class ServerCheck:
         self.problem, self.verdict = "", verdict
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
-        """The names of the target. Raises: UnfitError, NotYetError."""
+        """Return the names of the target.
+
+        Raises:
+            UnfitError, NotYetError
+        """
         listed = (await self.ask(upstream, "GET", b"/v1/models")).get("data") or []
         names = [str(card["id"]) for card in listed if not card.get("parent")]
         if not names:
@@ -170,7 +174,11 @@ class ServerCheck:
         return frozenset(names)
 
     async def _find_defaults(self, upstream: Upstream, model: str) -> Mapping[str, float]:
-        """The parameters of a request without any. Raises: UnfitError, NotYetError."""
+        """Return the sampling parameters that apply to a request without any.
+
+        Raises:
+            UnfitError, NotYetError
+        """
         by_default, again = [await self._sample(upstream, model, {}) for _ in range(2)]
         least = sum(map(operator.eq, by_default, again)) - MAX_UNEQUAL * len(by_default)
         for defaults in (self.defaults, {}):
@@ -276,7 +284,7 @@ class ServerCheck:
 
 
 class SglangCheck(ServerCheck):
-    """The check of a server whose records hold ids alone: it costs no answer."""
+    """Checks a server whose records hold token ids alone, which costs no generated answer."""
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         info = await self.ask(upstream, "GET", b"/server_info")
@@ -294,7 +302,7 @@ class SglangCheck(ServerCheck):
 
 
 class LlamaCppCheck(SglangCheck):
-    """Answers of llama.cpp name the sampling that they had."""
+    """Checks a llama.cpp server, whose answers state the sampling parameters that were used."""
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         if "build_info" not in await self.ask(upstream, "GET", b"/props"):

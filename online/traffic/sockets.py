@@ -71,7 +71,7 @@ PRIVATE_NAMES = (".localhost", ".svc", ".cluster.local", ".internal")
 
 
 class TooMuchError(Exception):
-    """A client has sent more than it may. Ends the parsing."""
+    """A client has sent more than it is allowed to. Ends the parsing."""
 
 
 class _AnyLength(int):
@@ -91,11 +91,11 @@ class _AnyLength(int):
 
 
 class _Bounded(asyncio.Protocol):
-    """Goes before uvicorn's protocol.
+    """Mixin in front of uvicorn's protocol.
 
-    Bounds what a client may send, and answers HTTP/1.0 without chunks. h11, which uvicorn takes
-    without httptools, bounds heads, framing and pipelines itself, drops trailers, and calls no
-    `on_...`.
+    Limits what a client may send, and answers HTTP/1.0 without chunks. h11, which uvicorn uses if
+    httptools is not installed, limits heads, framing and pipelines itself, drops trailers, and
+    calls none of the `on_...` methods.
     """
 
     cycle: Any
@@ -227,10 +227,10 @@ class BoundedServer(uvicorn.Server):
                 self.close_waiting(self._num_ticks * TICK_S)
 
     def close_waiting(self, now_s: float) -> None:
-        """Close connections that have waited too long, and the excess.
+        """Close connections that have waited too long, and those beyond the limits.
 
-        There is an excess if there are too many of them, or too many bytes of unfinished bodies;
-        the oldest go first.
+        The number of waiting connections and the bytes of all unfinished bodies are limited; the
+        oldest are closed first.
         """
         known, self._waiting = self._waiting, {}
         for connection in self.server_state.connections:
@@ -249,10 +249,10 @@ class BoundedServer(uvicorn.Server):
                 connection.transport.abort()
 
     def _find_excess(self, now_s: float) -> set[Any]:
-        """Connections beyond the limits.
+        """Find the connections beyond the limits.
 
-        Those longest without progress come first if there are too many, and the oldest of those
-        with too many bytes.
+        If there are too many connections, those longest without progress are chosen. If their
+        bodies have too many bytes, those with the oldest requests are chosen.
         """
         by_progress = sorted(self._waiting.items(), key=lambda item: item[1][2])
         too_many = by_progress[: max(0, len(by_progress) - self.max_waiting)]
@@ -266,7 +266,7 @@ class BoundedServer(uvicorn.Server):
 
 
 class _Wait(NamedTuple):
-    """The reason why a connection waits. It stays equal until the client makes progress."""
+    """Why a connection is waiting. It compares equal until the client makes progress."""
 
     patience_s: float
     cycle: Any
@@ -277,7 +277,7 @@ class _Wait(NamedTuple):
 
 
 def _find_wait(connection: Any) -> _Wait | None:
-    """The pending part of the client, or None while the server has to act."""
+    """Return what the client still has to do; None while it is the server's turn."""
     cycle = connection.cycle
     is_answered = cycle is None or cycle.response_complete
     unread = connection.transport.get_write_buffer_size()
@@ -292,15 +292,15 @@ def _find_wait(connection: Any) -> _Wait | None:
 
 
 class OperatorServer(BoundedServer):
-    """A server for operators inside another one's process; the port is open.
+    """A server for operators inside another server's process; its port is opened at once.
 
-    A page in the operator's browser may rebind its own name to this address, and would then be the
-    same origin. So only names that no web site can have are answered: any IP address, names without
-    a dot, `PRIVATE_NAMES`, and `hosts`.
+    A page in the operator's browser may rebind its own name to this address, and would then have
+    the same origin. Therefore requests are answered only under names that no website can have: any
+    IP address, names without a dot, `PRIVATE_NAMES`, and `hosts`.
 
     Raises:
-        OSError: if the port is taken, or the host is not an address of this machine; names
-            `setting`.
+        OSError: if the port is taken, or the host is not an address of this machine; the message
+            names `setting`.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class OperatorServer(BoundedServer):
 
 
 class _PrivateNames:
-    """Passes on requests whose Host no web site can have; `setting` may name others."""
+    """Forwards only requests whose Host no website can have; `setting` can allow other names."""
 
     def __init__(self, app: ASGIApp, names: Collection[str], setting: str) -> None:
         self.app, self.names, self.setting = app, names, setting
@@ -337,7 +337,7 @@ class _PrivateNames:
 
 
 def is_private_name(host: str, names: Collection[str] = ()) -> bool:
-    """Whether no web site can have this Host header: an address, a local name, or one of `names`."""
+    """Whether no website can have this Host header: an address, a local name, or one of `names`."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
@@ -348,7 +348,7 @@ def is_private_name(host: str, names: Collection[str] = ()) -> bool:
 
 
 class Sparing(logging.Filter):
-    """Passes each kind of message once a minute: clients must not fill the log."""
+    """Passes each kind of message once a minute, so that clients cannot fill the log."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class Tap:
         defaults: Mapping[str, float] = MappingProxyType({}),
         guard: Guard | None = None,
     ) -> None:
-        """`defaults` are the sampling parameters of the target's generation_config.json."""
+        """`defaults` are the sampling parameters in the target's generation_config.json."""
         self.config, self.guard = config, guard or Guard()
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
@@ -105,9 +105,10 @@ class Tap:
     def should_record(
         self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True
     ) -> bool:
-        """Whether to record the answer to this request; counts a refusal.
+        """Decide whether to record the answer to this request, and count it if it is skipped.
 
-        `is_read` is False for a large body, `is_known` for an API that the tap cannot read.
+        `is_read` is False for a large body, and `is_known` is False for an API that the tap cannot
+        read.
         """
         if origin.opt_out:
             reason = "opt_out"
@@ -138,7 +139,7 @@ class Tap:
         return replace(forwarded, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
 
     async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
-        """The client's part of a whole answer, which is recorded."""
+        """Record a whole answer, and return the client's part of it."""
         answer, message = self._begin(payload), await reply.read()
         if len(message) > MAX_INLINE_BYTES:
             cleaned = await asyncio.to_thread(self._clean, message, answer)
@@ -164,9 +165,9 @@ class Tap:
     async def relay_stream(
         self, reply: Reply, payload: dict[str, Any], origin: Origin
     ) -> AsyncGenerator[bytes, None]:
-        """The client's part of a streamed answer.
+        """Yield the client's part of a streamed answer.
 
-        It is recorded at the end, even if the client disconnects first.
+        The answer is recorded at the end, even if the client disconnects first.
         """
         answer = self._begin(payload)
         chunks = reply.chunks()
@@ -178,7 +179,7 @@ class Tap:
             self._keep(answer, payload, origin)
 
     def _begin(self, payload: dict[str, Any]) -> Answer:
-        """An answer to be read."""
+        """Create an answer that is still to be read."""
         # The server may have gone down, and come back with other flags, since it was asked.
         if self.check.find_skip_reason(payload.get("model")) or self.check.verdict is None:
             failure = AnswerError("unfit_server", "the server is unchecked or unfit")
@@ -204,7 +205,10 @@ class Tap:
             yield waiting
 
     def _clean(self, message: bytes, answer: Answer) -> bytes:
-        """The message without the tap's fields; empty if the client would not have received it."""
+        """Read the message, and return it without the tap's fields.
+
+        The result is empty if the client would not have received the message.
+        """
         try:
             content = json.loads(message)
         except (ValueError, RecursionError) as error:
@@ -239,9 +243,9 @@ class Tap:
             self.counts["dropped_records_queue_full"] += 1
 
     def _count_failure(self, error: Exception) -> None:
-        """Count an unrecorded answer by reason, and log the first of each reason.
+        """Count an unrecorded answer by reason, and log the first one for each reason.
 
-        The message of a foreign error is not logged: it may quote the user's words.
+        The message of a foreign error is not logged, because it may quote the user's words.
         """
         reason = error.reason if isinstance(error, AnswerError) else type(error).__name__
         self.counts["errors"] += 1
@@ -283,7 +287,10 @@ class Tap:
         return records
 
     def _ship(self, records: Iterable[Record]) -> None:
-        """Write records. Any failure is counted: an exception would end all recording."""
+        """Write records to the outlet.
+
+        Any failure is counted rather than raised, because an exception would end all recording.
+        """
         frames = []
         for record in records:
             try:

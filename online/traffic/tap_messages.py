@@ -42,7 +42,7 @@ MAX_TOP_K = 2**31 - 1
 
 
 class AnswerError(Exception):
-    """An answer cannot be recorded. The message holds no text of a user."""
+    """An answer cannot be recorded. The message contains no user's text."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -79,10 +79,10 @@ class Answer:
         target_fingerprint: str,
         top_k: int,
     ) -> Record | None:
-        """The record of the answer; None without a token.
+        """Build the record of the answer; None if it has no tokens.
 
         Raises:
-            AnswerError: or any other.
+            AnswerError: or any other exception, if the answer cannot be recorded.
         """
         if self.failure is not None:
             raise self.failure
@@ -126,14 +126,14 @@ class Answer:
 
 
 def _pack_arguments(payload: dict[str, Any]) -> str:
-    """The template's arguments of the request. A tap does not know the server's defaults."""
+    """Pack the request's template arguments. The server's defaults are unknown to a tap."""
     given = payload.get("chat_template_kwargs")
     effort = {"reasoning_effort": payload.get("reasoning_effort")}
     return pack_arguments({**effort, **(given if isinstance(given, dict) else {})})
 
 
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
-    """The tokens certain to be the likeliest, by descending log-probability.
+    """Return the tokens certain to be the likeliest, by descending log-probability.
 
     vLLM always includes the sampled token. If it comes last, it may not belong to the top k, so it
     is left out.
@@ -225,10 +225,10 @@ KNOWN = frozenset((*CLASHING, *CHANGED, *PLAIN))
 
 
 def find_skip_reason(payload: Any) -> str:
-    """Why the answer to a request is not recorded.
+    """Return why the answer to a request is not recorded.
 
-    Empty if it has one prompt of text and one answer, and both are the plain target's. A field that
-    nobody has decided on is a reason too.
+    Empty if the request has one text prompt and one answer, and both are the plain target's. A
+    field that is in none of the lists here is a reason too.
     """
     if not isinstance(payload, dict):
         return "unreadable" if payload is None else "unfit"
@@ -254,7 +254,7 @@ def _is_set(name: str, value: Any) -> bool:
 
 
 def _is_text(messages: Any) -> bool:
-    """Whether no message of a chat has a part other than text, e.g. an image."""
+    """Whether all messages of a chat consist of text alone, with no other part, e.g. an image."""
     messages = messages if isinstance(messages, list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -273,7 +273,7 @@ def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, An
 
 
 def strip_added(message: Any) -> bool:
-    """Remove the tap's fields from an answer or event, of any form.
+    """Remove the tap's fields from an answer or event in any format.
 
     Returns False if nothing is left for the client.
     """
@@ -300,7 +300,7 @@ def strip_added(message: Any) -> bool:
 
 
 def _top_logprobs(logprobs: dict[str, Any]) -> list[dict[int, float]]:
-    """Log-probability by token id, for each token, from the logprobs of a completion or a chat."""
+    """Map token ids to log-probabilities, for each token of a completion or a chat."""
     if "content" in logprobs:
         tokens = [token["top_logprobs"] for token in logprobs["content"] or []]
         return [{_token_id(entry["token"]): entry["logprob"] for entry in top} for top in tokens]
@@ -322,10 +322,11 @@ def _token_id(name: str) -> int:
 
 
 def read_sampling(payload: dict[str, Any]) -> Sampling:
-    """Sampling parameters of an answered request, as vLLM takes them.
+    """Read the sampling parameters of an answered request as vLLM interprets them.
 
     Raises:
-        AnswerError: if vLLM would have refused them: the server has read them in some other way.
+        AnswerError: if vLLM would have refused them, so the server must have interpreted them in
+            some other way.
     """
     given = {
         name: payload[name] for name in Sampling.__struct_fields__ if payload.get(name) is not None

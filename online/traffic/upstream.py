@@ -41,7 +41,7 @@ Header = tuple[bytes, bytes]  # name in lower case, value: raw, since values nee
 
 
 class RefusedError(Exception):
-    """The server did not take the connection. The message says why."""
+    """The server did not accept the connection. The message gives the reason."""
 
 
 class OutOfFilesError(Exception):
@@ -57,12 +57,12 @@ class OutOfFilesError(Exception):
 class BrokenError(Exception):
     """The connection broke after the request had been sent.
 
-    The message holds no text of the request.
+    The message contains no text from the request.
     """
 
 
 class UnsendableError(Exception):
-    """The request has a header forbidden by HTTP."""
+    """The request has a header that HTTP forbids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ForwardedRequest:
     """Content-Length of a body in pieces; None to send it in chunks."""
 
     def frame(self) -> list[Header]:
-        """The header for the end of the body: a length, or chunks."""
+        """Return the header that marks the end of the body: a length, or chunked encoding."""
         if not isinstance(self.body, bytes):
             return (
                 [(b"content-length", self.length.encode())]
@@ -103,7 +103,11 @@ class Reply:
         self._is_open = True
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body as it arrives, still encoded. Raises: BrokenError."""
+        """Yield the body as it arrives, still encoded.
+
+        Raises:
+            BrokenError
+        """
         body = self._response.stream
         assert isinstance(body, AsyncIterable)
         with _named_failures():
@@ -111,13 +115,17 @@ class Reply:
                 yield chunk
 
     async def read(self) -> bytes:
-        """The whole body, still encoded. Raises: BrokenError."""
+        """Return the whole body, still encoded.
+
+        Raises:
+            BrokenError
+        """
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
-        """Give the connection back, or close it if part of the answer is unread.
+        """Return the connection for reuse, or close it if part of the answer is unread.
 
-        Only the first call counts.
+        Only the first call has an effect.
         """
         if self._is_open:
             # Before the first `await`: by a second call another request may have the connection.
@@ -128,9 +136,9 @@ class Reply:
 class Upstream:
     """The server, and the connections to it.
 
-    It needs no pool of httpx, which goes through all connections for every idle one whenever a
-    request ends: at 600 streams no stream moves for seconds. Here a request takes the connection
-    used last, in constant time.
+    It does not use httpx's pool, which scans all connections for every idle one whenever a request
+    ends: at 600 streams, all of them stall for seconds. Here a request takes the connection that
+    was used last, in constant time.
     """
 
     def __init__(self, url: str, guard: Guard | None = None) -> None:
@@ -190,13 +198,13 @@ class Upstream:
     async def finish(
         self, connection: httpcore.AsyncHTTPConnection, response: httpcore.Response
     ) -> None:
-        """Count the request as done, and keep the connection if another can use it."""
+        """Count the request as done, and keep the connection if another request can use it."""
         self._in_flight.discard(connection)
         await response.aclose()
         await self._put_back(connection)
 
     def own_path(self, location: bytes) -> bytes:
-        """A URL of this server as a path at the proxy's own address; any other URL unchanged."""
+        """Rewrite a URL of this server as a path at the proxy; any other URL is unchanged."""
         for scheme in (b"http://", b"https://", b"//"):
             below = location.removeprefix(scheme + self._host)
             if below != location and below[:1] in (b"", b"/", b"?", b"#"):
@@ -285,9 +293,9 @@ def _is_address(host: str) -> bool:
 
 @contextlib.contextmanager
 def _named_failures() -> Iterator[None]:
-    """Turn httpcore's errors into ours.
+    """Convert httpcore's errors into ours.
 
-    Only the type is kept: h11 quotes the offending bytes, which are a user's.
+    Only the type is kept, because h11 quotes the offending bytes, which are a user's.
     """
     try:
         yield
@@ -302,7 +310,7 @@ def _named_failures() -> Iterator[None]:
 
 
 def _is_out_of_files(error: BaseException) -> bool:
-    """Whether a missing descriptor is the reason."""
+    """Whether the cause is a lack of file descriptors, or of memory for one."""
     if any(
         isinstance(cause, OSError) and cause.errno in OUT_OF_FILES for cause in list_causes(error)
     ):
@@ -331,7 +339,7 @@ class PlainBackend(httpcore.AsyncNetworkBackend):
 
 
 class PlainStream(httpcore.AsyncNetworkStream):
-    """One connection. There are no timeouts on it: an answer may take any time."""
+    """One connection. It has no timeouts, because an answer may take any amount of time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -26,7 +26,7 @@ class Part:
 class Command:
     """One subcommand, with its lines in `redraft --help`.
 
-    A recipe, or several parts of one name each.
+    It is either a recipe, or several parts, each with its own name.
     """
 
     group: Group
@@ -222,9 +222,9 @@ COMMANDS = {
 
 
 def list_recipes() -> Iterator[tuple[str, str]]:
-    """(words after `redraft`, module) of every recipe.
+    """(words after `redraft`, module) for every recipe.
 
-    One is ("fleet swap", "redraft.recipes.operate.swap").
+    For example, ("fleet swap", "redraft.recipes.operate.swap").
     """
     for name, command in COMMANDS.items():
         if command.module:

@@ -63,7 +63,7 @@ def render_config(config: Any) -> str:
 
 
 def _render(config: Any, prefix: str) -> Iterator[str]:
-    """The lines of a table. TOML wants keys before sub-tables."""
+    """The lines of a table. TOML requires keys before sub-tables."""
     tables = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

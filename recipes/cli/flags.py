@@ -24,7 +24,10 @@ from redraft.files.settings import read_field_docs
 
 
 class RefusedConfigError(Exception):
-    """A config refused its values for `reason`, which tyro, if it caught it, would print in a box."""
+    """A config refused its values for `reason`.
+
+    tyro would catch the ValueError itself, and print it in a box.
+    """
 
     def __init__(self, reason: ValueError) -> None:
         super().__init__(reason)
@@ -32,9 +35,9 @@ class RefusedConfigError(Exception):
 
 
 def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
-    """The rule below for tyro.
+    """A registry with `describe_dataclass` as tyro's rule for dataclasses.
 
-    Help leaves out flags whose "Class.field" is not in `common`; None leaves out none.
+    The help omits flags whose "Class.field" is not in `common`; if it is None, no flag is omitted.
     """
     registry = ConstructorRegistry()
     registry.struct_rule(functools.partial(describe_dataclass, common=common))
@@ -44,7 +47,7 @@ def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
 def describe_dataclass(
     info: StructTypeInfo, *, common: Container[str] | None = None
 ) -> StructConstructorSpec | None:
-    """The fields of a dataclass with folded help; a refused value is a RefusedConfigError."""
+    """The fields of a dataclass, with folded help; a refused value raises RefusedConfigError."""
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
@@ -91,7 +94,7 @@ def describe_dataclass(
 
 
 def refuse_repeated(args: Sequence[str], config_type: type[Any]) -> None:
-    """Raise ValueError for a flag given twice: tyro drops the first value without a word."""
+    """Raise ValueError for a flag given twice, because tyro silently drops the first value."""
     given = Counter(
         word.partition("=")[0].replace("_", "-") for word in args if word.startswith("--")
     )
@@ -110,7 +113,7 @@ def _repeatable(config_type: type[Any], prefix: str) -> Iterator[str]:
 
 
 def make_unchecked(config_type: type[Any]) -> Any:
-    """A config of the defaults, which nothing has checked: values without a default are missing."""
+    """An unchecked config with the defaults, in which values without a default are missing."""
     config = object.__new__(config_type)
     vars(config).update(
         {field.name: _find_default(field, None) for field in dataclasses.fields(config_type)}
@@ -119,9 +122,9 @@ def make_unchecked(config_type: type[Any]) -> Any:
 
 
 def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
-    """The field's value in `owner`, the default of the whole dataclass, if there is one.
+    """The field's value in `owner`, if this default for the whole dataclass exists.
 
-    Else the field's default.
+    Otherwise, the field's own default.
     """
     if dataclasses.is_dataclass(owner):
         return getattr(owner, field.name)

@@ -27,7 +27,10 @@ TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
 
 def choose_environment(*, has_terminal: bool) -> dict[str, str]:
-    """Variables for libraries that read them at import; the user's stay as they are."""
+    """Environment variables for libraries that read them at import.
+
+    Variables that the user has set are not replaced.
+    """
     # An OpenMP thread that waits for the others spins, and takes the core that a preempted one
     # needs: on two cores with other work, a training step took ten times as long as with threads
     # that sleep. Only libgomp, which torch uses, reads this variable. OMP_WAIT_POLICY would reach
@@ -57,7 +60,7 @@ def main() -> None:
 
 
 class _Outliving(io.FileIO):
-    """A stream whose writes are lost, and never fail, once nothing takes them."""
+    """A stream whose writes are discarded, and never fail, once nothing accepts them."""
 
     def write(self, data: Any) -> int:
         try:
@@ -67,7 +70,7 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let this process go on if whatever reads its output ends: a pipe, a terminal, a full disk."""
+    """Let this process go on if its output ends: a closed pipe or terminal, or a full disk."""
     for name in ("stdout", "stderr"):
         now = getattr(sys, name)
         raw = _Outliving(now.fileno(), "w", closefd=False)
@@ -127,7 +130,7 @@ def run_recipe(
 
 
 def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str]]]) -> None:
-    """`run_recipe` of a file whose first argument chooses the recipe."""
+    """The same as `run_recipe`, for a file whose first argument chooses the recipe."""
 
     if status := run_guarded(lambda: _run(*choose(sys.argv[1:], sys.argv[0]))):
         sys.exit(status)
@@ -140,8 +143,8 @@ def _run(recipe: Recipe, args: Sequence[str]) -> None:
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     """The config of a recipe from command-line arguments.
 
-    Lowest first: the defaults, `--preset NAME`, the TOML file of `--config FILE`, the flags.
-    `--print-config` prints the result as such a file, and ends.
+    The sources are, lowest priority first: the defaults, `--preset NAME`, the TOML file given by
+    `--config FILE`, and the flags. `--print-config` prints the result as such a file, and ends.
 
     Raises:
         ValueError: for an unknown preset, a bad file, a flag given twice or a value that the config
@@ -210,9 +213,9 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
 
 def run_guarded(run: Callable[[], object]) -> int:
-    """Call `run` and return 0; or print an error of the user in one line, and return 2.
+    """Call `run` and return 0; or print a user's error in one line, and return 2.
 
-    REDRAFT_TRACEBACK=1 raises it instead, as a defect of ours always is.
+    With REDRAFT_TRACEBACK=1 the error is raised instead, as defects of redraft always are.
     """
     reach_loopback(os.environ)
     try:
@@ -229,7 +232,7 @@ def run_guarded(run: Callable[[], object]) -> int:
 
 
 def describe_error(error: BaseException) -> str | None:
-    """The line to tell the user, or None if the error is a defect of ours and needs a traceback."""
+    """The line to show the user, or None for a defect of redraft, which needs a traceback."""
     httpx = sys.modules.get("httpx")  # if nothing has imported it, the error cannot come from it
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
@@ -275,7 +278,7 @@ def _choices(name: str, known: Mapping[str, object]) -> str:
 
 
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
-    """A command's recipe, and the arguments left to it.
+    """A command's recipe, and the arguments left for it.
 
     Raises:
         ValueError: there is no such part.
@@ -331,7 +334,7 @@ def format_parts(name: str, command: Command) -> str:
 
 
 def _take_value(args: list[str], flag: str) -> str | None:
-    """The value of a flag, which leaves the arguments; None without it."""
+    """Remove a flag from the arguments; returns its value, or None if it is not given."""
     for index, argument in enumerate(args):
         if argument.startswith(f"{flag}="):
             return args.pop(index).removeprefix(f"{flag}=")
@@ -344,7 +347,7 @@ def _take_value(args: list[str], flag: str) -> str | None:
 
 
 def _take_switch(args: list[str], flag: str) -> bool:
-    """Whether a flag without a value is among the arguments, which it leaves."""
+    """Remove a flag without a value from the arguments; returns whether it was given."""
     found = flag in args
     args[:] = [word for word in args if word != flag]
     return found

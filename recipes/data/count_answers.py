@@ -40,12 +40,12 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Count and publish.
+    """Count the answers, and publish the counts as a draft.
 
     Raises:
-        FileExistsError: there is an output.
-        FileNotFoundError: no target.
-        ValueError: no data, tokenizer or answer.
+        FileExistsError: the output already exists.
+        FileNotFoundError: there is no such target.
+        ValueError: there are no data, no tokenizer or no answers.
     """
     # Here, because they import torch.
     from redraft.distill.data.conversations import load_conversations

@@ -29,7 +29,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Convert and publish.
+    """Convert the file, and publish the model folder.
 
     Raises:
         FileExistsError: the output is not empty.

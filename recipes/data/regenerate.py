@@ -28,11 +28,11 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main(cfg: Config) -> None:
-    """Answer the data set.
+    """Have the target answer the prompts of the data set.
 
     Raises:
-        ChildProcessError, ConnectionError: no engine, or no answer.
-        ValueError: the settings do not fit.
+        ChildProcessError, ConnectionError: the engine did not start, or did not answer.
+        ValueError: the settings do not fit together.
     """
     if cfg.target is not None and cfg.url is not None:
         raise ValueError(
@@ -81,10 +81,10 @@ def main(cfg: Config) -> None:
 
 
 def require_parser(conversations: Sequence[Conversation], cfg: Config) -> None:
-    """Say if a server started here could not read the target's tool calls.
+    """Print a warning if a server started here could not parse the target's tool calls.
 
     Raises:
-        ValueError: if all conversations have tools.
+        ValueError: the same, but all conversations have tools.
     """
     num_with_tools = sum("tools" in conversation for conversation in conversations)
     has_parser = any(argument.startswith("--tool-call-parser") for argument in cfg.vllm_args)
@@ -101,9 +101,10 @@ def require_parser(conversations: Sequence[Conversation], cfg: Config) -> None:
 
 
 def identify(cfg: Config) -> str:
-    """A hash of all that the answers of a target depend on, beside the sampling.
+    """A hash of everything that a target's answers depend on, except the sampling.
 
-    Weights, chat template, generation_config.json and vLLM's arguments. Empty for a running server.
+    It covers weights, chat template, generation_config.json and vLLM's arguments. It is empty for a
+    running server.
     """
     if cfg.target is None:
         return ""
@@ -120,7 +121,7 @@ def identify(cfg: Config) -> str:
 def serve_answers(cfg: Config) -> Iterator[tuple[str, str | None]]:
     """(URL, model name) of the server to ask.
 
-    A vLLM server of the target, stopped on exit, or the running one.
+    It is a new vLLM server for the target, which is stopped on exit, or the running server.
     """
     if cfg.target is None:
         yield cfg.url or DEFAULT_URL, cfg.model

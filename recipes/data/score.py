@@ -45,7 +45,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Score.
+    """Score the records, and write them to the spool.
 
     Raises:
         FileNotFoundError: a folder is missing.

@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
     """Print the summary and the samples.
 
     Raises:
-        ValueError: nothing can be read, or learned.
+        ValueError: nothing can be read, or nothing can be trained on.
     """
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     tokenizer = target.tokenizer
@@ -140,7 +140,7 @@ def summarise(
 def held_out_part(
     conversations: Sequence[Conversation], build: Callable[..., tuple[list[Sample], SampleStats]]
 ) -> tuple[list[Sample], SampleStats | str]:
-    """The held-out samples with their counts, or with the reason why there are none."""
+    """The held-out samples with their counts, or no samples with the reason."""
     try:
         return build(conversations, progress=False)
     except ValueError as error:
@@ -196,7 +196,7 @@ def describe_training(
 
 
 def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
-    """Lines about the ends of turns, and the arguments with which a server starts them."""
+    """Lines about the ends of turns, and the template arguments with which a server begins them."""
     if not stats.ends:
         return
     ends = [
@@ -210,7 +210,7 @@ def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
 
 
 def measure_answers(sample: Sample) -> list[int]:
-    """The number of labels of each answer: the lengths of the runs in the loss mask."""
+    """The number of labels in each answer, i.e. the length of each run in the loss mask."""
     # E.g. the mask 0 1 1 0 1: it flips at 1, 3, 4 and 5, so the runs have 3 - 1 = 2 and 5 - 4 = 1
     # labels.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(np.int8), [0]])))
@@ -230,9 +230,9 @@ def describe_domains(conversations: Sequence[Conversation]) -> Iterator[str]:
 def describe_vocabulary(
     train: Sequence[Sample], held_out: Sequence[Sample], vocab_size: int
 ) -> Iterator[str]:
-    """A line for each size of a draft vocabulary.
+    """A line for each size of draft vocabulary.
 
-    The share of the labels in it, in training and held out.
+    It gives the share of the labels in the vocabulary, for the training and the held-out text.
     """
     sizes = [size for size in VOCABULARY_SIZES if size < vocab_size]
     if not sizes or not held_out:
@@ -272,7 +272,7 @@ def possible_kinds(conversation: Conversation) -> set[str]:
 def find_kinds(
     sample: Sample, conversation: Conversation, tokenizer: Any, end_ids: Collection[int]
 ) -> set[str]:
-    """The kinds of turn among a sample's labels: other turns may be refused, or elsewhere."""
+    """The kinds of turn among a sample's labels; other turns may be refused or in other samples."""
     possible, messages = possible_kinds(conversation), conversation["messages"]
     if len(possible) == 1:
         return possible
@@ -296,10 +296,10 @@ def choose_samples(
     kinds_of: Callable[[Sample], set[str]],
     count: int,
 ) -> list[Sample]:
-    """One sample with each kind of turn, and others from every domain in turn up to `count`.
+    """One sample with each kind of turn, then samples from each domain in turn, up to `count`.
 
-    `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` finds those of a
-    sample. They are in the order of their hashes, so this is a draw.
+    `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` returns the kinds
+    in a sample. Samples are in the order of their hashes, so the choice is random.
     """
     chosen: list[Sample] = []
     seen: set[str] = set()
@@ -326,7 +326,7 @@ def choose_samples(
 
 
 def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> str:
-    """The text of up to `max_tokens` tokens, with the labels marked."""
+    """The text of up to `max_tokens` tokens of a sample, with the labels marked."""
     opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
     ids, mask = sample.input_ids, sample.loss_mask
     # Decoded in pieces between two flips of the mask, not token by token: a character may span

@@ -194,7 +194,7 @@ def require_pace(cfg: Config, target: str) -> None:
 
 
 def drop_curve(candidate: Candidate, cfg: Config, target: str) -> Candidate:
-    """The same draft without advice on adaptive verification, if these servers cannot have it."""
+    """The same draft, without advice on adaptive verification if these servers cannot use it."""
     obstacle = adaptive.find_obstacle(read_flags(cfg.vllm_args), target, candidate.config)
     return replace(candidate, curve=()) if obstacle else candidate
 
@@ -208,9 +208,10 @@ def verify_adaptively(candidate: Candidate) -> Candidate:
 
 
 def require_answers(cfg: Config) -> None:
-    """Refuse to train drafts without answers.
+    """Refuse to train drafts without the target's answers.
 
-    Raises ValueError, with the command that writes them.
+    Raises:
+        ValueError: there are no answers; the message has the command that writes them.
     """
     # Not in the config: a message from there is broken into lines, and nobody could copy the
     # command.
@@ -231,9 +232,9 @@ def names_sampling(cfg: Config) -> bool:
 
 
 def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
-    """The ways in which the drafts are made, and the conversations of the first rounds.
+    """The settings for making drafts, with a file of the first rounds' conversations.
 
-    The trainings forecast on the file of these conversations.
+    The training runs forecast on the conversations in this file.
     """
     prompts = cfg.output / "prompts.jsonl"
     text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROMPTS])
@@ -245,9 +246,10 @@ def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
 def make_groups(
     cfg: Config, ready: Sequence[Candidate], making: Making
 ) -> Iterator[list[Candidate]]:
-    """The drafts that share rounds.
+    """Groups of drafts that share rounds.
 
-    Those that are ready first, then the trained ones, trained just before.
+    The finished drafts come first, then those of --train, which are trained just before their
+    group.
     """
     # One server of each group is the target alone.
     size = group_size(cfg)
@@ -266,7 +268,7 @@ def load_questions(cfg: Config) -> list[Conversation]:
     """The conversations whose last questions are the prompts.
 
     Raises:
-        ValueError: too few.
+        ValueError: there are too few conversations.
     """
     conversations: list[Conversation] = (
         [
@@ -286,10 +288,10 @@ def load_questions(cfg: Config) -> list[Conversation]:
 def render_prompts(
     cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """(prompts of the first rounds, prompts of the last ones).
+    """(prompts for the first rounds, prompts for the last rounds).
 
     Raises:
-        ValueError: none is left.
+        ValueError: no prompt is left.
     """
     render = functools.partial(
         held_out_prompts,
@@ -304,10 +306,10 @@ def render_prompts(
 
 
 class Rounds:
-    """The rounds of a benchmark: groups of servers in one mode, the target alone among them."""
+    """The rounds of a benchmark: groups of servers in one mode, each with the target alone."""
 
     def __init__(self, cfg: Config, target: TargetFolder, sampling: Sampling | None) -> None:
-        """`sampling` of the requests; None: they name none."""
+        """`sampling` is that of the requests; None means that they set none."""
         self.cfg, self.target, self.sampling = cfg, target, sampling
         self.options: dict[str, Any] = {
             "vllm_defaults": True,
@@ -317,7 +319,7 @@ class Rounds:
         self.groups: list[Results] = []  # The rounds of every group, once.
 
     def choose_mode(self, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
-        """Choose the mode of all servers. Returns it, and tokens/s by mode."""
+        """Choose the mode for all servers. Returns the mode, and tokens/s by mode."""
         load = self.cfg.loads[0]
         plan = self._plan(1, [load])
 
@@ -334,7 +336,7 @@ class Rounds:
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
         """Rounds of a group of drafts with the most draft tokens, beside the target alone.
 
-        The target alone also gets as many requests as others verify rows.
+        The target alone is also measured with as many requests at once as the drafts verify rows.
         """
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
         # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
@@ -344,7 +346,7 @@ class Rounds:
         return self._measure(drafts, prompts, plan, "logs", alone)
 
     def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
-        """Rounds of the best drafts with the advised numbers of tokens, by draft.
+        """Rounds of the best drafts with the advised numbers of draft tokens, by draft.
 
         The target alone is measured beside them.
         """
@@ -380,11 +382,12 @@ class Rounds:
     ) -> Results:
         """The rounds of a group.
 
-        They are kept for a run with the same files and settings. `alone` are further loads of the
-        target alone.
+        They are kept for later runs with the same files and settings. `alone` plans further loads
+        for the target alone.
 
         Raises:
-            ChildProcessError: a server did not start; with the cure if a draft's folder shows one.
+            ChildProcessError: a server did not start; the message has the cure if a draft's folder
+                shows one.
         """
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
         files = [
@@ -412,9 +415,10 @@ class Rounds:
 
 
 def prove_lossless(target: str, results: Results, served: str, cfg: Config) -> LosslessReport:
-    """The outputs with the draft to serve beside those of the target alone, at the smallest load.
+    """Compare the outputs with the draft to serve and those of the target alone.
 
-    In 16 bits, rounding parts the target from itself when more requests are answered at once.
+    Both are at the smallest load: in 16 bits, rounding makes the target's outputs differ from its
+    own when more requests are answered at once.
     """
     smallest, largest = cfg.loads[0], cfg.loads[-1]
     ours, plain = (merge(results[name, smallest]) for name in (served, PLAIN))
@@ -427,7 +431,7 @@ def prove_lossless(target: str, results: Results, served: str, cfg: Config) -> L
 
 
 def serve_flags(choice: Choice) -> str:
-    """The variables to set, and the flag of `vllm serve` for this draft with the best tokens."""
+    """The variables and the `vllm serve` flag for this draft with the best number of tokens."""
     config = choice.speculative_config
     variables = lookup_env(config)
     if variables:  # a lookup; vLLM's own of n-grams is another one on its V2 runner
@@ -441,5 +445,5 @@ def known_answers(cfg: Config) -> str | None:
 
 
 def group_size(cfg: Config) -> int:
-    """Drafts that share rounds: one server of a group is the target alone."""
+    """The number of drafts that share rounds; one server of a group is the target alone."""
     return max(2, cfg.together or (5 if ENGINE_IS_CPU else 2)) - 1

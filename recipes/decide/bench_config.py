@@ -39,7 +39,7 @@ LEAST_ROUNDS = 6  # for a 95% interval
 
 
 def parse_trained(name: str) -> DraftSource:
-    """A name of --train; `source` is the draft to train."""
+    """A name from --train, parsed; `source` is the draft to train."""
     return DraftSource.parse(name, (RETRIEVAL,))
 
 
@@ -124,7 +124,10 @@ class Config(MeasureConfig):
 
     @property
     def most_prompts(self) -> int:
-        """Prompts of a round. Every round has new ones, at all loads, if there are enough."""
+        """The most prompts per round.
+
+        If there are enough, every round has new prompts, at all loads.
+        """
         return 2 * max(self.concurrency)
 
 

@@ -64,7 +64,7 @@ class Making:
 
 
 def make_lookups(making: Making) -> Iterator[Candidate]:
-    """The drafts that need no training: n-grams, and counted answers if there are answers."""
+    """The drafts that need no training: n-grams and, if there are answers, counted answers."""
     yield Candidate(NGRAM, "n-grams", DraftSource(source=NGRAM).speculative(), LOOKUP_TOKENS[NGRAM])
     if making.answers:
         # A folder with a config.json is whole: `redraft data count` publishes with one rename.
@@ -85,7 +85,10 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
 
 
 def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
-    """The trained drafts, trained when asked for and kept; a head with a lookup only once."""
+    """The drafts of --train, each trained when the iterator reaches it, and kept.
+
+    A head that is listed with and without a lookup is trained only once.
+    """
     for name in names:
         draft = parse_trained(name)
         run = making.cfg.output / draft.source
@@ -103,10 +106,10 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
 
 
 def finished_drafts(cfg: Config) -> Iterator[Candidate]:
-    """The drafts of --draft, but for n-grams, which every comparison has.
+    """The drafts of --draft, except n-grams, which every comparison includes.
 
     Raises:
-        ValueError, FileNotFoundError: one would not be served.
+        ValueError, FileNotFoundError: a draft would not be served.
     """
     for name, draft in name_drafts(cfg.draft, cfg.train).items():
         size = count_parameters(draft.folder) if draft.folder else None
@@ -117,10 +120,10 @@ def finished_drafts(cfg: Config) -> Iterator[Candidate]:
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """The drafts of --draft by name, or by the whole source if two share it.
+    """The drafts of --draft by name, or by the whole source if two drafts share a name.
 
     Raises:
-        ValueError: a source is given twice, or named as a draft made here.
+        ValueError: a source is given twice, or has the name of a draft that the benchmark makes.
     """
     made = [PLAIN, NGRAM, RETRIEVAL, *trained]
     for source in sources:
@@ -140,11 +143,11 @@ def give_acceptance(
 ) -> list[Candidate]:
     """The candidates with the acceptance from a report.
 
-    It is that of the report's draft of the same name, or of its only draft if only one candidate
-    can take it.
+    A candidate gets the acceptance of the report's draft of the same name. If the report has only
+    one draft and only one candidate can use an acceptance, the names may differ.
 
     Raises:
-        ValueError: no candidate is in the report, or it is of other requests or drafts.
+        ValueError: no candidate is in the report, or the report is about other requests or drafts.
     """
     names = list_drafts(report)
     taking = [candidate.name for candidate in candidates if candidate.has_one_acceptance]
@@ -178,9 +181,10 @@ def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
 
 
 def training_command(making: Making, name: str) -> list[str]:
-    """The recipe of a draft, and the flags.
+    """The command that trains a draft: the recipe and its flags.
 
-    All see the same answers for the same time. The start of an EAGLE-3 head is fitted before.
+    All drafts are trained on the same answers for the same time. The least-squares start of an
+    EAGLE-3 head is fitted before that time begins.
 
     Raises:
         ValueError: the target has too few layers.
@@ -236,7 +240,7 @@ def training_command(making: Making, name: str) -> list[str]:
 
 
 def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`command` with `flags` in place of its own of the same names: a flag is given once."""
+    """`command` with `flags`, which replace its own flags of the same names."""
     names = {word.partition("=")[0] for word in flags if word.startswith("--")}
     kept, is_replaced = list[str](), False
     for word in command:
@@ -248,10 +252,10 @@ def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def spread(count: int, target: TargetFolder) -> list[int]:
-    """`count` layers at equal distances, the first and last included.
+    """`count` evenly spaced layers, including the first and the last.
 
     Raises:
-        ValueError
+        ValueError: `count` is not between 1 and the target's number of layers minus 1.
     """
     layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
@@ -279,8 +283,8 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
     """Run a recipe in a separate process, unless the result exists; an interrupted one continues.
 
     Raises:
-        ValueError: it fails, after it has printed the reason; or the result is of other flags, or
-            of other files of the target or the data.
+        ValueError: the recipe failed, after it has printed the reason; or the result was made with
+            other flags, or from other files of the target or the data.
     """
     if folder in making.made:
         return

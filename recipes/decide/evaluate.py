@@ -144,9 +144,9 @@ def forecast_all(
     protocol: Protocol,
     kept: Path,
 ) -> Rows:
-    """The forecast of all drafts with one pass of the target per batch; kept in `kept`.
+    """The forecast for all drafts, with one pass of the target per batch; stored in `kept`.
 
-    The models end on the CPU.
+    Afterwards, the models are on the CPU.
     """
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
     # The union of all drafts' layers: one pass of the target serves all, and each draft picks from
@@ -165,7 +165,7 @@ def forecast_all(
 
 
 def check(cfg: Config) -> None:
-    """Raise ValueError unless the numbers make sense."""
+    """Raise ValueError if the settings do not fit together or a number is out of range."""
     if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
         raise ValueError("--num-speculative-tokens needs numbers of at least 1")
     if min(cfg.temperature, default=0) < 0:
@@ -187,12 +187,12 @@ def check(cfg: Config) -> None:
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:
-    """The frozen model of a target, on the GPU if there is one.
+    """A target's frozen model, on the GPU if there is one.
 
-    If not `whole`, only what a draft borrows of it, on the CPU.
+    If not `whole`, only the parts that a draft borrows from it, on the CPU.
 
     Raises:
-        ValueError: it cannot be loaded, or does not fit.
+        ValueError: the model cannot be loaded, or does not fit into memory.
     """
     if not whole:
         return load_skeleton(target, target.torch_dtype, torch.device("cpu"))
@@ -208,11 +208,12 @@ def load(target: TargetFolder, *, whole: bool = True) -> Any:
 def choose_day(cfg: Config, earlier: Mapping[str, Any]) -> datetime.date:
     """The date for a chat template that writes today's.
 
-    That in the settings of an `earlier` report, or of earlier measurements in --output, so the same
-    prompts stay the same on another day. Otherwise it is today, and kept in --output.
+    It is the date in the settings of an `earlier` report, or of earlier measurements in --output,
+    so that the same prompts stay the same on another day. Otherwise it is today, which is stored in
+    --output.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: the stored date cannot be read.
     """
     if recorded := earlier.get("date"):
         return datetime.date.fromisoformat(recorded)
@@ -225,7 +226,7 @@ def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list
     A chat template that writes today's date writes `day`.
 
     Raises:
-        ValueError: if the data cannot be read, the column is missing, or no prompt is left.
+        ValueError: the data cannot be read, the column is missing, or no prompt is left.
     """
     conversations = load_conversations(
         cfg.prompts, split=cfg.split, domain_column=cfg.domain_column
@@ -244,9 +245,9 @@ def measure_in_engine(
     protocol: Protocol,
     kept: Path,
 ) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
-    """The engine's counts of every prompt, by draft, temperature and number of draft tokens.
+    """The engine's counts for every prompt, by draft, temperature and number of draft tokens.
 
-    Kept in `kept`.
+    They are stored in `kept`.
     """
     options = EngineOptions(
         concurrency=cfg.concurrency,
@@ -296,7 +297,7 @@ def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str,
 def write_run(cfg: Config, duration_s: float) -> None:
     """Write run.json: command, config, date and duration.
 
-    They are not in the report, which is reproducible.
+    They are not in the report, which must be reproducible.
     """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     run = {

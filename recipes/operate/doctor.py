@@ -108,18 +108,18 @@ def main(cfg: Config) -> None:
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe, and its arguments: a first one without dashes is the draft."""
+    """The recipe and its arguments. A first argument without dashes is the draft."""
     if args and not args[0].startswith("-"):
         args = ["--draft", *args]
     return Recipe(main=main, config_type=Config, description=__doc__, prog=prog), args
 
 
 def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
-    """The facts and findings of a draft's folder by itself.
+    """Facts and findings about a draft's folder alone.
 
     Raises:
         FileNotFoundError: there is no such draft, here or on the hub.
-        ValueError: it lies in the target, or is looked up.
+        ValueError: the draft is part of the target, or is looked up.
     """
     from redraft.eval.forecast.draft_source import DraftSource
 
@@ -212,7 +212,7 @@ def check_running(cfg: Config, url: str) -> "Checked":
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
-    """The problems and doubts, each with a cure, as the last lines of the output."""
+    """The last lines of the output: the problems and doubts, each with a cure."""
     if not findings:
         return "\nEverything fits."
     lines = ["", "No problem was found."] if all(finding.is_doubt for finding in findings) else []

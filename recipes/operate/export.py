@@ -39,7 +39,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Check, convert, publish, and print the command.
+    """Check, convert and publish the draft, and print the command that serves it.
 
     Raises:
         FileExistsError: the output is not empty.

@@ -62,7 +62,7 @@ def main(cfg: Config) -> None:
 
 
 async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]:
-    """(lines that report the deletion from the servers' live counts, whether any held text)."""
+    """(lines about the deletion from the servers' live counts, whether any server held text)."""
     from redraft.online.fleet.discovery import discover
     from redraft.online.fleet.server import RefusedError, UnreachableError, connected
 
@@ -87,7 +87,7 @@ async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]
 
 
 def describe(forgotten: Forgotten, cfg: Config) -> list[str]:
-    """The result in lines, with the command that undoes the training."""
+    """Lines that describe the result, with the command that undoes the training."""
     deleted = "would be deleted" if cfg.dry_run else "were deleted"
     places = [
         (forgotten.buffer, "in the buffer"),
@@ -130,11 +130,11 @@ def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
-    """Delete a tenant's records, through a running learner; returns the reach.
+    """Delete a tenant's records, through the learner if it is running; returns what was found.
 
     Raises:
         BufferFullError, BrokerError
-        AlreadyOwnedError: the learner does not answer.
+        AlreadyOwnedError: the learner is running but does not answer.
     """
     from redraft.online.learning.forget import Forgotten, Reach
 

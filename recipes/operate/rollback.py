@@ -36,11 +36,11 @@ def main(cfg: Config) -> None:
 
 
 async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
-    """Roll back; returns the version then served.
+    """Roll the fleet back; returns the version that it then serves.
 
     Raises:
-        FileNotFoundError: there is none, or `to` was never current.
-        ConnectionError: servers do not follow.
+        FileNotFoundError: there is no such version, or `to` was never current.
+        ConnectionError: some servers do not serve the version.
     """
     registry = Registry(cfg.registry)
     previous = registry.previous()
@@ -73,7 +73,7 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
 def leave_training(cfg: LearnerConfig) -> None:
     """Let the next learner begin at the current version.
 
-    The candidate of a learner that was killed is left.
+    It then abandons the candidate of a learner that was killed.
     """
     if (state := _load_state(cfg)).candidate:
         state = replace(

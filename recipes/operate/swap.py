@@ -46,11 +46,11 @@ def main(cfg: Config) -> None:
 
 
 async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
-    """Roll out a version, through a running learner; returns the outcome.
+    """Roll out a version, through the learner if it is running; returns the outcome.
 
     Raises:
-        FileNotFoundError: there is none.
-        AlreadyOwnedError: the learner does not answer.
+        FileNotFoundError: there is no such version, or no current version.
+        AlreadyOwnedError: the learner is running but does not answer.
     """
     try:
         return await control.ask(cfg.folder, Outcome, do="swap", version=version)

@@ -45,7 +45,7 @@ def main(cfg: Config) -> None:
 
 
 def version_lines(registry: Registry) -> list[str]:
-    """One line per version, the newest first. The current and the previous one are marked."""
+    """One line per version, newest first; the current and the previous version are marked."""
     current, previous = registry.current(), registry.previous()
     # The later key wins. Without a previous version the key is None, which is no version's name.
     marks = {previous: "previous", current: "current"}
@@ -56,7 +56,7 @@ def version_lines(registry: Registry) -> list[str]:
 
 
 async def live_lines(cfg: LearnerConfig) -> list[str]:
-    """A line with the state of the learner, then one per server with the served version."""
+    """A line with the learner's state, then a line per server with the version that it serves."""
     try:
         status = await control.ask(cfg.folder, control.Standing, do="status")
         about = f" {status.candidate}" if status.candidate else ""

@@ -72,11 +72,11 @@ class Poll:
 
 
 def main(cfg: Config) -> None:
-    """Print lines until interrupted.
+    """Print lines until interrupted, or for the given number of polls.
 
     Raises:
-        SystemExit: 1 if tau is below `min_tau`.
-        ConnectionError: at first.
+        SystemExit: with status 1, if tau is below `min_tau`.
+        ConnectionError: a server cannot be reached in the first round.
         ValueError: a server serves no draft.
     """
     if not cfg.urls:
@@ -103,8 +103,8 @@ def poll_servers(cfg: Config) -> Iterator[Poll]:
     """Rounds of readings, `interval_s` apart.
 
     Raises:
-        ConnectionError: if a server cannot be reached in the first round.
-        ValueError: if a server serves no draft.
+        ConnectionError: a server cannot be reached in the first round.
+        ValueError: a server serves no draft in the first round.
     """
     # Strict on purpose: a wrong address would otherwise be polled forever.
     last = {url: read_server(url) for url in cfg.urls}
@@ -149,11 +149,11 @@ def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
 
 
 def read_server(url: str) -> Reading:
-    """The counts and the pace of a server.
+    """A server's counts and pace.
 
     Raises:
         ConnectionError
-        ValueError: without a draft.
+        ValueError: the server serves no draft.
     """
     try:
         # Past any proxy of the environment, as the learner and the tap ask.
@@ -190,7 +190,7 @@ def format_poll(poll: Poll, clock: str) -> Iterator[str]:
 def format_counts(counts: AcceptanceCounts, pace: float | None) -> str:
     """Tokens per drafted step, acceptance by position, and drafts per second.
 
-    Without a pace, their number.
+    Without a pace, the number of drafts replaces their rate.
     """
     if not counts.num_drafts:
         return "no drafts"

@@ -41,7 +41,7 @@ SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values,
 
 
 def make_plan(cfg: Config) -> Plan:
-    """The sizes of the step: those of the family's command, changed by the flags.
+    """The sizes of the step: the defaults of the family's command, changed by the flags.
 
     Raises:
         ValueError: there is no such model, or a flag does not fit the family.
@@ -94,7 +94,8 @@ def make_plan(cfg: Config) -> Plan:
 def _choose_head(cfg: Config, usual: Any) -> Any:
     """The options of a head.
 
-    The command's, and --num-steps in the one that says how many tokens it learns.
+    They are the command's defaults, with --num-steps in the option that sets how many tokens the
+    head learns.
     """
     if cfg.num_steps is None:
         return usual
@@ -144,7 +145,7 @@ class Result:
 
 @functools.lru_cache(maxsize=2)
 def count(cfg: Config) -> Result:
-    """Count the step, and derive time and memory on every kind of device."""
+    """Count the step, and derive its time and memory on every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
     served = None if plan.signal == "model" else count_target(plan)
@@ -177,9 +178,10 @@ def on_device(
 
 
 def fit(cfg: Config, device: Device) -> Config:
-    """The step that fits on a device.
+    """The settings with which the step fits on a device.
 
-    As given, else with activations computed again, else with fewer rows too.
+    They are the given ones if those fit; else activations are recomputed, and if that is not
+    enough, the batch also has fewer rows.
     """
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
@@ -196,8 +198,8 @@ def fit(cfg: Config, device: Device) -> Config:
 def use_devices(cfg: Config, served: Counted | None, device: Device) -> tuple[int, int]:
     """(devices that serve the target, devices that train).
 
-    A target elsewhere is served by the fewest of 1, 2, 4, ... devices that hold it; a cache is
-    written by all of them, and then all train.
+    A target that runs elsewhere is served by the smallest group of 1, 2, 4, ... devices that can
+    hold it. A cache is written by as many such groups as there are, and then all devices train.
     """
     if served is None:
         return 0, cfg.devices
@@ -230,7 +232,7 @@ def report(cfg: Config) -> tuple[list[str], dict[str, Any]]:
 def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
     """The divergence's work by form.
 
-    The kernels, which `result` has on a GPU, and PyTorch's operations.
+    The forms are the kernels, which `result` has counted for a GPU, and PyTorch's operations.
     """
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
@@ -269,7 +271,7 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
 
 
 def count_steps(cfg: Config, result: Result, on: OnDevice) -> int:
-    """Optimizer steps for --tokens, each of one batch on every device that trains."""
+    """Optimizer steps for --tokens; a step takes one batch on every device that trains."""
     assert cfg.tokens is not None, "asked for with --tokens"
     return math.ceil(cfg.tokens / (result.plan.tokens * on.trainers))
 
@@ -296,7 +298,7 @@ def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str
 
 
 def work_table(cfg: Config, result: Result) -> Iterator[str]:
-    """A row for each part of the step, and for each kind of operation."""
+    """A row for each part of the step and for each kind of operation."""
     operations, tokens = result.step.operations, result.plan.tokens
     yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}"
 
@@ -316,7 +318,7 @@ def work_table(cfg: Config, result: Result) -> Iterator[str]:
 
 
 def memory_table(result: Result) -> Iterator[str]:
-    """Memory of one device that trains, at the worst moment, before sharding."""
+    """The peak memory of one device that trains, before sharding."""
     for holder, num in result.step.memory.most_common():
         if num >= 5e6:
             yield f"{holder:<24}{num / 1e9:>8,.2f} GB"
@@ -345,7 +347,7 @@ def device_table(cfg: Config, result: Result) -> Iterator[str]:
 
 
 def advice(cfg: Config, result: Result) -> Iterator[str]:
-    """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
+    """Lines about a target that runs elsewhere, the size of a cache, and flags to fit the step."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
         yield (
@@ -366,7 +368,7 @@ def advice(cfg: Config, result: Result) -> Iterator[str]:
 
 
 def ways_to_fit(cfg: Config, device: Device) -> Iterator[str]:
-    """Flags with which a step would take less memory."""
+    """Flags with which the step would need less memory."""
     own = fit(cfg, device)
     fits = count(own).on[device.name].memory_bytes <= device.memory_bytes
     if fits:

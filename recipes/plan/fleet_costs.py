@@ -53,7 +53,7 @@ UTILISATION = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of one token that is served and captured."""
+    """Costs per token that is served and captured."""
 
     name: str
     weights: float
@@ -91,7 +91,7 @@ def all_costs(cfg: Config) -> list[Costs]:
 
 @cache
 def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -> Costs:
-    """The costs of a family, by records of the traffic and a step of the learner on them."""
+    """A family's costs, from records of the traffic and a learner's step on these records."""
     plan = plan_learner(family, target, draft)
     reads, num_states = find_reads(plan)
     records = _records((num_states, plan.target.hidden_size) if num_states else None, traffic)
@@ -116,7 +116,7 @@ MEETS = DRAFT, "product"
 
 
 def passes() -> float:
-    """How often a record is trained: 4 new texts and 28 replayed ones in a step make 8."""
+    """How often a record is trained on: 4 new and 28 replayed texts per step make 8 times."""
     training = Training()
     return (training.fresh_per_step + training.replay_per_step) / training.fresh_per_step
 
@@ -128,14 +128,14 @@ def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
 
 
 def find_reads(plan: Plan) -> tuple[Reads, int]:
-    """(place of recorded states in the signal, states of a token that a record has)."""
+    """(place of the recorded states in the signal, number of states per token of a record)."""
     draft = make_models(plan, torch.device("meta"))[1]
     reads = choose_reads(find_family(plan.family), draft)
     return reads, len(draft.aux_layer_ids) or int(reads == "last")
 
 
 def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
-    """(a step on the records, its tokens), in the batch that the learner makes: padding counts."""
+    """(a step on the records, its tokens), for the batch that the learner makes, with padding."""
     texts = select_texts(records)
     (batch,) = make_batches(
         texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads
@@ -155,7 +155,7 @@ def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
     """The record with hidden states for every token that the target read.
 
-    They are drawn from a normal distribution.
+    The states are drawn from a normal distribution.
     """
     # The target never reads the last output token, so no state belongs to it.
     tokens = len(record.context_ids) + len(record.output_ids) - 1
@@ -214,7 +214,7 @@ def token_table(found: list[Costs]) -> Iterator[str]:
 
 
 def two(number: float) -> str:
-    """Two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
+    """The number with two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
     # First to two digits, then to text: 9.96 becomes 10, not 10.0.
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.10f}".rstrip("0").rstrip(".")

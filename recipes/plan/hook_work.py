@@ -80,9 +80,9 @@ def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _trace(
     num_states: int, num_requests: int, num_drafts: int, vocab_size: int, hidden_size: int
 ) -> tuple[EngineStep, Counter[Operation]]:
-    """The step that the hook of a GPU leaves, and its operations.
+    """(the step that the hook on a GPU queues, its operations).
 
-    Drafts are sampled: greedy ones need less.
+    The drafts are sampled, because greedy drafts need less work.
     """
     rows = num_requests * (num_drafts + 1)
     with Count(weightless=True) as count, open_capture() as capture:
@@ -112,9 +112,9 @@ def _trace(
 
 
 class _CountedKernels:
-    """Stands in for the module of the kernels.
+    """Replaces the module with the kernels.
 
-    Each reads and writes the tensors that it is given, once.
+    Each kernel is counted as reading and writing its tensors once.
     """
 
     def __init__(self, count: Count) -> None:

@@ -29,8 +29,8 @@ class Config:
     target: str | None = None
     """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b,
     llama-3.2-3b, llama-3.1-8b, llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b,
-    mimo-7b. By default llama-3.1-8b, but mimo-7b for MTP, because no Llama has a place for such
-    a layer.
+    mimo-7b. By default llama-3.1-8b, but mimo-7b for MTP, because Llama models have no MTP
+    layer.
     """
     family: FamilyName = "eagle3"
     """Draft to train. Options, divergence and batch are the defaults of the command, unless given
@@ -73,7 +73,7 @@ class Config:
     shard: bool = False
     """Share the layers of a target in this process out too."""
     tokens: float | None = None
-    """Tokens to train on in all, e.g. 1e9, to print the steps that they take."""
+    """Total number of training tokens, e.g. 1e9, to print the number of steps."""
     json: Path | None = None
     """File that receives the numbers of the tables as JSON."""
 

@@ -49,12 +49,12 @@ class Traffic:
 
 
 def make_record(number: int, traffic: Traffic) -> Record:
-    """One complete request, assembled by the plugin's code.
+    """The record of one complete request, assembled by the plugin's code.
 
     The same number always gives the same record.
 
-    Ids follow a power law, as words do. Log-probabilities fall along a row and use all bits of a
-    float32: like real ones, they hardly compress.
+    Ids follow a power law, as words do. Log-probabilities decrease along a row and use all bits of
+    a float32, so they hardly compress, like real ones.
     """
     rng = np.random.default_rng(number)
     prompt = _ids(rng, traffic, traffic.prompt_tokens)
@@ -104,7 +104,7 @@ def _verified(
 
 
 def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
-    """A random number of accepted draft tokens, tau - 1 on average."""
+    """A random number of accepted draft tokens, with mean tau - 1."""
     return int(
         rng.binomial(
             traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens

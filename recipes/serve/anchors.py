@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
 
     Raises:
         FileExistsError
-        ValueError: target or data cannot be used.
+        ValueError: the target or the data cannot be used.
     """
     # Here, because they import torch.
     import torch

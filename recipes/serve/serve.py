@@ -88,7 +88,7 @@ def main(cfg: Config) -> None:
 def list_notes(
     draft: DraftSource | None, *, tenants_share: bool = False, on_cpu: bool = ENGINE_IS_CPU
 ) -> list[str]:
-    """The notes to print before a server with this draft starts. None is a new head."""
+    """The notes to print before a server with this draft starts; None means a new head."""
     looks_up = draft is not None and (draft.is_lookup or draft.lookup is not None)
     told = SHARED_BY_TENANTS if tenants_share else SHARED_COUNTS
     return [
@@ -100,7 +100,7 @@ def list_notes(
 
 
 def require_target(target: str) -> None:
-    """Raise FileNotFoundError for a target that is no folder, hub name or address of a storage."""
+    """Raise FileNotFoundError unless the target is a folder, a hub name or a storage address."""
     if "://" not in target and not is_hub_name(target) and not Path(target).exists():
         raise FileNotFoundError(
             f"there is no model folder {target}, and it is not a hub name (owner/name) either"
@@ -111,9 +111,9 @@ def server_command(cfg: Config) -> list[str]:
     """The command line of vLLM's server.
 
     Raises:
-        ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft
-        so.
-        FileNotFoundError: if the registry has no current version.
+        ValueError: neither a draft nor a registry is given, or vLLM would not serve the draft with
+            these settings.
+        FileNotFoundError: the registry has no current version.
     """
     if (Path(cfg.target) / INDEX).is_file():
         weight_files(Path(cfg.target))  # vLLM would choose between two sets of weights
@@ -146,7 +146,7 @@ def server_command(cfg: Config) -> list[str]:
 
 
 def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
-    """The parts of redraft at work, as `CLASHES` names them; None is a new head."""
+    """The active parts of redraft, as `CLASHES` names them. `draft` is None for a new head."""
     parts: list[Beside] = ["records"] if records else []
     if draft is not None and (draft.is_lookup or draft.lookup is not None):
         parts.append("lookup")
@@ -157,7 +157,7 @@ def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
 
 
 def template_arguments(draft: Path) -> list[str]:
-    """vLLM's arguments for the chat template of a draft's training.
+    """vLLM's arguments that set the chat template as in the draft's training.
 
     They may ask for answers without reasoning, for example.
     """
@@ -166,10 +166,10 @@ def template_arguments(draft: Path) -> list[str]:
 
 
 def speculative_config(cfg: Config) -> dict[str, Any]:
-    """The draft and how it is served.
+    """The speculative config: the draft, and how to serve it.
 
     Raises:
-        ValueError, FileNotFoundError: as `server_command`.
+        ValueError, FileNotFoundError: as in `server_command`.
     """
     draft = _draft(cfg)
     _refuse_idle(cfg, draft)
@@ -207,12 +207,12 @@ def require_block(
 def choose_adaptive(
     pace: str, flags: Mapping[str, str], target: str, speculative: Mapping[str, Any]
 ) -> bool:
-    """Whether vLLM is to verify adaptively: forced, or with `auto` where it is known to work.
+    """Whether vLLM is to verify adaptively: if forced, or with `auto` where it is known to work.
 
     `flags` are those of `vllm serve`, by name.
 
     Raises:
-        ValueError: it is forced, and this server cannot have it.
+        ValueError: adaptive verification is forced, but this server does not support it.
     """
     if pace not in ("auto", "adaptive"):
         return False
@@ -226,7 +226,7 @@ def choose_adaptive(
 
 
 def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
-    """Raise ValueError for a flag without an effect on this draft."""
+    """Raise ValueError for a flag that has no effect on this draft."""
     if draft.lookup is None and draft.is_lookup:
         changed = (name for name in MODEL_FLAGS if getattr(cfg, name) != getattr(Config, name))
         if flag := next(changed, None):
@@ -245,7 +245,7 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
 
 
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that switch the plugin on, to be added to `environment`."""
+    """The variables that enable the plugin, to be added to `environment`."""
     capture, nats = cfg.capture, cfg.capture.nats
     prefixes = map(str.strip, environment.get(RAY_PREFIXES, "").split(","))
     settings = {
@@ -280,8 +280,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
 def keeps_states(target: str) -> bool:
     """Whether the target has Mamba layers or short convolutions.
 
-    With a varying number of draft tokens, vLLM's V2 runner captures graphs that these layers
-    reject.
+    If the number of draft tokens varies, vLLM's V2 runner captures graphs that these layers reject.
     """
     keys = [key for section in text_sections(read_model(open_folder(target))) for key in section]
     return any(key.startswith(("mamba_", "ssm_", "conv_L")) for key in keys)
@@ -292,9 +291,9 @@ def _absolute(path: Path | None) -> str | None:
 
 
 def with_plugin(allowed: str | None) -> str:
-    """VLLM_PLUGINS with redraft added.
+    """The value of VLLM_PLUGINS with redraft added.
 
-    If it is unset, all plugins are allowed: they must be named to stay so.
+    If the variable is unset, all plugins are allowed, so all of them are named to remain allowed.
     """
     if allowed is None:
         names = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}

@@ -46,11 +46,10 @@ UNSENT = ("deepseek_v4",)  # Types of targets whose states vLLM 0.32 does not se
 
 
 def main(cfg: Config) -> None:
-    """Replace this process by the server.
+    """Replace this process with the server.
 
     Raises:
-        ValueError: for a layer the target does not have, or a target whose states vLLM does not
-            send.
+        ValueError: the target has no such layer, or vLLM does not send the target's states.
     """
     # Here, because they import torch.
     from redraft.engine.settings import read_settings, write_settings
@@ -76,10 +75,10 @@ def main(cfg: Config) -> None:
 
 
 def server_command(cfg: Config, num_layers: int) -> list[str]:
-    """The command line of vLLM's server for a target of `num_layers`.
+    """The command line of vLLM's server for a target with `num_layers` layers.
 
     Raises:
-        ValueError: for a layer beyond them, or a vLLM that redraft does not know.
+        ValueError: a layer is beyond them, or redraft does not support this vLLM.
     """
     from redraft.distill.signal.features import server_args
     from redraft.engine.command import vllm_command

@@ -85,7 +85,7 @@ LEARNER_STOP_S = 120  # for a checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything to start, checked."""
+    """Everything that is to be started, already checked."""
 
     cfg: Config
     folder: Path
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Name of the server in lines and logs."""
+        """The server's name in printed lines and logs."""
         return f"server-{httpx.URL(self.url).port}" if self.cfg.join else "server"
 
 
@@ -108,9 +108,9 @@ def main(cfg: Config) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Raises:
-        ValueError, OSError: for mistakes, before anything starts.
-        AlreadyOwnedError: if this command already runs in the folder.
-        ChildProcessError: if the server ends.
+        ValueError, OSError: the settings are wrong; nothing has started yet.
+        AlreadyOwnedError: this command already runs in the folder.
+        ChildProcessError: the server ended.
     """
     plan = make_plan(cfg)
     make_private(plan.folder)  # it holds users' text
@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
 
 
 def make_plan(cfg: Config) -> Plan:
-    """Raises: as `main`."""
+    """Check the settings, and plan all parts to start. Raises the same errors as `main`."""
     if cfg.join and (cfg.folder or cfg.draft):
         raise ValueError(
             "--join takes folder and draft of the redraft up that runs there: leave out the others"
@@ -176,7 +176,7 @@ def make_plan(cfg: Config) -> Plan:
 
 
 def choose_host(given: str) -> str:
-    """The host at which this machine reaches a server with this --host, as in an address."""
+    """The host, as in an address, at which this machine reaches a server with this --host."""
     if given in ("", "0.0.0.0", "localhost"):
         return "127.0.0.1"
     if given == "::":
@@ -187,7 +187,10 @@ def choose_host(given: str) -> str:
 def check_folder(
     cfg: Config, folder: Path, target: Path, draft: DraftSource | None
 ) -> LearnerConfig | None:
-    """Settings of the learner, if the folder has a version of the draft. Raises: as `main`."""
+    """The learner's settings, or None if the folder has no version of the draft yet.
+
+    Raises the same errors as `main`.
+    """
     if (folder / "registry" / "current").exists() and (folder / SETTINGS).is_file():
         settings = load_config(folder / SETTINGS)
         initial = settings.draft.initial or Path()
@@ -222,9 +225,9 @@ def check_folder(
 
 
 def is_taken(port: int) -> bool:
-    """Whether something listens at this port of the machine, by IPv4 or IPv6.
+    """Whether something listens on this port of the machine, over IPv4 or IPv6.
 
-    Never at port 0, which stands for any.
+    Port 0, which stands for any port, is never taken.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError), socket.socket(family) as tried:
@@ -252,7 +255,7 @@ def require_memory(target: Path) -> None:
 
 
 def prepare(plan: Plan) -> bool:
-    """Make what is missing in the folder; whether the draft learns."""
+    """Create the missing files in the folder; returns whether the draft learns."""
     folder = plan.folder
     if not (folder / TOKEN).exists():
         write_token(folder / TOKEN)
@@ -293,7 +296,7 @@ window_timeout_s = 120
 def render_settings(
     plan: Plan, draft: DraftSource, page_port: int, *, on_cpu: bool = ENGINE_IS_CPU
 ) -> str:
-    """Settings of the learner for this target and machine."""
+    """The learner's settings for this target and machine, as TOML."""
     lines = [] if plan.draft else list_training(draft)
     lines += [f"accumulation = {MICRO_BATCHES}"] if on_cpu else []
     training = "\n".join(lines)
@@ -319,9 +322,10 @@ port = {page_port}
 
 
 def list_training(head: DraftSource) -> list[str]:
-    """Settings with which a new head learns in minutes: many small steps, by Muon.
+    """Settings with which a new head learns within minutes: many small steps with Muon.
 
-    The rate, 2e-3 for SmolLM2-135M, falls with the width (Yang et al., 2022, arXiv:2203.03466).
+    The learning rate is 2e-3 for SmolLM2-135M and decreases with the width (Yang et al., 2022,
+    arXiv:2203.03466).
     """
     assert head.folder is not None
     lr = min(2e-3, 1.15 / read_config(head.folder)["hidden_size"])
@@ -331,10 +335,10 @@ def list_training(head: DraftSource) -> list[str]:
 def make_new_head(
     target: Path, folder: Path, num_tokens: int, *, is_required: bool = False
 ) -> DraftSource:
-    """A new EAGLE-3 head from the target's files, or live counts if it cannot be made.
+    """A new EAGLE-3 head made from the target's files, or live counts if none can be made.
 
     Raises:
-        ValueError: it cannot be made, and `is_required`.
+        ValueError: no head can be made, although `is_required`.
     """
     if not folder.exists():
         try:
@@ -350,9 +354,10 @@ def make_new_head(
 
 
 def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = MOST_IDS) -> None:
-    """Publish a head with the weights of the last layer of the target.
+    """Publish a head that starts with the weights of the target's last layer.
 
-    Raises: ValueError, OSError if the target has too few layers, or others than such a head.
+    Raises:
+        ValueError, OSError: the target has too few layers, or its layers do not fit such a head.
     """
     import torch
 
@@ -387,9 +392,9 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
 def place_learner(
     gpus: Sequence[str], flags: Mapping[str, str]
 ) -> tuple[str, str, tuple[str, ...]]:
-    """A GPU that vLLM leaves, else a share of the last one, else the CPU.
+    """(a line about the learner's place, the learner's GPU, further arguments for vLLM).
 
-    A line about it, the learner's GPU, and further arguments of vLLM.
+    The learner gets a GPU that vLLM leaves free, else a share of the last GPU, else the CPU.
     """
     if not gpus:
         return "the learner computes on the CPU, and pauses while requests run", "", ()
@@ -403,7 +408,7 @@ def place_learner(
 
 
 def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a learner on the server's cores, of which it leaves one to the engine core."""
+    """Variables for a learner on the server's cores, one of which it leaves to the engine core."""
     return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, count_cores() - 1))}
 
 
@@ -415,7 +420,7 @@ LISTS = {"nvidia-smi": ("-L", r"^GPU (\d+):"), "rocm-smi": ("-i", r"^GPU\[(\d+)\
 
 
 def list_gpus(*, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
-    """Visible GPUs of an engine for GPUs, as the variables in `VISIBLE` name them."""
+    """The visible GPUs, named as in the variables of `VISIBLE`; none if the engine is for CPUs."""
     visible = next((os.environ[name] for name in VISIBLE if name in os.environ), None)
     program = next(filter(shutil.which, LISTS), None)
     if on_cpu or visible == "" or program is None:
@@ -428,12 +433,12 @@ def list_gpus(*, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
 
 
 def see_only(gpu: str) -> dict[str, str]:
-    """The variables of a process that computes on this GPU; "" for none."""
+    """The variables for a process that computes on this GPU; "" means no GPU."""
     return dict.fromkeys(VISIBLE, gpu)
 
 
 def choose_draft(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> str | None:
-    """--draft of the server; None for the current version of the registry."""
+    """The server's --draft; None means the registry's current version."""
     newest = plan.folder / "registry" / "current"
     if not learns:
         return str(plan.draft or (newest if plan.has_begun else LIVE))
@@ -489,7 +494,8 @@ def serve_command(
 def run(plan: Plan, *, learns: bool) -> None:
     """Start the parts and watch them until interrupted.
 
-    Raises: ChildProcessError if the server ends.
+    Raises:
+        ChildProcessError: the server ended.
     """
     screen, logs = Screen(), plan.folder / "logs"
     screen.say(f"all files are in {plan.folder}")
@@ -536,7 +542,7 @@ def run(plan: Plan, *, learns: bool) -> None:
 
 
 def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, learns: bool) -> None:
-    """Show errors, start a dead learner again, update the status line. Raises: as `run`."""
+    """Show errors, restart a learner that ended, and update the status line. Raises as `run`."""
     learned, restarts, meter = Learned(), Restarts(), Meter(plan.url)
     while True:
         now_s = time.monotonic()

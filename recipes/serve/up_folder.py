@@ -33,7 +33,10 @@ def read_fleet(folder: Path) -> list[ListedServer]:
 
 @contextlib.contextmanager
 def listed(folder: Path, url: str) -> Iterator[None]:
-    """Hold the lock of this server, so that others leave it in fleet.toml; at the end it goes."""
+    """List this server in fleet.toml, and hold its lock so that others keep the entry.
+
+    On exit, the lock is released and the entry removed.
+    """
     lock = _lock_of(folder, url)
     with contextlib.ExitStack() as stack:
         with _changing(folder):
@@ -48,12 +51,12 @@ def listed(folder: Path, url: str) -> Iterator[None]:
 
 
 def list_server(folder: Path, url: str) -> None:
-    """Add a server to the list, and drop those whose command has ended, however it ended.
+    """Add a server to the list, and drop the servers whose command has ended, however it ended.
 
-    A server that somebody wrote into the file has no lock and stays.
+    A server that somebody wrote into the file by hand has no lock, and stays.
 
     Raises:
-        ValueError, OSError: somebody edits the file, and is not done.
+        ValueError, OSError: somebody is still editing the file.
     """
     with _changing(folder):
         found = read_fleet(folder)
@@ -73,7 +76,7 @@ def render_fleet(servers: Sequence[ListedServer]) -> str:
 
 
 def _changing(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """The right to read, change and write fleet.toml, and to try the locks of servers."""
+    """The lock for reading, changing and writing fleet.toml, and for trying the servers' locks."""
     return own(folder / "fleet.lock", "a change of its fleet", waits=True)
 
 
@@ -82,7 +85,7 @@ def _lock_of(folder: Path, url: str) -> Path:
 
 
 def _has_gone(folder: Path, url: str) -> bool:
-    """Whether this server was a `redraft up` of the folder, and has ended."""
+    """Whether this server was started by a `redraft up` on the folder that has ended."""
     lock = _lock_of(folder, url)
     if not lock.exists():
         return False
@@ -95,7 +98,7 @@ def _has_gone(folder: Path, url: str) -> bool:
 
 
 def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
-    """Lines on the records: their share of the requests, place, size, age, and how to change it."""
+    """Lines about the records: share of requests, place, size, age, and how to change the share."""
     family, buffer = find_family(cfg.draft.family), cfg.buffer_config
     if capture.fraction == 0:
         return ["records nothing, because --capture.fraction is 0"]

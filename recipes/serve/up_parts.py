@@ -56,7 +56,7 @@ class Part:
     """Nice level above that of this process."""
     begun_s: float = 0.0
     takes_requests: bool = False
-    """From now on clients choose words in its log."""
+    """From now on its log may contain text that clients chose."""
     _read_to: int = 0
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Part:
         )
 
     def read_lines(self) -> list[str]:
-        """Whole lines of the log since the last call; none of a log that someone moved away."""
+        """The complete log lines since the last call; empty if someone moved the log away."""
         if self.process is None or not self.log.is_file():
             return []
         with self.log.open("rb") as file:
@@ -95,7 +95,7 @@ class Part:
         return why_ended(self.process, self.log, takes_requests=self.takes_requests)
 
     def stop(self, timeout_s: float) -> None:
-        """Ask the leader to end with all children; kill those that are left."""
+        """Ask the process to end with all its children, and kill those that are left."""
         if self.process is None:
             return
         self.process.terminate()
@@ -108,7 +108,7 @@ class Part:
 
 @dataclass
 class Screen:
-    """The terminal: lines, and one line at the bottom that is updated in place."""
+    """The terminal: printed lines, and a bottom line that is updated in place."""
 
     is_terminal: bool = field(default_factory=sys.stdout.isatty)
     _shown_s: float = -PLAIN_LINE_S
@@ -127,15 +127,16 @@ class Screen:
 
 @dataclass
 class Learned:
-    """Phase and version, from the log of the learner."""
+    """The learner's phase and the served version, read from the learner's log."""
 
     phase: str = "starts"
     version: str = ""
 
     def read(self, line: str, *, is_served: bool) -> str:
-        """The news for people in this line; empty for most.
+        """The news for people in this log line; empty for most lines.
 
-        Until the target `is_served`, nothing listens at the address of its server.
+        Until the target `is_served`, nothing listens at the server's address, so refused
+        connections are no news.
         """
         match decode(line.encode()):
             case StateEntry() as entry:
@@ -168,10 +169,11 @@ def _describe_gain(entry: GateEntry) -> str:
 
 
 def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
-    """The new lines for people.
+    """Show the new lines that matter to people.
 
-    Of errors the last one: a traceback of vLLM is dozens of lines of them. Of a server that takes
-    requests only the engine's: clients choose words in the lines of the API server.
+    Only the last error line is shown, because a vLLM traceback has dozens of them. Once a server
+    takes requests, only the engine's lines are shown, because clients can choose words in the API
+    server's lines.
     """
     read = [line for line in map(read_line, lines) if line.is_of_engine or not part.takes_requests]
     for line in read:
@@ -185,7 +187,7 @@ def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
 
 @dataclass
 class Restarts:
-    """Starts a learner again, later each time it dies early."""
+    """Restarts a learner, after a longer pause each time it ends early."""
 
     deaths: int = 0
     due_s: float | None = None
@@ -223,7 +225,7 @@ class Meter:
     def read(self, now_s: float) -> str:
         """Requests, tokens/s, tokens per drafted step and pace since the last call.
 
-        Or that the server is not there.
+        If the server does not answer, the text says so.
         """
         try:
             text = (

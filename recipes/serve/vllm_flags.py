@@ -28,7 +28,7 @@ a model as well, and so is a standalone draft.
 
 
 def is_on(value: str) -> bool:
-    """Whether a flag with this value does anything: a switch has none."""
+    """Whether a flag with this value has an effect. The value of a switch is empty."""
     return value.lower() not in ("0", "false", "none", "off")
 
 
@@ -38,7 +38,7 @@ def is_many(value: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Clash:
-    """A flag of `vllm serve` that does not do beside a draft what it does there."""
+    """A flag of `vllm serve` that does not work the same way beside a draft."""
 
     flag: str
     reason: str
@@ -239,12 +239,12 @@ READ = (
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """vLLM's arguments as values by name, with underscores.
+    """The values of vLLM's arguments, by name with underscores.
 
-    Those of a `--config` file too, which the others override.
+    They include those of a `--config` file, which the other arguments override.
 
     Raises:
-        ValueError, OSError: if the file cannot be read.
+        ValueError, OSError: the file cannot be read.
     """
     flags: dict[str, str] = {}
     name = ""
@@ -282,9 +282,9 @@ def _read_file(path: Path) -> dict[str, str]:
 
 
 def _find_name(given: str, known: Collection[str]) -> str:
-    """The whole name of a flag.
+    """The full name of a flag.
 
-    vLLM takes the beginning of a name for the flag, if no other begins so.
+    vLLM accepts an abbreviated name if only one flag begins with it.
     """
     name = given.replace("-", "_")
     found = [whole for whole in known if whole == name] or [
@@ -333,7 +333,10 @@ def _default_min_p(flags: Mapping[str, str], target: str) -> float:
 def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
     """Refuse vLLM's development mode where others could use it.
 
-    Its routes replace weights without a token. Raises ValueError.
+    Its routes replace weights without a token.
+
+    Raises:
+        ValueError: the mode is on, and others can reach the server.
     """
     if environment.get(DEV_MODE, "0") == "0" or "uds" in flags or is_local(flags.get("host", "")):
         return
@@ -350,7 +353,7 @@ def list_warnings(
     speculative: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
 ) -> Iterator[str]:
-    """Lines about flags, variables and drafts, probably mistakes."""
+    """Lines about flags, variables and drafts that are probably mistakes."""
     if is_on(environment.get(RUST_FRONTEND, "0")):
         yield (
             f"{RUST_FRONTEND} has no effect, because redraft starts the Python API server, whose "

@@ -18,7 +18,7 @@ from redraft.files.folder import open_folder, read_config, text_sections
 from redraft.heads.catalog import find_speculative
 
 KEY = "enable_adaptive_verification"
-"""Of vLLM's --speculative-config."""
+"""Key of vLLM's --speculative-config."""
 
 GRAPHS = "needs full CUDA graphs: leave out --enforce-eager and other CUDA graph modes"
 LORA = "does not work with LoRA: leave out --enable-lora"
@@ -78,10 +78,10 @@ def find_obstacle(
     environment: Mapping[str, str] = os.environ,
     on_cpu: bool = ENGINE_IS_CPU,
 ) -> str:
-    """The condition of adaptive verification that a server breaks; "" if none is known.
+    """The condition for adaptive verification that a server violates; "" if none is known.
 
     `flags` are those of `vllm serve`, by name. The attention backend is left to vLLM, which chooses
-    it by GPU.
+    it based on the GPU.
     """
     family = find_speculative(speculative_config)
     if on_cpu:
@@ -106,10 +106,10 @@ def find_obstacle(
 
 
 def is_expected(flags: Mapping[str, str], target: str, capability: str | None) -> bool:
-    """Whether vLLM's attention backend is known to replay graphs of any number of rows per request.
+    """Whether vLLM's attention backend can replay graphs with any number of rows per request.
 
-    FlashAttention 3 does, on GPUs of compute capability 9, and so does Triton's. `capability` is
-    the GPU's, as "9.0"; None if it is unknown.
+    FlashAttention 3 can, on GPUs of compute capability 9, and so can Triton's backend.
+    `capability` is the GPU's, such as "9.0"; None if it is unknown.
     """
     backend = flags.get("attention_backend", "").upper()
     if any("kv_lora_rank" in section for section in _read_sections(target)):
@@ -119,7 +119,7 @@ def is_expected(flags: Mapping[str, str], target: str, capability: str | None) -
 
 
 def explain_refusal(error: str) -> str:
-    """A line in place of vLLM's error about adaptive verification; other errors as they are."""
+    """Replace vLLM's error about adaptive verification by one line; return other errors as is."""
     if "daptive" not in error or "verif" not in error:
         return error
     found = next((condition for words, condition in REFUSALS if words in error), "")
@@ -127,7 +127,7 @@ def explain_refusal(error: str) -> str:
 
 
 def read_capability() -> str | None:
-    """The compute capability of the first visible GPU, as "9.0"; None if there is none to ask."""
+    """The lowest compute capability of the GPUs, such as "9.0"; None if none can be queried."""
     if (
         ENGINE_IS_CPU
         or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -146,7 +146,7 @@ def _is_hybrid(target: str) -> bool:
 
 
 def _read_sections(target: str) -> list[Mapping[str, Any]]:
-    """The sections of the target's config.json; none of a target yet to be downloaded."""
+    """The sections of the target's config.json; empty if the target is not downloaded yet."""
     try:
         return list(text_sections(read_config(open_folder(target))))
     except (OSError, ValueError):

@@ -25,13 +25,13 @@ MOST_TOKENS = 4096  # of a text, its last: each token is looked up in all before
 
 
 class AnswerCounter:
-    """Counts finished answers, a little in each step.
+    """Counts finished answers, a little in each engine step.
 
-    The ranks of a server count alike, because a lookup decides whether the head runs.
+    All ranks of a server must have equal counts, because a lookup decides whether the head runs.
     """
 
     def __init__(self, requests: Mapping[str, Any], draft: Live) -> None:
-        """`requests` are those that run, by name, as the runner keeps them."""
+        """`requests` are the running requests, by name, as the runner stores them."""
         self.draft, self.requests = draft, requests
         self.file: LiveFile | None = None
         self.counts = Counter[
@@ -44,7 +44,7 @@ class AnswerCounter:
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
 
     def owner(self, name: str, request: Any) -> bytes | None:
-        """The owner of the text that is drafted for a request, and of its answer."""
+        """The owner of the text that is drafted for a request, and of the request's answer."""
         if name not in self._owners:
             self._owners[name] = None
             with self._surviving():
@@ -52,7 +52,7 @@ class AnswerCounter:
         return self._owners[name]
 
     def watch(self, remove: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-        """V1's `_on_request_state_removed`, after which the answer is queued."""
+        """Wrap V1's `_on_request_state_removed` so that the answer is queued afterwards."""
 
         def remove_and_end(name: str, request: Any) -> None:
             remove(name, request)
@@ -79,9 +79,9 @@ class AnswerCounter:
             self._ended[name] = Text(ids=ids, is_label=is_label, owner=owner)
 
     def forget(self, beginning: bytes) -> int:
-        """Drop all text of owners whose names begin so. Returns the number of runs.
+        """Drop all text of owners whose names start with `beginning`; return the number of runs.
 
-        Their running requests are counted for nobody.
+        The answers to their running requests are not counted for anyone.
         """
 
         def keeps(owner: bytes | None) -> bool:
@@ -98,7 +98,7 @@ class AnswerCounter:
         return num_runs
 
     def learn(self) -> None:
-        """Count queued answers for under 1 ms."""
+        """Count queued answers, for less than 1 ms."""
         # By name: vLLM hands requests that end together over in an order of the rank's own.
         for _, text in sorted(self._ended.items()):
             is_taken = len(self._waiting) < MOST_WAITING
@@ -115,9 +115,9 @@ class AnswerCounter:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Turn an exception into an answer that is not counted to its end.
+        """Turn an exception into an answer that is not counted completely.
 
-        Otherwise it would end the engine.
+        Otherwise, the exception would end the engine.
         """
         try:
             yield
@@ -128,7 +128,7 @@ class AnswerCounter:
 
 
 def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
-    """An answer up to its end: a last draft may have been accepted beyond it."""
+    """An answer truncated at its end, because the last draft may be accepted beyond it."""
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} if params else set()
     length = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: min(length, params.max_tokens or length) if params else length]
@@ -136,7 +136,7 @@ def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
 
 @dataclass
 class FirstTokens:
-    """Recent hit rate of the head's first token, whether that or a lookup's was verified."""
+    """Recent hit rate of the head's first token, whether it or a lookup's token was verified."""
 
     hits: float = 0.5
     drafts: float = 1.0
@@ -153,7 +153,7 @@ class FirstTokens:
         return self.drafts < FIRST or self.probability >= LEAST_HEAD
 
     def note(self, sampled: Mapping[str, Sequence[int]]) -> None:
-        """Add a step's verdicts. `sampled` has each request's new tokens."""
+        """Add the outcomes of a step. `sampled` holds each request's new tokens."""
         new = [
             sampled[name][0] == token for name, token in self.waiting.items() if sampled.get(name)
         ]
@@ -162,9 +162,9 @@ class FirstTokens:
             self.hits, self.drafts = self.hits / 2, self.drafts / 2
 
     def is_due(self) -> bool:
-        """Whether to let the head draft now to judge it.
+        """Whether to let the head draft now in order to judge it.
 
-        By a count, so the ranks of a server agree.
+        A counter decides, so the ranks of a server agree.
         """
         self._num_asked += 1
         return self.drafts < FIRST or self._num_asked % TRIED == 0

@@ -11,7 +11,7 @@ from redraft.files.folder import refuse_gguf
 
 
 def vllm_command(model: str | Path, arguments: Sequence[str] = ()) -> list[str]:
-    """vLLM's server of `model`, run by this interpreter; `arguments` follow as they are.
+    """The command that runs vLLM's server for `model` with this interpreter, plus `arguments`.
 
     Raises:
         ValueError: the model is a GGUF file.

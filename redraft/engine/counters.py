@@ -37,7 +37,7 @@ DECODE_TIME, PREFILL_TIME = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTime:
-    """Time of requests after the first token, by the engine's clock, since the engine started."""
+    """Time spent after the first token, by the engine's clock, since the engine started."""
 
     requests: int
     seconds: float
@@ -49,8 +49,8 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
     """The speculation counters of a server since it started, summed over engines.
 
     Raises:
-        ValueError: if there are none, because the server does not speculate or this is not a
-            /metrics page.
+        ValueError: if there are no such counters, because the server does not speculate or this is
+            not a /metrics page.
     """
     counts = find_counts(metrics)
     if counts is None:
@@ -59,7 +59,7 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
 
 
 def find_counts(metrics: str) -> AcceptanceCounts | None:
-    """The same, or None if there are no such counters."""
+    """`parse_counts`, or None if there are no such counters."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
     prefix = OF_LLAMA_CPP if f"\n{OF_LLAMA_CPP}" in metrics else SPEC_DECODE
@@ -86,7 +86,7 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
 
 
 def parse_decode_time(metrics: str) -> DecodeTime:
-    """Sums over a server's engines; 0 if there are no such counters."""
+    """The decode times summed over a server's engines; 0 if there are no such counters."""
     decode = _add_up(metrics, DECODE_TIME)
     return DecodeTime(
         requests=int(decode["count"]),
@@ -96,7 +96,7 @@ def parse_decode_time(metrics: str) -> DecodeTime:
 
 
 def _add_up(metrics: str, histogram: str) -> dict[str, float]:
-    """Sum and count of a histogram over a server's engines."""
+    """The sum and count of a histogram, added up over a server's engines."""
     sums = {"sum": 0.0, "count": 0.0}
     for sample in read_samples(metrics, histogram):
         kind = sample.name.removeprefix(histogram)
@@ -107,14 +107,14 @@ def _add_up(metrics: str, histogram: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache:
-    """Tokens of prompts looked up in the prefix cache and found there, since the engine started."""
+    """Prompt tokens looked up in the prefix cache, and hits, since the engine started."""
 
     queries: int = 0
     hits: int = 0
 
 
 def parse_prefix_cache(metrics: str) -> PrefixCache:
-    """Sums over a server's engines; 0 if there are no such counters."""
+    """The counters summed over a server's engines; 0 if there are no such counters."""
     sums = dict.fromkeys(("queries", "hits"), 0.0)
     for sample in read_samples(metrics, PREFIX_CACHE):
         name = sample.name.removeprefix(PREFIX_CACHE).removesuffix("_total")
@@ -124,7 +124,7 @@ def parse_prefix_cache(metrics: str) -> PrefixCache:
 
 
 def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:
-    """Samples whose names begin with `prefix`."""
+    """The samples whose names begin with `prefix`."""
     # Parsing is slow, and a busy server's page has thousands of other lines.
     lines = "\n".join(line for line in metrics.splitlines() if line.startswith(prefix))
     for family in text_string_to_metric_families(lines):

@@ -50,9 +50,9 @@ class AcceptanceCounts:
 
     @staticmethod
     def from_blocks(accepted: Sequence[int], num_speculative_tokens: int) -> AcceptanceCounts:
-        """Counts of full blocks, given the number of accepted tokens of each.
+        """Counts for full blocks, given the number of accepted tokens in each.
 
-        A block has `num_speculative_tokens`.
+        A full block has `num_speculative_tokens` draft tokens.
         """
         return AcceptanceCounts(
             num_drafts=len(accepted),
@@ -70,7 +70,7 @@ class AcceptanceCounts:
     def since(self, earlier: AcceptanceCounts) -> AcceptanceCounts | None:
         """The counts added after `earlier`.
 
-        None if a counter fell, because the engine restarted in between.
+        It is None if a counter fell because the engine restarted in between.
         """
         more = _combine(self, earlier, -1)
         counts = (more.num_drafts, more.num_accepted, more.num_draft_tokens)
@@ -93,7 +93,7 @@ class AcceptanceCounts:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, which is neither alpha nor tau."""
+        """Accepted tokens over drafted tokens; this is neither alpha nor tau."""
         return self.num_accepted / max(self.num_draft_tokens, 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class AcceptanceCounts:
 
 
 def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceCounts:
-    """a + sign * b. Counts of fewer positions have 0 at the others."""
+    """a + sign * b. Missing positions count as 0."""
 
     def add(x: Sequence[Count], y: Sequence[Count]) -> tuple[Count, ...]:
         return tuple(one + sign * other for one, other in zip_longest(x, y, fillvalue=0))
@@ -122,7 +122,7 @@ def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceC
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedCounts(AcceptanceCounts):
-    """Counts in expectation over proposals and verification, given the text."""
+    """Expected counts over proposals and verification, given the text."""
 
     num_steps: float
     """Target steps after the prefill. Above `num_drafts` if some have no draft to verify (n-grams).
@@ -134,16 +134,16 @@ def expected_blocks(
     num_output_tokens: int,
     drafted_T: NDArray[np.float64] | None = None,
 ) -> ExpectedCounts:
-    """Expected counts of the blocks of speculative decoding over one output, at any temperature.
+    """Expected counts for the blocks of speculative decoding over one output, at any temperature.
 
     `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after
     output token t, given that the earlier tokens of the block were accepted. `drafted_T[t]` is the
-    probability of any draft after token t; None means 1. The prefill gives output token 0; then
-    every step emits the accepted tokens and one more. Verification leaves the target's distribution
-    of texts as it is, so over texts of the target this is the engine's expectation exactly. An
-    engine counts accepted tokens *before* it cuts the output (end token or length), so the last
-    block counts in full: rows must be right for tokens beyond the end too, and there must be
-    `num_output_tokens - 1`.
+    probability that there is any draft after token t; None means 1. The prefill gives output token
+    0; after that, every step emits the accepted tokens and one more. Verification preserves the
+    target's distribution over texts, so over texts from the target, this is exactly the engine's
+    expectation. An engine counts accepted tokens *before* it cuts the output (at the end token or
+    the maximum length), so the last block counts in full: rows must also be correct for tokens
+    beyond the end, and there must be `num_output_tokens - 1` rows.
     """
     assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
     num_rows = max(num_output_tokens - 1, 0)
@@ -160,12 +160,12 @@ def expected_blocks(
 
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)
-"""Of the survival: from all tokens verified to none."""
+"""Thresholds on the survival: from all tokens verified to none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptivePoint:
-    """Expected counts if the tokens whose survival reaches a threshold are verified."""
+    """Expected counts if only tokens whose survival reaches a threshold are verified."""
 
     threshold: float
     num_steps: float
@@ -177,13 +177,13 @@ class AdaptivePoint:
 def walk_adaptive(
     accept_TK: NDArray[np.float64], confidence_TK: NDArray[np.float64]
 ) -> list[AdaptivePoint]:
-    """The blocks of one output under adaptive verification, by threshold of the survival.
+    """Expected counts for one output under adaptive verification, by survival threshold.
 
-    vLLM admits the tokens with the highest survival, the product of the draft's confidences up to a
-    token, of all requests of a step: above some threshold, which falls with the load. `accept_TK` is
-    that of `walk_blocks`. `confidence_TK[t, j]` belongs to the token at j + 1 after output token t.
-    Confidences of a block that has left the text are taken as those of the text: they change rows,
-    and no accepted token.
+    Survival is the product of the draft's confidences up to and including a token. Over all
+    requests in a step, vLLM admits the tokens with the highest survival: those above some
+    threshold, which falls with the load. `accept_TK` is as in `walk_blocks`. `confidence_TK[t, j]`
+    belongs to the token at j + 1 after output token t. For a block that has departed from the text,
+    the confidences on the text are used: this affects the number of rows, but no accepted token.
     """
     survival_TK = np.cumprod(confidence_TK, axis=1)
     points = []
@@ -205,8 +205,8 @@ def walk_adaptive(
 def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
     """`accept_TK` of `expected_blocks` under block verification (Sun et al., arXiv 2403.10444).
 
-    `ratio_TK[t, j]` is r / p of the text's token at j + 1 after output token t: of the draws of the
-    draft and of the target. See `eval.forecast.verification`.
+    `ratio_TK[t, j]` is r / p for the text's token at j + 1 after output token t, where r is the
+    draft's distribution and p is the target's. See `eval.forecast.verification`.
     """
     accept_TK, joint_T = np.empty_like(ratio_TK), np.ones(len(ratio_TK))
     for j, ratio_T in enumerate(ratio_TK.T):
@@ -217,11 +217,11 @@ def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The chances that blocks begin, and that they accept so many tokens.
+    """The probabilities that blocks begin, and that they accept a given number of tokens.
 
-    Returns (chance that a block begins after output token t [T], that such a block accepts at least
-    j + 1 tokens [T, K]). `accept_TK` is that of `expected_blocks`, without rows at which no block
-    begins.
+    Returns (probability that a block begins after output token t [T], probability that such a block
+    accepts at least j + 1 tokens [T, K]). `accept_TK` is as in `expected_blocks`, without rows at
+    which no block begins.
     """
     num_rows, k = accept_TK.shape
     reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
@@ -244,13 +244,13 @@ def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], ND
 def simulate_blocks(
     match_TK: ArrayLike, num_output_tokens: int, max_tokens: int | None = None
 ) -> AcceptanceCounts:
-    """Counts of the blocks of greedy speculative decoding over one output.
+    """Counts for the blocks of greedy speculative decoding over one output.
 
     `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy
-    token, given a match of the earlier ones. This is `expected_blocks` with probabilities 0 and 1,
-    whose counts are whole numbers. With `max_tokens`, the longest answer, as in llama.cpp: it drafts
-    no further than to the token before the last of such an answer, and counts none from the end
-    token on. vLLM drafts and counts beyond the end.
+    token, given that the earlier ones match. This is `expected_blocks` with probabilities 0 and 1,
+    whose counts are integers. With `max_tokens`, the length of the longest answer, it counts like
+    llama.cpp, which drafts no further than the second-to-last token of such an answer, and counts
+    no tokens from the end token on. vLLM drafts and counts beyond the end.
     """
     accept_TK = np.asarray(match_TK, np.float64)
     num_rows, k = accept_TK.shape

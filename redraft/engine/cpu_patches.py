@@ -10,20 +10,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def replace_expand_kernel(_: Any) -> Callable[..., None]:
-    """A kernel that repeats each request's temperature, top-p and top-k for its draft tokens.
+    """Return a kernel that repeats each request's temperature, top-p and top-k per draft token.
 
     vLLM's replacement for machines without Triton hands the C++ kernel an int64 *copy* of any other
-    output tensor and never copies it back. The float outputs stay uninitialised memory, so a copy of
-    the target as draft is accepted at random, and the text is wrong too.
+    output tensor and never copies it back. The float outputs remain uninitialised memory, so even a
+    draft that is a copy of the target is accepted at random, and the text is wrong as well.
     """
     return expand_kernel
 
 
 def skip_no_rows(apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """`apply_top_k_only` for no rows too.
+    """Make `apply_top_k_only` work on zero rows, too.
 
-    vLLM's takes the largest top-k of no rows in a step that verifies nothing, and the exception ends
-    the engine: one request with `top_k` and without `top_p` is enough.
+    In a step that verifies nothing, vLLM's version takes the maximum top-k over zero rows, and the
+    exception ends the engine: a single request with `top_k` but no `top_p` triggers it.
     """
     return lambda logits, k: apply(logits, k) if len(logits) else logits
 
@@ -36,7 +36,7 @@ def expand_kernel(
     replace_to: Any,
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """Write `input_val[r]` into `output` once per token of request r.
+    """Write `input_val[r]` to `output` once per token of request r.
 
     A value equal to `replace_from` becomes `replace_to`.
     """
@@ -49,14 +49,14 @@ def expand_kernel(
 
 
 def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`release`, run on real tensors even if torch is tracing.
+    """Run `release` on real tensors even while torch is tracing.
 
-    EAGLE drafts in a compiled server need it.
+    EAGLE drafts in a compiled server need this.
 
-    A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN.
-    Python may collect the handle while torch traces the draft. Its finaliser reads a tensor, torch
-    formats that tensor for an error message, and the formatting reads it again, until the stack
-    overflows and the engine dies.
+    A draft that adopts the target's embedding or output head drops its own, along with a oneDNN
+    handle. Python may collect the handle while torch traces the draft. The handle's finaliser reads
+    a tensor, torch formats that tensor for an error message, and the formatting reads it again,
+    until the stack overflows and the engine dies.
     """
 
     def outside(handler: Any) -> None:
@@ -79,14 +79,15 @@ RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
 
 
 def with_groups(rms_norm: RmsNorm) -> RmsNorm:
-    """`rms_norm(out, input, weight, epsilon)` for weights of one or of several rows.
+    """Extend `rms_norm(out, input, weight, epsilon)` to weights with several rows.
 
-    Several have one row per index of the first dimension.
+    Such weights have one row per index of the first dimension.
 
-    vLLM norms the context keys of all layers of a DFlash draft in one call, with a row of weights
-    for each layer. The kernel for GPUs takes the row by the layer. The one for CPUs takes the first
-    row for all, so every later layer silently reads wrong keys. vLLM's model calls `ops.rms_norm`
-    through the module, so it sees a wrapper even if it was imported earlier.
+    vLLM normalises the context keys of all layers of a DFlash draft in one call, with one row of
+    weights per layer. The GPU kernel selects the row by layer. The CPU kernel uses the first row
+    for all layers, so every later layer silently attends to wrong keys. vLLM's model calls
+    `ops.rms_norm` through the module, so a wrapper takes effect even if the model was imported
+    earlier.
     """
 
     def grouped(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:

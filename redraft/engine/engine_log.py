@@ -55,7 +55,7 @@ class LogLine:
 
 
 def split_lines(log: str) -> list[str]:
-    """Lines as the logger ended them. `str.splitlines` also splits within a client's words."""
+    """The log's lines, split at newlines only: `str.splitlines` also splits a client's text."""
     return [printable(line.rstrip("\r")) for line in log.split("\n")]
 
 
@@ -68,10 +68,10 @@ def read_line(line: str) -> LogLine:
 
 
 def last_error(log: Path, *, takes_requests: bool = False) -> str:
-    """The line of an engine's log with the cause of death.
+    """The line of an engine's log that states the cause of death.
 
-    The last error, unless it only refers to an earlier one. A server that `takes_requests` has
-    started, whether its log says so or not.
+    This is the last error, unless it merely refers to an earlier one. A server that
+    `takes_requests` counts as started, whether or not its log says so.
     """
     try:
         lines = split_lines(log.read_text(errors="replace"))
@@ -97,7 +97,7 @@ def _find_causes(lines: Sequence[str], has_started: bool) -> Iterator[str]:
 
 
 def why_ended(process: subprocess.Popen[bytes], log: Path, *, takes_requests: bool = False) -> str:
-    """The cause of the end of a process: the signal that killed it, or the error in its log."""
+    """Why a process ended: the signal that killed it, or the error in its log."""
     code = process.poll()
     if code is not None and code < 0:
         name = signal.Signals(-code).name

@@ -15,7 +15,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine, or a part of one: the first GPU stands for all."""
+    """A machine, or part of one; its first GPU represents all of them."""
 
     gpu: str | None = None
     """Name of the GPU; None on a machine without one."""
@@ -35,12 +35,12 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """cuda or cpu: where a process of this machine computes."""
+        """The device on which a process on this machine computes: cuda or cpu."""
         return "cpu" if self.gpu is None else "cuda"
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether `device` multiplies bfloat16 matrices about as fast as float32 or faster."""
+        """Whether `device` multiplies bfloat16 matrices at least about as fast as float32 ones."""
         return self.cpu_has_bfloat16 if self.gpu is None else self.gpu_has_bfloat16
 
     @property
@@ -50,7 +50,7 @@ class Machine:
 
 @functools.cache
 def this_machine() -> Machine:
-    """The machine of this process. Loads torch."""
+    """The machine that this process runs on. Loads torch."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -68,7 +68,7 @@ def this_machine() -> Machine:
 
 
 def read_host_bytes(cgroup_limit: Path = CGROUP_LIMIT) -> int:
-    """The memory of this machine, or of this container."""
+    """The memory of this machine, or the limit of this container, in bytes."""
     num_bytes: int = psutil.virtual_memory().total
     if cgroup_limit.is_file() and (limit := cgroup_limit.read_text().strip()).isdigit():
         # cgroup v2. Without a limit the file says `max`.

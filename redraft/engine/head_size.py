@@ -25,7 +25,7 @@ TILE_ROWS, NUM_TILES = 64, 5.25  # other sizes: rows of a tile, tiles in shared 
 
 
 def head_size(config: Any) -> int:
-    """Size of a layer's queries and keys, by a `transformers` text config."""
+    """The size of a layer's queries and keys, from a `transformers` text config."""
     # DeepSeek's `head_dim` is the rotated part of a key.
     size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)
@@ -34,8 +34,11 @@ def head_size(config: Any) -> int:
 def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
     """Refuse a model whose attention, in `dtype`, would not launch on the GPU.
 
-    Raises ValueError then; the model is given by its text config. The tiles for AMD's GPUs are
-    others, and unknown.
+    `config` is the model's text config. On AMD GPUs nothing is checked, because their tiles differ
+    and are unknown.
+
+    Raises:
+        ValueError: the attention would not launch.
     """
     if machine.gpu is None or machine.is_rocm:
         return
@@ -63,9 +66,9 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
 
 
 def require_model_heads(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
-    """`require_head_size` of a causal LM.
+    """`require_head_size` for a causal LM.
 
-    Types outside `PLAIN_ATTENTION` have PyTorch's attention.
+    Model types outside `PLAIN_ATTENTION` use PyTorch's attention.
     """
     if config.model_type in PLAIN_ATTENTION:
         require_head_size(what, config, dtype, machine)
@@ -74,9 +77,9 @@ def require_model_heads(what: str, config: Any, dtype: torch.dtype, machine: Mac
 def require_draft_heads(
     family: Family, what: str, config: Any, dtype: torch.dtype, machine: Machine
 ) -> None:
-    """`require_head_size` of a draft.
+    """`require_head_size` for a draft.
 
-    `config` is the target's for a head, whose layers have the same sizes.
+    For a head, `config` is the target's, because the head's layers have the same sizes.
     """
     if family.name != "medusa":  # the one family without attention
         (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)

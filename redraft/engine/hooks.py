@@ -30,9 +30,9 @@ SUPPORTED = ">=0.32,<0.34"
 
 
 def find_unsupported(version: str | None) -> str:
-    """The error for a release of vLLM whose names were never compared; empty for another.
+    """The error for a vLLM release whose names were never compared; empty for a supported one.
 
-    None, an engine without metadata, passes.
+    A `version` of None, which means an engine without metadata, passes.
     """
     # a nightly build of a release counts as the release
     if version is None or SpecifierSet(SUPPORTED).contains(
@@ -72,7 +72,7 @@ PROPOSE = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A reason to wrap names in a whole process."""
+    """A reason to wrap names throughout a process."""
 
     name: str
     asked: str = ""
@@ -98,7 +98,7 @@ FEATURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
-    """A name of vLLM, and one feature that wraps it."""
+    """A name in vLLM, and one feature that wraps it."""
 
     names: tuple[str, ...]
     """`module:Class.method` or `module:function` below vllm: one attribute, of these classes."""
@@ -614,7 +614,7 @@ METHODS = {
 
 
 class Chain:
-    """One name of vLLM: the original call, and those around it."""
+    """One name in vLLM: the original call, and the wrappers around it."""
 
     def __init__(self, owner: Any, attribute: str) -> None:
         self.owner, self.attribute = owner, attribute
@@ -622,7 +622,7 @@ class Chain:
         self._wraps: dict[int, Wrap] = {}
 
     def put(self, place: int, wrap: Wrap) -> None:
-        """Wrap the name, in the order of the places in TABLE. A second wrap replaces the first."""
+        """Wrap the name, in the order of places in TABLE. A second wrap replaces the first."""
         self._wraps[place] = wrap
         self._build()
 
@@ -643,15 +643,15 @@ _installed: set[str] = set()
 
 
 def is_installed(feature: str) -> bool:
-    """Whether this process has a feature's wrappers. vLLM loads its plugins in all processes."""
+    """Whether a feature's wrappers are in this process. vLLM loads plugins in all processes."""
     return feature in _installed
 
 
 def install(feature: str) -> None:
-    """Wrap the names of a feature in this process, and add its methods. Safe to call again.
+    """Wrap a feature's names in this process, and add its methods. Safe to call repeatedly.
 
     Raises:
-        ImportError, AttributeError: this vLLM lacks a name. All names are as before.
+        ImportError, AttributeError: this vLLM lacks a name. All names are left unchanged.
     """
     if feature in _installed:
         return
@@ -684,7 +684,7 @@ def install_if_asked(feature: Feature) -> None:
     """Install a feature if this process needs it.
 
     Raises:
-        ValueError: its setting is bad.
+        ValueError: the feature's setting is invalid.
         ImportError, AttributeError: as `install`.
     """
     if not feature.asked or _load(feature.asked)():
@@ -693,7 +693,7 @@ def install_if_asked(feature: Feature) -> None:
 
 @dataclass(kw_only=True)
 class Attached:
-    """The state that redraft keeps on one object of vLLM, as its `redraft`."""
+    """State that redraft keeps on a vLLM object, as its attribute `redraft`."""
 
     chains: dict[str, Chain] = field(default_factory=dict, repr=False)
     """The wrapped methods, by name."""
@@ -701,7 +701,7 @@ class Attached:
 
 @dataclass(kw_only=True)
 class RunnerState(Attached):
-    """The state of a model runner."""
+    """State kept on a model runner."""
 
     lookup: Any = None
     """Proposer that looks tokens up, alone or before a head."""
@@ -713,7 +713,7 @@ class RunnerState(Attached):
 
 @dataclass(kw_only=True)
 class SchedulerState(Attached):
-    """The state of a scheduler."""
+    """State kept on a scheduler."""
 
     pacer: Any = None
     """Decides on the number of draft tokens, if there is one."""
@@ -733,7 +733,7 @@ State = TypeVar("State", bound=Attached)
 
 
 def attach(owner: Any, state: State) -> State:
-    """Put a value on an object of vLLM. It takes over the wrapped methods of the one before."""
+    """Attach state to a vLLM object. It takes over the wrapped methods of any previous state."""
     if (before := getattr(owner, "redraft", None)) is not None:
         state.chains = before.chains
     owner.redraft = state
@@ -741,15 +741,15 @@ def attach(owner: Any, state: State) -> State:
 
 
 def find_state(owner: Any, kind: type[State]) -> State:
-    """The value of this kind on an object of vLLM, made now if there is none."""
+    """The state of this kind on a vLLM object, created if there is none."""
     state = getattr(owner, "redraft", None)
     return state if isinstance(state, kind) else attach(owner, kind())
 
 
 def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
-    """Wrap methods of one object of vLLM, by name, in the order of TABLE.
+    """Wrap methods of one vLLM object, by name, in the order of TABLE.
 
-    A feature that wraps a method again replaces its first wrapper.
+    If a feature wraps a method again, the new wrapper replaces its first one.
     """
     chains = find_state(owner, Attached).chains
     for name, wrap in wraps.items():
@@ -760,7 +760,7 @@ def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
 
 @contextmanager
 def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
-    """`hook` for the block."""
+    """Apply `hook` for the duration of the block."""
     hook(owner, feature, **wraps)
     try:
         yield
@@ -770,7 +770,7 @@ def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
 
 
 def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
-    """A wrap by `method`, which finds the next call as `holder.name`."""
+    """A wrap that calls `method`; the next call is stored as attribute `name` of `holder`."""
 
     def wrap(call: Any) -> Callable[..., Any]:
         setattr(holder, name, call)
@@ -788,9 +788,9 @@ def _find_place(feature: str, attribute: str) -> int:
 
 
 def _own_class(instance: Any) -> type:
-    """A class of this object alone: Python looks up `__call__` there, past the attributes.
+    """Give this object a class of its own, because Python looks up `__call__` on the class.
 
-    The object stays: others keep references to it, and ask for its class.
+    The object itself stays the same: others hold references to it, and check its class.
     """
     cls = type(instance)
     instance.__class__ = type(cls.__name__, (cls,), {})

@@ -57,7 +57,7 @@ class LiveFile:
     """The file of one engine's live counts."""
 
     def __init__(self, path: Path, draft: Live, target: str, *, writes: bool = True) -> None:
-        """`writes`: this rank is the one that writes."""
+        """`writes` means that this rank is the one that writes the file."""
         self.path, self.draft, self.target, self.is_written = path, draft, target, writes
         self.lock = threading.Lock()
         self.written = 0
@@ -68,7 +68,7 @@ class LiveFile:
             threading.Thread(target=self._write_often, name="live counts", daemon=True).start()
 
     def write(self) -> None:
-        """Write all counts. What was dropped is in no file afterwards."""
+        """Write all counts. Dropped text is no longer in any file afterwards."""
         with self.lock:
             self.written = self.draft.runs.num_texts
             tensors, numbers = self.draft.read_state()
@@ -87,7 +87,7 @@ class LiveFile:
         self._ended.set()
 
     def _restore(self) -> None:
-        """Read the file. One that cannot be read, or is of another target, leaves the counts empty."""
+        """Read the file. If it is unreadable or for another target, the counts stay empty."""
         if not self.path.is_file():
             return
         try:
@@ -114,10 +114,10 @@ class LiveFile:
 
 
 def open_file(folder: Path, runner: Any, draft: Live) -> LiveFile:
-    """The file of this engine's counts, read by all its ranks and written by the first.
+    """The file with this engine's counts, read by all its ranks and written by the first.
 
     Raises:
-        ValueError: the ranks are on several machines, and would count differently.
+        ValueError: the ranks are on several machines, where their counts would differ.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
 

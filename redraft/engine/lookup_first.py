@@ -35,7 +35,7 @@ SECTION = "lookup"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLimits:
-    """Limits on the head's draft: it must compute a token, and may be right less often."""
+    """Limits on the head's draft, whose tokens cost compute and may be right less often."""
 
     tokens: int | None = None
     """Most tokens a step; None for as many as a lookup may have."""
@@ -48,19 +48,19 @@ class HeadLimits:
                 raise ValueError(f"--head-{name} is {value}: give 0 or more")
 
     def choose(self, num_tokens: int, num_requests: int) -> int:
-        """Tokens for the head to draft in a step whose requests may have `num_tokens` each."""
+        """Tokens for the head to draft in a step that allows `num_tokens` per request."""
         if self.requests is not None and num_requests > self.requests:
             return 0
         return num_tokens if self.tokens is None else min(num_tokens, self.tokens)
 
 
 def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
-    """The speculative config of a head with a lookup before it.
+    """The speculative config for a head with a lookup before it.
 
-    `lookup` and `head` are those of either alone.
+    `lookup` and `head` are the configs for each of them alone.
 
     Raises:
-        ValueError: no lookup goes before this draft.
+        ValueError: this draft does not support a preceding lookup.
     """
     family = find_speculative(head)
     if family is None or not family.takes_lookup:
@@ -90,15 +90,15 @@ def is_mixed(config: Mapping[str, Any]) -> bool:
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A speculative config without the settings that reach the engine past vLLM."""
+    """A speculative config without the settings that bypass vLLM on their way to the engine."""
     return {key: value for key, value in config.items() if not is_mixed(config) or key not in KEYS}
 
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The settings of a mixed config by key; empty if no lookup goes first.
+    """The settings of a mixed config, by key; empty if no lookup goes first.
 
     Raises:
-        ValueError: one is no number.
+        ValueError: a setting is not a number of at least 0.
     """
     asked = read_settings(environment).get(SECTION, {})
     found = {key: asked[key] for key in KEYS if key in asked}
@@ -110,24 +110,24 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 class Lookup(Protocol):
     def skip(self) -> None:
-        """Handle a step, except its proposals."""
+        """Process a step without proposing tokens."""
 
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists.
 
-        `sampled` has the step's new tokens of each request, none of one whose prompt is not read
-        whole.
+        `sampled` holds each request's new tokens in this step; the list is empty for a request
+        whose prompt has not been read completely.
         """
         ...
 
 
 def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None) -> LookupFirst:
-    """The proposer of a runner, with the settings of `read_mix`.
+    """The proposer for a runner, with the settings from `read_mix`.
 
     Without `answers`, n-grams are looked up.
 
     Raises:
-        ValueError: no lookup goes before this draft.
+        ValueError: this draft does not support a preceding lookup.
     """
     speculative = runner.vllm_config.speculative_config
     # For the checks only: the result is dropped.
@@ -170,10 +170,10 @@ class Ngrams:
 
 
 class LookupFirst:
-    """The proposer of one runner, in front of the head's.
+    """The proposer for one runner, which precedes the head's.
 
-    With live counts, the head drafts if its first token is the more probable one, as measured where
-    there is a match: text with matches is easy.
+    With live counts, the head drafts if its first token is more probable than the lookup's. The
+    head's probability is measured where there is a match, because text with matches is easy.
     """
 
     def __init__(self, runner: Any, lookup: Lookup, limits: HeadLimits) -> None:
@@ -189,12 +189,12 @@ class LookupFirst:
         """The next call, of the head."""
 
     def skip(self) -> None:
-        """Handle a step without proposals."""
+        """Process a step that has no proposals."""
         self.by_head.waiting, self.at_matches.waiting, self.looked_up = {}, {}, frozenset()
         self.lookup.skip()
 
     def swapped(self) -> None:
-        """Judge another head, which is probably much like the old one."""
+        """Start judging a new head, which is probably much like the old one."""
         self.by_head, self.at_matches = (
             FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches)
         )

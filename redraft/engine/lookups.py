@@ -34,11 +34,11 @@ KEYS = (FOLDER, VERIFY_COST)
 
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
-    """The answers that `lookup_env` names; None if it names none.
+    """The counted answers that `lookup_env` specifies; None if it specifies none.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it holds another draft, or a number is out of bounds.
+        ValueError: the folder holds another kind of draft, or a number is out of bounds.
     """
     asked = read_settings(environment).get(SECTION, {})
     folder = asked.get(FOLDER)
@@ -52,10 +52,10 @@ def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | Non
 
 
 def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
-    """The settings of live counts.
+    """The settings for live counts.
 
     Raises:
-        ValueError: one is unknown or wrong.
+        ValueError: a setting is unknown or invalid.
     """
     values = read_settings(environment).get(LIVE, {})
     require_known(values, LiveConfig, LIVE)
@@ -65,25 +65,25 @@ def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
 
 class Counted:
     def __init__(self, runner: Any, draft: Retrieval) -> None:
-        """`runner` is V1's, or `HostTexts` with its names."""
+        """`runner` is a V1 runner, or `HostTexts`, which has the same attributes."""
         self.runner, self.draft = runner, draft
         self.counter = AnswerCounter(runner.requests, draft) if isinstance(draft, Live) else None
 
     def skip(self) -> None:
-        """Handle a step, except its proposals."""
+        """Process a step without proposing tokens."""
         if self.counter:
             self.counter.learn()
 
     def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
-        """The draft tokens of a step; vLLM's interface."""
+        """The draft tokens for a step; this is vLLM's interface."""
         self.skip()
         return self.look_up(scheduled, sampled)
 
     def look_up(self, scheduled: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists.
 
-        `sampled` has the step's new tokens of each request, none of one whose prompt is not read
-        whole.
+        `sampled` holds each request's new tokens in this step; the list is empty for a request
+        whose prompt has not been read completely.
         """
         most = scheduled.num_spec_tokens_to_schedule
         return [
@@ -110,9 +110,9 @@ def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
 def lookup_env(
     config: Mapping[str, Any] | None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Environment variables with which vLLM looks tokens up as forecast.
+    """Environment variables that make vLLM look tokens up as in the forecast.
 
-    `settings` of the plugin stay beside the lookup's.
+    The plugin's other `settings` are kept beside the lookup's.
     """
     config = config or {}
     has_ngrams = lookup_first.is_mixed(config) or (
@@ -124,17 +124,17 @@ def lookup_env(
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:
-    """Whether only redraft's plugin looks up as this config says."""
+    """Whether the lookup in this config requires redraft's plugin."""
     return FOLDER in config or lookup_first.is_mixed(config)
 
 
 def depends_on_load(config: Mapping[str, Any]) -> bool:
-    """Whether a draft of this config proposes less in a step of more requests."""
+    """Whether a draft with this config proposes fewer tokens in a step with more requests."""
     return FOLDER in config or "head_requests" in config
 
 
 def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Let workers look tokens up if the environment says so."""
+    """Make workers look tokens up if the environment specifies it."""
 
     # vLLM calls this on every worker, after the target and the draft are loaded
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
@@ -146,13 +146,14 @@ def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, An
 
 
 def install(runner: Any) -> None:
-    """Look tokens up from now on, if the environment says so.
+    """Look tokens up from now on, if the environment specifies it.
 
-    Raises ValueError: a setting is wrong, no lookup goes before this draft, or this is neither of
-    vLLM's model runners. vLLM does not start then.
+    vLLM does not start after an error.
 
     Raises:
-        FileNotFoundError: there is no folder of the name given for counted answers.
+        ValueError: a setting is invalid, this draft does not support a preceding lookup, or this is
+            neither of vLLM's model runners.
+        FileNotFoundError: the folder specified for counted answers does not exist.
     """
     state = find_state(runner, RunnerState)
     if state.lookup is not None:
@@ -193,7 +194,7 @@ def install(runner: Any) -> None:
 def _make_lookup(
     texts: Any, answers: Retrieval | None, ngrams: Mapping[str, int], is_mixed: bool
 ) -> Any:
-    """The proposer for a runner of V1, or `HostTexts`."""
+    """The proposer for `texts`: a V1 runner, or `HostTexts`."""
     counted = Counted(texts, answers) if answers else None
     if is_mixed:
         return lookup_first.make_proposer(texts, ngrams, counted)
@@ -201,7 +202,7 @@ def _make_lookup(
 
 
 def _keep(runner: Any, counter: AnswerCounter) -> None:
-    """Read the counts of the server before, and write those of this one."""
+    """Read the previous server's counts, and write those of this one."""
     if folder := read_live().folder:
         counter.file = open_file(folder, runner, counter.draft)
 

@@ -29,7 +29,7 @@ from redraft.heads.families.retrieval import Ids
 
 @dataclass(kw_only=True)
 class Request:
-    """A request of a V2 runner, with the names that V1 gives to the same."""
+    """A request of a V2 runner, with V1's attribute names."""
 
     text: Ids
     """Prompt and answer; the slot's row while the request runs."""
@@ -48,7 +48,7 @@ class Request:
 
 
 class Batch(NamedTuple):
-    """The requests of a step, with V1's names."""
+    """The requests in a step, with V1's attribute names."""
 
     req_ids: list[str]
     token_ids_cpu: list[Ids]
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadStep:
-    """What a lookup before a head passes on: vLLM's arguments, and how many tokens it may draft."""
+    """A lookup's call to its head: vLLM's arguments, and the number of tokens it may draft."""
 
     num_spec_tokens_to_schedule: int
     args: tuple[Any, ...] = ()
@@ -66,7 +66,7 @@ class HeadStep:
 
 
 class HostTexts:
-    """The texts of a V2 runner's requests, on the host, with the names of a V1 runner."""
+    """The texts of a V2 runner's requests on the host, with a V1 runner's attribute names."""
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.vllm_config = runner, runner.vllm_config
@@ -85,7 +85,7 @@ class HostTexts:
         )
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Take over the texts of requests that begin, or are resumed: V2 calls both new."""
+        """Take over the texts of requests that start or resume; V2 calls both new."""
         self._add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             row_T = self.ids_ST[self.runner.req_states.req_id_to_index[request.req_id]]
@@ -110,7 +110,7 @@ class HostTexts:
         self._finish_requests(scheduler_output)
 
     def add_sampled(self, batch: Any, output: Any) -> list[list[int]]:
-        """Append a step's tokens, and return them by request. Waits for the device."""
+        """Append a step's tokens, and return them per request. Waits for the device."""
         ids_BK, counts_B1 = output.sampled_token_ids, output.num_sampled[:, None]
         rows = torch.cat([counts_B1.to(ids_BK.dtype), ids_BK], 1).tolist()
         sampled = [tokens[:count] for count, *tokens in rows]
@@ -128,7 +128,7 @@ class HostTexts:
 
 
 class LookupOnV2:
-    """Proposes the draft tokens of a V2 runner by a lookup of V1's, alone or before a head."""
+    """Proposes a V2 runner's draft tokens with one of V1's lookups, alone or before a head."""
 
     def __init__(self, runner: Any, texts: HostTexts, lookup: Any) -> None:
         self.runner, self.texts, self.lookup = runner, texts, lookup
@@ -136,7 +136,7 @@ class LookupOnV2:
         """Requests whose newest draft was looked up."""
         self._sampled: list[list[int]] = []
         self._drafts: list[list[int]] | None = None
-        """Of the newest step; None if nobody was asked."""
+        """Draft tokens of the newest step; None if no draft was asked for."""
         self.swapped = getattr(lookup, "swapped", None)
         self._is_first = True
         self._sample: Any
@@ -160,7 +160,7 @@ class LookupOnV2:
         return output, *rest
 
     def propose(self, *args: Any, **options: Any) -> Tensor:
-        """The draft tokens of a step, [B, K]; vLLM's interface. -1 stands for none."""
+        """The draft tokens for a step, [B, K]; vLLM's interface. -1 means no token."""
         if options.get("dummy_run"):
             drafted: Tensor = self._propose(*args, **options)
             return drafted
@@ -175,7 +175,7 @@ class LookupOnV2:
         return pinned.to(tokens_BK.device, non_blocking=True)
 
     def take(self) -> Any:
-        """The draft tokens for the scheduler, which verifies no more than these."""
+        """The draft tokens for the scheduler, which schedules only these for verification."""
         if self._drafts is None:
             return self._take()
         from vllm.v1.outputs import DraftTokenIds

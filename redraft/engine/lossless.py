@@ -43,12 +43,12 @@ class Lossless:
 
     @property
     def lossless(self) -> bool:
-        """Every output is equal, except for ties, which floating point decides either way."""
+        """Whether all outputs are equal except at ties, which rounding may break either way."""
         return all(difference.is_tie for difference in self.differences)
 
     @property
     def widest_gap(self) -> float:
-        """The largest known logit gap of a difference; 0 without any."""
+        """The largest known logit gap of any difference; 0 if there is none."""
         return max((difference.logit_gap or 0.0 for difference in self.differences), default=0.0)
 
 
@@ -61,8 +61,8 @@ def compare_lossless(
 ) -> Lossless:
     """The first difference of each prompt's greedy outputs.
 
-    `target_logits` separates ties; at a gap of `known_rounding` the target alone has parted from
-    itself.
+    `target_logits` identifies ties. `known_rounding` is a gap at which the target alone has already
+    diverged from itself.
     """
     # A draft changes the shapes of the target's matrix products, and so the rounding of logits.
     tie_gap = max(

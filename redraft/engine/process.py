@@ -22,12 +22,12 @@ _RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A loopback port for a child with the port as an argument.
+    """Reserve a loopback port for a child process that accepts the port as an argument.
 
-    No other process is given it before this one ends. A child binds its port seconds later. Until
-    then a socket of this process has it, without listening: Linux gives the port to nobody who asks
-    for any, and lets a server listen on it that sets SO_REUSEADDR, as vLLM, uvicorn and nats-server
-    do.
+    The port is not assigned to any other process before this one ends. A child binds its port only
+    seconds later. Until then, a socket of this process holds it without listening: Linux does not
+    assign the port to processes that ask for any free port, but lets a server listen on it that
+    sets SO_REUSEADDR, as vLLM, uvicorn and nats-server do.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,7 +40,7 @@ def free_port() -> int:
 def process_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`start_group`; the whole group is stopped on exit, which SIGTERM brings about too."""
+    """Run `start_group`, and stop the whole group on exit; SIGTERM also causes the exit."""
     # The cause of a death is looked for in the whole log, so it must hold no earlier run.
     log.unlink(missing_ok=True)
     with exiting_on_sigterm():
@@ -53,11 +53,11 @@ def process_group(
 
 @contextlib.contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit within this context.
+    """Make SIGTERM raise SystemExit within this context.
 
-    It does not if this program handles the signal already, or if another thread is here. By default
-    it ends a program at once. The kernel then sends SIGTERM to each group, once: a vLLM that is
-    just loading its model may ignore it.
+    Nothing changes if the program already handles the signal, or outside the main thread. By
+    default, SIGTERM ends a program at once. The kernel then sends SIGTERM to the leader of each
+    group, but only once, and a vLLM that is still loading its model may ignore it.
     """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():
@@ -76,10 +76,10 @@ def start_group(
     """Start `command` as the leader of a process group.
 
     Its output is appended to `log`, and its nice level is raised by `niceness`. If this process or
-    the calling thread ends, the leader gets SIGTERM from the kernel and stops the children itself.
-    The group is not a separate session: Linux divides a processor among sessions first
-    (autogroups). As one, a learner beside the many threads of two vLLM servers got 10% of two cores
-    instead of 28%.
+    the calling thread ends, the kernel sends SIGTERM to the leader, which stops its children
+    itself. The group is not a separate session, because Linux divides a processor among sessions
+    first (autogroups): as a session, a learner beside the many threads of two vLLM servers got 10%
+    of two cores instead of 28%.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
 
@@ -102,7 +102,7 @@ def start_group(
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, and kill those of it that have not ended in time."""
+    """Ask the group to end, and kill the members that have not ended in time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -10,7 +10,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_local(host: str) -> bool:
-    """Whether this is an address of the loopback interface."""
+    """Whether `host` is an address of the loopback interface."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,9 +25,9 @@ def is_local_url(url: str) -> bool:
 
 
 def reach_loopback(environment: MutableMapping[str, str]) -> None:
-    """Except this machine from the proxies, for every HTTP client of this process and its children.
+    """Exempt this machine from the proxies for HTTP clients of this process and its children.
 
-    An engine here is asked at 127.0.0.1, and a proxy cannot reach that address.
+    A local engine is reached at 127.0.0.1, and a proxy cannot reach that address.
     """
     if not _variables(environment, "http", "https", "all"):
         return
@@ -40,7 +40,7 @@ def reach_loopback(environment: MutableMapping[str, str]) -> None:
 
 
 def describe_proxy(url: str) -> str:
-    """The clause of an error that names the proxy through which `url` is asked, or nothing."""
+    """A clause for an error that names the proxy used for `url`; empty if none is used."""
     parts = urlsplit(url)
     names = _variables(os.environ, parts.scheme, "all")
     if not names or is_local_url(url) or proxy_bypass(parts.hostname or ""):
@@ -50,6 +50,6 @@ def describe_proxy(url: str) -> str:
 
 
 def _variables(environment: MutableMapping[str, str], *kinds: str) -> list[str]:
-    """The names of the variables that are set, small letters first."""
+    """The names of the proxy variables that are set, lower-case ones first."""
     names = [f"{kind}_proxy" for kind in kinds]
     return [name for name in (*names, *map(str.upper, names)) if environment.get(name, "").strip()]

@@ -46,26 +46,26 @@ class RunningServer:
 
     @property
     def drafts_to_the_end(self) -> bool:
-        """It drafts no further than to the end of the longest answer (`counts.simulate_blocks`)."""
+        """Whether drafts stop at the end of the longest answer (`counts.simulate_blocks`)."""
         return self.engine == "llama.cpp"
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> CountedAnswer:
-        """The greedy answer to a prompt, with the drafts of this answer.
+        """The greedy answer to a prompt, with the draft counts for this answer.
 
         Raises:
             ConnectionError: the server went away.
-            ValueError: it refuses the request, drafts nothing, or has other clients.
+            ValueError: the server refuses the request, drafts nothing, or has other clients.
         """
         ask = {"vllm": _ask_vllm, "sglang": _ask_sglang, "llama.cpp": _ask_llama_cpp}[self.engine]
         return ask(self, list(prompt), max_tokens)
 
 
 def find_server(url: str) -> RunningServer:
-    """What answers at an address.
+    """Identify the server at an address.
 
     Raises:
-        ConnectionError: nothing does.
-        ValueError: it is none of the three engines.
+        ConnectionError: nothing answers.
+        ValueError: the server is none of the three engines.
     """
     url = url.rstrip("/")
     if (props := _get(url, "/props")) and "build_info" in props:

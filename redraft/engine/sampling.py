@@ -44,12 +44,12 @@ class Sampling:
 
     @property
     def has_filter(self) -> bool:
-        """Whether a part of the vocabulary is never sampled."""
+        """Whether the filters exclude part of the vocabulary from sampling."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def words(self) -> str:
-        """The parameters that change something: `temperature 0.7, top_p 0.8`."""
+        """The parameters that have an effect, e.g. `temperature 0.7, top_p 0.8`."""
         changed = {
             name: value
             for name, value in asdict(self).items()
@@ -61,7 +61,7 @@ class Sampling:
     def at(self, temperature: float) -> Sampling:
         """The same filters at another temperature, as vLLM serves it.
 
-        None at 0, and none between 0 and 0.01.
+        At 0 the filters are dropped; a temperature between 0 and 0.01 becomes 0.01.
         """
         if temperature == 0:
             # Filters cannot change the most probable token, so all greedy requests compare equal.
@@ -74,12 +74,12 @@ ALL_TOKENS = Sampling()
 
 
 def read_sampling(target: str | Path) -> Sampling:
-    """The sampling of a request that names no parameter.
+    """The sampling for a request that sets no parameter.
 
-    The target's generation_config.json, as vLLM reads it.
+    It comes from the target's generation_config.json, as vLLM reads that file.
 
     Raises:
-        ValueError: if the file holds a value that no engine samples with.
+        ValueError: if the file holds a value that no engine accepts.
     """
     config = read_generation_config(open_folder(target))
     given = {
@@ -100,7 +100,7 @@ def choose_sampling(
     top_k: int | None = None,
     min_p: float | None = None,
 ) -> Sampling:
-    """The given parameters, and the target's for those that are None."""
+    """The given parameters, with the target's values for those that are None."""
     given: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
@@ -113,9 +113,9 @@ def choose_sampling(
 
 
 def require_served(sampling: Sampling, *, way_out: str = "") -> None:
-    """Raise ValueError if vLLM refuses such requests beside a draft.
+    """Raise ValueError if vLLM refuses requests with this sampling when it serves a draft.
 
-    `way_out` is one more than to turn min_p off.
+    `way_out` is text on an alternative to turning min_p off.
     """
     if sampling.min_p:
         raise ValueError(
@@ -127,9 +127,9 @@ def require_served(sampling: Sampling, *, way_out: str = "") -> None:
 
 
 def list_penalties(target: str | Path) -> dict[str, float]:
-    """The penalties that a server takes from the target's folder, by name.
+    """The penalties that a server adopts from the target's folder, by name.
 
-    Forecasts leave them out.
+    Forecasts ignore them.
     """
     config = read_generation_config(open_folder(target))
     return {
@@ -140,5 +140,5 @@ def list_penalties(target: str | Path) -> dict[str, float]:
 
 
 def read_defaults(target: str | Path) -> dict[str, float]:
-    """Every sampling parameter of a request that names none, penalties included."""
+    """All sampling parameters, including penalties, for a request that sets none."""
     return asdict(read_sampling(target)) | list_penalties(target)

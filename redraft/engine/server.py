@@ -78,18 +78,18 @@ def vllm_server(
     extra_env: Mapping[str, str] | None = None,
     given_up: threading.Event | None = None,
 ) -> Iterator[VllmServer]:
-    """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
+    """A vLLM server for `model` on a free loopback port: healthy on entry, always stopped on exit.
 
-    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's on a
-    GPU, and eager on a CPU, where compilation takes a minute: whoever measures speed chooses one
-    (`serving.baseline`). `cpu_cores` ("0-3") keeps two servers of one machine off each other's
-    cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server. Or
-    it was given up.
+    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's own
+    on a GPU, and eager on a CPU, where compilation takes a minute; callers that measure speed
+    choose a mode explicitly (`serving.baseline`). `cpu_cores` ("0-3") keeps two servers on one
+    machine off each other's cores: by default, vLLM starts both at core 0. Setting `given_up` ends
+    the wait for a healthy server.
 
     Raises:
-        ChildProcessError: the engine died; the message is the engine's.
+        ChildProcessError: the engine died, with the engine's message, or the wait was given up.
         TimeoutError: the server did not become healthy.
-        ValueError: vLLM would not serve this draft so (`require_servable`).
+        ValueError: vLLM would not serve this draft with this config (`require_servable`).
     """
     require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
@@ -135,7 +135,7 @@ def vllm_server(
 
 
 def engine_dtype(model: str | Path) -> str:
-    """The value of vLLM's --dtype for a target, as it is trained for.
+    """The value of vLLM's --dtype for a target, which matches training.
 
     `default_target_dtype` chooses it.
     """
@@ -145,17 +145,18 @@ def engine_dtype(model: str | Path) -> str:
 def vllm_keys(
     speculative_config: Mapping[str, Any], version: str | None = VLLM_VERSION
 ) -> dict[str, Any]:
-    """The --speculative-config for vLLM, without redraft's keys, and with two faster choices.
+    """The --speculative-config for vLLM, without redraft's keys and with two faster choices.
 
-    A greedy head with a smaller vocabulary chooses its token there. By default vLLM copies the
-    logits into a row of the target's vocabulary first: the same token, after 0.24 ms instead of
-    0.04 ms with 8,192 of 49,152 tokens on a CPU.
+    A greedy head with a smaller vocabulary chooses its token within that vocabulary. By default,
+    vLLM first copies the logits to a row over the target's vocabulary: this gives the same token,
+    but takes 0.24 ms instead of 0.04 ms with 8,192 of 49,152 tokens on a CPU.
 
-    The last cached block of a prompt is read from the prefix cache. By default vLLM computes it
-    again beside a head: 128 tokens on a CPU. In an EAGLE or MTP layer, the key of the block's last
-    token was made with the token that followed there in the earlier request; it is one key of the
-    text, and changes no answer. DFlash and DSpark have no such key. vLLM 0.33 looks a block up by
-    the token after it too, so the key is right and nothing is computed again: its default stays.
+    The last cached block of a prompt is read from the prefix cache. By default, vLLM recomputes it
+    when it serves a head: 128 tokens on a CPU. In an EAGLE or MTP layer, the key of the block's
+    last token was computed with the token that followed it in the earlier request; this affects a
+    single key of the text, and changes no answer. DFlash and DSpark have no such key. vLLM 0.33
+    also looks up a block by the token after it, so the key is right and nothing is recomputed; its
+    default is kept.
     """
     config = vllm_part(speculative_config)
     family = find_speculative(config)
@@ -169,14 +170,14 @@ def vllm_keys(
 
 
 def hashes_ahead(version: str | None) -> bool:
-    """Whether the hash of a cached block covers the token after it."""
+    """Whether the hash of a cached block includes the token after the block."""
     return version is not None and Version(version).release[:2] >= (0, 33)
 
 
 def describe_hits(
     method: str | None, version: str | None = VLLM_VERSION, *, on_cpu: bool = ENGINE_IS_CPU
 ) -> str:
-    """What a draft of this method costs a hit of the prefix cache, for people."""
+    """The loss of a prefix-cache hit to a draft with this method, in words."""
     if method not in DROPS_A_BLOCK:
         return "a hit of the prefix cache loses nothing to this draft"
     block = f"{128 if on_cpu else 16} tokens by default"
@@ -192,10 +193,10 @@ def describe_hits(
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same configuration without memory of other requests: a prompt may be measured again.
+    """The same config without memory of other requests, so that prompts can be measured again.
 
     Raises:
-        ValueError: for live counts, which are such memory.
+        ValueError: the config has live counts, which are such memory.
     """
     if speculative_config.get(FOLDER) == LIVE:
         raise ValueError(f"{LIVE} would learn the answers to repeated prompts: {MEASURE_COUNTED}")
@@ -207,10 +208,13 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 def require_servable(
     speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse a draft that vLLM would refuse, and more tokens than the draft proposes.
+    """Refuse a draft that vLLM would refuse, and more tokens than the draft can propose.
 
-    vLLM would make up the others. Runner and config.json are checked before a server starts; the
-    tokens of a draft yet to be downloaded are not. Raises ValueError.
+    vLLM would make up the excess tokens. The runner and config.json are checked before a server
+    starts; the number of tokens is not checked for a draft that is not downloaded yet.
+
+    Raises:
+        ValueError
     """
     require_runner(speculative_config, environment)
     config = speculative_config or {}
@@ -228,7 +232,7 @@ def require_servable(
 
 
 def _read_draft(speculative_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The draft's config.json; empty without a folder, and for a draft yet to be downloaded."""
+    """The draft's config.json; empty if it has no folder or is not downloaded yet."""
     if "model" not in speculative_config:
         return {}
     try:
@@ -247,9 +251,12 @@ def require_runner(
     on_cpu: bool = ENGINE_IS_CPU,
     version: str | None = VLLM_VERSION,
 ) -> None:
-    """Refuse a vLLM that redraft does not know, and a draft without a proposer in it or in the runner.
+    """Refuse an unsupported vLLM, and a draft that vLLM or its model runner cannot serve.
 
-    `views` are those of the draft's layers, by default as the folder says. Raises ValueError.
+    `views` are those of the draft's layers; by default, they are read from its folder.
+
+    Raises:
+        ValueError
     """
     if error := find_unsupported(version):
         raise ValueError(error)
@@ -296,12 +303,12 @@ def require_runner(
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:
-    """The model runner of a server, by its log: vLLM names only V2."""
+    """The model runner of a server, from its log, in which vLLM names only V2."""
     return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
 
 
 def read_threads(log: Path) -> int | None:
-    """The OpenMP threads of a server, by its log; None if vLLM binds none or it is gone."""
+    """The number of a server's OpenMP threads, from its log; None if none are bound or no log."""
     if not log.is_file():
         return None
     latest = log.read_text(errors="replace").rpartition("OpenMP thread binding info")[2]
@@ -312,7 +319,7 @@ def read_threads(log: Path) -> int | None:
 def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
     """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
 
-    The loop of the engine core needs a core of its own (`engine.wait`).
+    The engine core's loop needs a CPU core of its own (`engine.wait`).
     """
     threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
     if (
@@ -339,7 +346,8 @@ def wait_until_healthy(
     """Return when `GET {url}/health` succeeds.
 
     Raises:
-        ChildProcessError: the process ended, or was given up; TimeoutError.
+        ChildProcessError: the process ended, or was given up.
+        TimeoutError: the server did not become healthy in time.
     """
     started = time.monotonic()
     with Progress(

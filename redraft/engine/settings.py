@@ -19,7 +19,7 @@ VARIABLE = "REDRAFT_SETTINGS"
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The settings in an environment; empty if it has none.
+    """The settings in an environment; empty if there are none.
 
     Raises:
         ValueError: the variable is not a JSON object.
@@ -35,7 +35,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
 
 
 def write_settings(*settings: Mapping[str, Any]) -> dict[str, str]:
-    """The variable with all these settings, of which later ones win; empty if there are none."""
+    """The environment variable with all settings, where later ones win; empty if there are none."""
     merged: Mapping[str, Any] = {}
     for more in settings:
         merged = merge(merged, more)

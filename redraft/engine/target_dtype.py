@@ -24,7 +24,7 @@ def open_target(
     on_cpu: bool,
     machine: Machine | None = None,
 ) -> TargetFolder:
-    """The target, opened, to compute in `dtype` or the default. Raises as `TargetFolder.open`."""
+    """Open a target that computes in `dtype` or the default. Raises as `TargetFolder.open`."""
     target = TargetFolder.open(name_or_path)
     return target.in_dtype(
         dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine)
@@ -34,7 +34,7 @@ def open_target(
 def default_target_dtype(
     target: str | Path, *, on_cpu: bool, machine: Machine | None = None
 ) -> TargetDtype | None:
-    """The type for a target, by folder or hub name; None for the one in which it is stored."""
+    """The type for a target, given its folder or hub name; None for the stored type."""
     if not on_cpu:
         return None
     try:

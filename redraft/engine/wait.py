@@ -32,7 +32,7 @@ SLACK_NS = 1000
 
 
 def register() -> None:
-    """Entry point of vLLM's general plugins. Does nothing without the settings ENABLED."""
+    """Entry point for vLLM's general plugins. Does nothing without the settings ENABLED."""
     if read_settings().get("engine_wait") and not hooks.find_unsupported(VLLM_VERSION):
         for feature in hooks.FEATURES:
             if feature.is_measured:
@@ -47,7 +47,7 @@ def is_cpu() -> bool:
 
 
 def with_sleeps(_sched_yield: Callable[[], None]) -> Callable[[], None]:
-    """A short sleep in place of `sched_yield`, for this process."""
+    """Replace `sched_yield` by a short sleep in this process."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_TIMERSLACK, SLACK_NS)  # later threads inherit it
     return partial(time.sleep, SLEEP_S)
@@ -58,14 +58,15 @@ ENDING_S = 5  # for connections to close after the engine's end; complete answer
 
 
 def has_launcher() -> bool:
-    """Whether this process has vLLM's API server."""
+    """Whether vLLM's API server runs in this process."""
     return LAUNCHER in sys.modules
 
 
 def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
-    """`shutdown` of vLLM's API server that waits a bounded time for connections.
+    """Bound the time for which `shutdown` of vLLM's API server waits for connections.
 
-    Otherwise it never ends after SIGTERM while a client sends half a request or reads nothing.
+    Otherwise, the server never ends after SIGTERM while a client has sent only half a request or
+    does not read its response.
     """
 
     async def bounded(self: Any, sockets: Any = None) -> None:

@@ -70,9 +70,9 @@ def publishing(
 ) -> Iterator[NewFolder]:
     """Create `folder` atomically.
 
-    The block writes files and adds to the provenance, then come manifest and rename. After an
-    exception in the block `folder` is as before. With `overwrite`, it replaces one that redraft has
-    published.
+    The block writes files and adds to the provenance; the manifest and the rename follow. After an
+    exception in the block, `folder` is unchanged. With `overwrite`, the new folder replaces one
+    that redraft has published.
 
     Raises:
         FileExistsError: `folder` is not empty, or holds files that redraft did not publish.
@@ -96,15 +96,15 @@ def publish(
     *,
     overwrite: bool = False,
 ) -> None:
-    """`publishing` for files that one call of `write(folder)` makes. Raises: as `publishing`."""
+    """`publishing` for files that one call of `write(folder)` creates. Raises: as `publishing`."""
     with publishing(folder, provenance, overwrite=overwrite) as new:
         write(new.path)
 
 
 def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:
-    """Write `content` to `path` completely or not at all, even if the process or the machine dies.
+    """Write `content` to `path` completely or not at all, even if the process or machine dies.
 
-    `mode` is the file's, whatever the umask.
+    `mode` is the file's mode, regardless of the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the file: a rename is atomic in one file system. The id keeps processes apart.
@@ -129,7 +129,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block the name of the file, which a failed write does not have."""
+    """Add the file's name to an OSError from the block, which a failed write does not set."""
     try:
         yield
     except OSError as error:
@@ -138,7 +138,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,10 +149,10 @@ def sync(path: Path) -> None:
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
     """Raise FileExistsError unless `folder` may be written.
 
-    It may if it is absent or empty, or if `overwrite` is set and redraft has published all that is
-    in it.
+    It may be written if it is absent or empty, or if `overwrite` is set and redraft has published
+    everything in it.
 
-    Call it before hours of work, not after.
+    Call this before hours of work, not after.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
@@ -170,9 +170,9 @@ def require_free(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def find_foreign(folder: Path) -> Path | None:
-    """The first file of a folder that redraft did not publish in it, or None.
+    """The first file in a folder that redraft did not publish, or None.
 
-    `folder` itself if it was not published at all, and is not empty.
+    It is `folder` itself if the folder is not empty and was never published.
     """
     if not (folder / MANIFEST).is_file():
         return folder if any(folder.iterdir()) else None
@@ -192,7 +192,7 @@ def find_foreign(folder: Path) -> Path | None:
 
 
 def require_space(path: Path, num_bytes: int) -> None:
-    """Raise OSError (ENOSPC) with both figures unless the disk of `path` has `num_bytes` free.
+    """Raise OSError (ENOSPC), with both figures, unless `num_bytes` are free on the disk of `path`.
 
     `path` need not exist yet.
     """
@@ -210,18 +210,18 @@ def require_space(path: Path, num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a manifest."""
+    """The entry for one file in a manifest."""
 
     bytes: int
     sha256: str
 
 
 def manifest(folder: Path) -> dict[str, FileEntry]:
-    """The manifest of a published folder: the files, by relative name.
+    """The manifest of a published folder: its files, by relative name.
 
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: it cannot be read.
+        ValueError: the manifest cannot be read.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -243,7 +243,7 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
 def verify(folder: Path) -> dict[str, FileEntry]:
     """Compare every file of a published folder with the manifest, and return the manifest.
 
-    All sizes are compared first, so a truncated file is found at once.
+    All sizes are compared first, so a truncated file is detected immediately.
 
     Raises:
         FileNotFoundError: there is no manifest.
@@ -261,9 +261,10 @@ def verify(folder: Path) -> dict[str, FileEntry]:
 
 
 def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Refuse a folder in which a file is missing or has another size than in `entries`.
+    """Refuse a folder in which a file is missing, or its size differs from that in `entries`.
 
-    Raises ValueError, naming the first such file.
+    Raises:
+        ValueError: the message names the first such file.
     """
     for name, entry in entries.items():
         path = folder / name
@@ -286,7 +287,8 @@ def sha256(path: Path) -> str:
 def safetensors_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file.
 
-    `{"dtype", "shape", "data_offsets"}` of each tensor, by name. Its contents are not checked.
+    It maps each tensor's name to `{"dtype", "shape", "data_offsets"}`. The contents are not
+    checked.
 
     Raises:
         ValueError: the file is truncated, or is not a safetensors file.
@@ -337,7 +339,7 @@ FULL_WORDS = re.compile(
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the error says that a disk, a quota or a file's limit is full."""
+    """Whether the error means that a disk is full, or a quota or file-size limit is reached."""
     return getattr(error, "errno", None) in FULL_ERRNOS or bool(FULL_WORDS.search(str(error)))
 
 
@@ -347,7 +349,7 @@ FULL_BYTES = 16 << 20
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, locked while its writer lives.
+    """A temporary folder beside `folder`, which is locked while its writer is alive.
 
     It is removed if the writer fails.
     """
@@ -388,7 +390,7 @@ def _make_locked(folder: Path) -> tuple[Path, int]:
 
 @contextmanager
 def _suppress_missing_locks() -> Iterator[None]:
-    """Leave the block, without an error, at a lock that the file system does not have."""
+    """Leave the block, without an error, if the file system does not support locks."""
     try:
         yield
     except OSError as error:
@@ -415,8 +417,8 @@ def _remove_abandoned(folder: Path) -> None:
 def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
     """Write the manifest of `partial`, flush it to disk and rename it to `folder`.
 
-    An old one is moved aside first. Everybody may read the result, but hard links as before: a
-    server often runs as another user than the trainer.
+    An old `folder` is moved aside first. The result is made readable by everybody, because a server
+    often runs as a different user than the trainer; only hard links keep their mode.
     """
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     files = {

@@ -33,7 +33,7 @@ PROCESSOR_TEMPLATE = "chat_template.json"  # of processors of text and images; v
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
-    """MiMo, which `transformers` does not know. Without the MTP layer, it is a Qwen2."""
+    """Config of MiMo, which `transformers` lacks. Without its MTP layer, MiMo is a Qwen2."""
 
     model_type = "mimo"
 
@@ -46,7 +46,7 @@ AutoConfig.register("mimo", MiMoConfig)
 def register_models() -> None:
     """Register MiMo with `AutoModelForCausalLM`, once.
 
-    Not at import: Qwen2's module takes most of a second to load.
+    This is not done at import, because Qwen2's module takes most of a second to load.
     """
     from transformers import Qwen2ForCausalLM
 
@@ -57,10 +57,10 @@ def register_models() -> None:
 
 
 def model_class(config: Any) -> Any:
-    """The auto class of a config's causal LM, with images or not.
+    """The auto class for a config's causal LM, with or without images.
 
     Raises:
-        ValueError: none.
+        ValueError: there is none.
     """
     register_models()
     if encoder := next((name for name in config.architectures or () if "MaskedLM" in name), None):
@@ -74,16 +74,16 @@ def model_class(config: Any) -> Any:
 
 
 def attention_of(config: Any) -> str | None:
-    """The attention to load a causal LM with; None for that of transformers.
+    """The attention implementation to load a causal LM with; None for transformers' default.
 
-    SDPA, or eager for layers with sinks.
+    That default is SDPA, or eager for layers with sinks.
     """
     # SDPA drops a cap on the scores without a word.
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def new_model(config: Any, dtype: torch.dtype | None) -> Any:
-    """An untrained causal LM, with the attention of `attention_of`. Raises: as `model_class`."""
+    """An untrained causal LM, with attention as in `attention_of`. Raises: as `model_class`."""
     config = copy.deepcopy(config)  # the model writes into it
     return model_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_of(config)
@@ -93,10 +93,10 @@ def new_model(config: Any, dtype: torch.dtype | None) -> Any:
 def load_causal_lm(
     name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = ""
 ) -> Any:
-    """The causal LM of a folder or hub name, in `dtype` (None: as stored).
+    """Load the causal LM from a folder or hub name, in `dtype` (None: as stored).
 
-    All weights come from the files, and the attention is that of `attention_of`. A `cure` ends the
-    error of a model that transformers cannot load.
+    All weights come from the files, and `attention_of` chooses the attention. `cure` is appended to
+    the error for a model that transformers cannot load.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -136,7 +136,7 @@ file.
 
 
 def load_config(name_or_path: str | Path) -> Any:
-    """The `transformers` config of a model, by folder, hub name or JSON file.
+    """The `transformers` config of a model, given its folder, hub name or JSON file.
 
     Raises:
         FileNotFoundError
@@ -160,21 +160,25 @@ def load_config(name_or_path: str | Path) -> Any:
 
 
 def load_text_config(name_or_path: str | Path) -> Any:
-    """The config of the text model in a model. Raises: as `load_config`."""
+    """The config of the text model within a model. Raises: as `load_config`."""
     return load_config(name_or_path).get_text_config()
 
 
 def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
-    """Refuse a target whose weights are stored in FP8, by AWQ, GPTQ or the like.
+    """Refuse a target with quantised weights: FP8, AWQ, GPTQ or the like.
 
-    Raises ValueError, with a name and a cure.
+    Raises:
+        ValueError: the message begins with `what` and ends with `cure`.
     """
     if method := target.quantization:
         raise ValueError(f"{what}: it is quantised ({method}), which is not supported; {cure}")
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end an engine's answer: of tokenizer and generation_config.json, or config.json."""
+    """Ids that end an engine's answer.
+
+    They are the tokenizer's, and those of generation_config.json or else of config.json.
+    """
     folder = open_folder(name_or_path)
     path = next(
         (path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None
@@ -197,7 +201,7 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
-    """The tokenizer of a folder or hub name.
+    """Load the tokenizer from a folder or hub name.
 
     Raises:
         FileNotFoundError
@@ -223,10 +227,11 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
 
 
 def _read_processor_template(folder: Path, tokenizer: Any) -> None:
-    """Give a tokenizer without a chat template the processor's.
+    """Give a tokenizer without a chat template that of the processor.
 
     Raises:
-        ValueError: it has another one: vLLM serves a model of text and images with the processor's.
+        ValueError: the tokenizer has a different template; vLLM uses the processor's for a model of
+            text and images.
     """
     path, found = folder / PROCESSOR_TEMPLATE, tokenizer.chat_template
     if not path.is_file() or not (template := read_json(path).get("chat_template")):
@@ -242,7 +247,7 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
 
 
 def _load_tekken(path: Path) -> Any:
-    """The tokenizer in Mistral's format, with transformers' chat template for it.
+    """Load a tokenizer in Mistral's format, with transformers' chat template for it.
 
     Raises:
         ValueError: it is unreadable, or mistral-common is missing.
@@ -256,7 +261,7 @@ def _load_tekken(path: Path) -> Any:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """The first line of an error of transformers, or our words if it asks for code."""
+    """The first line of a transformers error, or our own explanation if the model needs code."""
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its own folder (auto_map), which redraft does not run: save "

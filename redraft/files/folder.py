@@ -69,7 +69,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
-        ValueError: it is not JSON.
+        ValueError: the file is not valid JSON.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -105,7 +105,7 @@ def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -
     Missing keys get their defaults; unknown ones are ignored.
 
     Raises:
-        ValueError: which names file and cure, if it is corrupt or of another type.
+        ValueError: the file is corrupt or of another type; the message names the file and a cure.
     """
     try:
         # msgspec's decoder refuses NaN, which other programs write.
@@ -115,14 +115,14 @@ def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -
 
 
 def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A config.json, and the section of the language model in a wrapper of text and images."""
+    """A config.json, and its language-model section if it wraps text and images."""
     return config, config.get("text_config") or {}
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of this config.json on the quantization of its weights.
+    """The section of this config.json on the quantization of the weights.
 
-    Empty if they are plain.
+    It is empty if the weights are not quantised.
     """
     keys = (
         "quantization_config",
@@ -134,9 +134,9 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def find_quantization(config: Mapping[str, Any]) -> str | None:
-    """The quantization of the weights beside this config.json, as its tool calls it.
+    """The quantization of the weights beside this config.json, as named by the tool.
 
-    None if they are plain.
+    It is None if the weights are not quantised.
     """
     section = quantization_section(config)
     # ModelOpt names the method `quant_algo`.
@@ -148,7 +148,7 @@ def find_quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def read_quantization(folder: Path) -> str | None:
-    """`find_quantization` of a folder, in which a file of ModelOpt may name it too.
+    """`find_quantization` for a folder, where a ModelOpt file may also name the quantization.
 
     Raises: as `read_config`.
     """
@@ -163,7 +163,7 @@ def read_quantization(folder: Path) -> str | None:
 
 
 def read_dtype(folder: Path) -> str | None:
-    """The type of the weights by config.json; None if it names none. Raises: as `read_config`."""
+    """The type of the weights in config.json; None if there is none. Raises: as `read_config`."""
     # `torch_dtype` until transformers 4.56.
     sections = text_sections(read_config(folder))
     return next(
@@ -172,7 +172,7 @@ def read_dtype(folder: Path) -> str | None:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The generation_config.json of a folder; empty without one.
+    """The generation_config.json of a folder; empty if there is none.
 
     Raises:
         ValueError: if it is corrupt.
@@ -182,7 +182,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a safetensors folder, by the tensor's name.
+    """The file that holds each tensor of a safetensors folder, by the tensor's name.
 
     Raises:
         FileNotFoundError: the folder has no weights.
@@ -201,7 +201,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def _refuse_two(folder: Path) -> None:
     """Raise ValueError if a folder has two sets of weights.
 
-    Transformers reads the whole file, vLLM the index.
+    transformers reads the single file, and vLLM reads the index.
     """
     if (folder / WEIGHTS).is_file() and WEIGHTS not in read_as(
         folder / INDEX, _Index
@@ -213,13 +213,13 @@ def _refuse_two(folder: Path) -> None:
 
 
 def count_parameters(folder: Path) -> int:
-    """Number of values in the weights of a safetensors folder. Raises: as `tensor_files`."""
+    """The number of parameters in a safetensors folder. Raises: as `tensor_files`."""
     headers = [safetensors_header(file) for file in sorted(set(tensor_files(folder).values()))]
     return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
 
 
 def is_hub_name(name_or_path: str | Path) -> bool:
-    """True for `owner/name`, unless such a folder exists here, or it is a GGUF file's name."""
+    """True for `owner/name`, unless that folder exists here or it is the name of a GGUF file."""
     is_name = HUB_NAME.fullmatch(str(name_or_path)) is not None and not _is_gguf(name_or_path)
     return is_name and not Path(name_or_path).exists()
 
@@ -229,9 +229,9 @@ def _is_gguf(name_or_path: str | Path) -> bool:
 
 
 def refuse_gguf(name_or_path: str | Path) -> None:
-    """Raise ValueError if a model is named by its GGUF file.
+    """Raise ValueError if a model is specified by its GGUF file.
 
-    The message is the command that makes a folder of it.
+    The message gives the command that converts the file to a folder.
     """
     if _is_gguf(name_or_path):
         raise ValueError(
@@ -241,7 +241,7 @@ def refuse_gguf(name_or_path: str | Path) -> None:
 
 
 def model_folder(name_or_path: str | Path) -> Path:
-    """The folder of a model: the given one, or for a hub name the folder in the hub's cache.
+    """The folder of a model: the given one or, for a hub name, the folder in the hub's cache.
 
     Raises:
         FileNotFoundError: the hub's cache does not hold the model.
@@ -264,12 +264,12 @@ def model_folder(name_or_path: str | Path) -> Path:
 
 
 def open_folder(name_or_path: str | Path) -> Path:
-    """The folder of a model with all files but the weights.
+    """The folder of a model, with all files but the weights.
 
-    The given one, or for a hub name the one in the hub's cache, made complete.
+    It is the given one or, for a hub name, the one in the hub's cache, completed by a download.
 
     Raises:
-        FileNotFoundError: there is no such folder, or neither the hub nor its cache gives the
+        FileNotFoundError: there is no such folder, or neither the hub nor its cache provides the
             model.
         ValueError: the name is a GGUF file.
     """
@@ -285,14 +285,15 @@ def open_folder(name_or_path: str | Path) -> Path:
 
 
 def fetch_model(name_or_path: str | Path) -> Path:
-    """The folder of a model.
+    """The folder of a model, with all its files.
 
-    The given one, or for a hub name the folder in the hub's cache, made complete. Only files are
-    downloaded which transformers or vLLM read. If the hub cannot be asked, a complete model in the
-    cache will do.
+    It is the given one or, for a hub name, the folder in the hub's cache, completed by a download.
+    Only files that transformers or vLLM read are downloaded. If the hub cannot be reached, a
+    complete model in the cache is sufficient.
 
     Raises:
-        FileNotFoundError: the hub does not give the model, and the cache does not hold all of it.
+        FileNotFoundError: the hub does not provide the model, and the cache does not hold all of
+            it.
         ValueError: the name is a GGUF file.
     """
     if not is_hub_name(name_or_path):
@@ -316,7 +317,7 @@ def fetch_model(name_or_path: str | Path) -> Path:
 def _download(name: str, *patterns: str) -> str:
     """Download the files of a model that are not in the hub's cache.
 
-    Returns the reason if it fails, or "".
+    Returns the reason if the download fails, else "".
     """
     from huggingface_hub import snapshot_download
 
@@ -336,8 +337,8 @@ def _has_weights(folder: Path) -> bool:
 def check_model_folder(name_or_path: str | Path) -> None:
     """Check that a local model folder is complete.
 
-    A config, every shard of the index, and no file cut short. A folder with a manifest is compared
-    with it byte for byte. A hub name is left to the hub's checks.
+    It must have a config and every shard in the index, and no file may be truncated. A folder with
+    a manifest is compared with it byte for byte. A hub name is left to the hub's checks.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -354,9 +355,10 @@ def check_model_folder(name_or_path: str | Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse a safetensors file that is cut short, and an index with a missing shard.
+    """Refuse a truncated safetensors file, and an index with a missing shard.
 
-    Raises ValueError, naming the first one.
+    Raises:
+        ValueError: the message names the first such file.
     """
     for path in sorted(folder.glob("*.safetensors")):
         safetensors_header(path)
@@ -371,11 +373,11 @@ def _check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights, sorted: those of the index, the whole file, or the old ones.
+    """A model's weight files, sorted: those in the index, the single file, or the old ones.
 
     Raises:
         FileNotFoundError: there are no weights.
-        ValueError: there are two sets.
+        ValueError: there are two sets of weights.
     """
     if (folder / INDEX).is_file():
         _refuse_two(folder)
@@ -399,10 +401,10 @@ def weight_files(folder: Path) -> list[Path]:
 def fingerprint(folder: Path) -> str:
     """SHA-256, in hex, of a model's config, tokenizer and samples of its weights.
 
-    From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the
-    start, middle and end of every tensor. So tens of GB take about a second, and a fine-tuned copy
-    still differs. Other weight files are read in full. The same weights in other shards count as
-    another model. A fingerprint does not show corrupt bytes; `verify` does.
+    From a safetensors file, it reads the header (names, types, shapes) and SAMPLE_BYTES at the
+    start, middle and end of every tensor, so tens of GB take about a second, and a fine-tuned copy
+    still differs. Other weight files are read in full. The same weights sharded differently count
+    as another model. A fingerprint does not reveal corrupt bytes; `verify` does.
 
     Raises:
         FileNotFoundError: there is no config.json, or no weights.
@@ -424,12 +426,13 @@ def fingerprint(folder: Path) -> str:
 
 
 def lineage(folder: Path) -> str:
-    """SHA-256, in hex, over the part of a target that the layout of a draft depends on.
+    """SHA-256, in hex, of the part of a target that the layout of a draft depends on.
 
-    This is the model's type, the vocabulary, and the names and shapes of the tensors. A fine-tune
-    or a later checkpoint has the lineage of the model it began as, with another `fingerprint`.
-    Settings that a later release of transformers spells differently do not count, nor do the types
-    of the tensors, their order in shards, and an output head that is a copy of tied embeddings.
+    This part is the model's type, the vocabulary, and the names and shapes of the tensors. A
+    fine-tune or a later checkpoint has the lineage of the model it started from, but a different
+    `fingerprint`. Settings that a later release of transformers spells differently do not count;
+    nor do the types of the tensors, their order in shards, or an output head that is a copy of tied
+    embeddings.
 
     Raises:
         FileNotFoundError: there is no config.json, or no weights in safetensors.
@@ -449,7 +452,7 @@ def lineage(folder: Path) -> str:
 
 
 def _digest_vocabulary(folder: Path) -> str:
-    """SHA-256 over tokens and merges of a tokenizer; empty without one."""
+    """SHA-256 of a tokenizer's tokens and merges; empty if there is no tokenizer."""
     path = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
     if path is None:
         return ""
@@ -466,6 +469,6 @@ def _digest_vocabulary(folder: Path) -> str:
 
 
 def trained_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The trained architecture in an export's config.json; empty for one of another trainer."""
+    """The trained architecture in an export's config.json; empty if another trainer wrote it."""
     recorded: Mapping[str, Any] = (config.get("redraft") or {}).get(TRAINED_WITH) or {}
     return recorded

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """A kind of draft that redraft has no module for."""
+    """A kind of draft for which redraft has no module."""
 
     name: str
     method: str | None
@@ -28,9 +28,9 @@ class Foreign:
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
-    """True for layers of DeepSeek-V4, Kimi K3 or Gemma 4.
+    """True for a DSpark draft with layers of DeepSeek-V4, Kimi K3 or Gemma 4.
 
-    One name of Qwen3's is also one of DeepSeek's.
+    One of the names for Qwen3 layers is also used for DeepSeek layers.
     """
     names = [name for name in config.get("architectures") or () if "dspark" in name.lower()]
     ours = {"Qwen3DSparkModel"}
@@ -141,11 +141,11 @@ SECTION = "eagle_config"
 
 
 def nested_layers(config: Mapping[str, Any]) -> list[int]:
-    """The layers in the section of an EAGLE-3 head, each as the number of layers below its stream.
+    """The layers in an EAGLE-3 head's section, each as the number of layers below its stream.
 
-    Empty without a section. SpecForge and ModelOpt, which write `use_aux_hidden_state` beside them,
-    count the layer that ends there, as SGLang and TensorRT-LLM do: one less. vLLM's V1 runner takes
-    the numbers as they are.
+    The list is empty without a section. SpecForge and ModelOpt, which write `use_aux_hidden_state`
+    beside the layers, record the index of the layer that ends there, as SGLang and TensorRT-LLM do:
+    one less. vLLM's V1 runner uses the numbers as they are.
     """
     section = config.get(SECTION) or {}
     offset = 1 if "use_aux_hidden_state" in section else 0
@@ -153,7 +153,7 @@ def nested_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> Foreign | None:
-    """The kind of a draft that redraft has no module for; None if it may be ours."""
+    """The kind of a draft for which redraft has no module; None if it may be one of ours."""
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or _has_all(kind.tensors, names) or kind.matches(config, names):
@@ -162,9 +162,9 @@ def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> For
 
 
 def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """The kind of a draft that redraft has no module for, and its method in vLLM.
+    """The kind of a draft for which redraft has no module, and its method in vLLM.
 
-    None if it may be ours.
+    It is None if the draft may be one of ours.
     """
     if (kind := match_foreign(config, names)) is not None:
         config_text = f'"method": "{kind.method}"'

@@ -47,14 +47,14 @@ class GgufHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufModel:
-    """A model read from a GGUF file, in bfloat16, and its tokenizer."""
+    """A bfloat16 model that was read from a GGUF file, and its tokenizer."""
 
     model: Any
     tokenizer: Any
 
 
 def check_gguf(path: Path) -> None:
-    """Check that `path` starts as a GGUF file does, and that the package to read it is installed.
+    """Check that `path` starts like a GGUF file, and that the package to read it is installed.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -74,7 +74,7 @@ def open_gguf(path: Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no GGUF file, or is truncated or corrupt.
+        ValueError: it is not a GGUF file, or it is truncated or corrupt.
     """
     check_gguf(path)
     from gguf import GGUFReader, GGUFValueType  # an optional dependency
@@ -103,7 +103,7 @@ def read_header(path: Path) -> GgufHeader:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no GGUF file of a whole model, or is truncated or corrupt.
+        ValueError: it is not the GGUF file of a whole model, or it is truncated or corrupt.
     """
     reader = open_gguf(path)
     try:
@@ -147,7 +147,7 @@ def read_config(path: Path, architecture: str) -> Any:
     """The `transformers` config of a GGUF file.
 
     Raises:
-        ValueError: transformers does not read the architecture, or not as a causal language model.
+        ValueError: transformers cannot read the architecture, or not as a causal language model.
     """
     try:
         config = AutoConfig.from_pretrained(
@@ -165,9 +165,9 @@ def read_config(path: Path, architecture: str) -> Any:
 
 
 def require_space_for(config: Any, output: Path) -> None:
-    """Raise OSError (ENOSPC) unless the disk has room for a model of this config.
+    """Raise OSError (ENOSPC) unless the disk has room for a model with this config.
 
-    The disk is that of `output`, and the model in bfloat16.
+    The disk is that of `output`, and the model is stored in bfloat16.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -208,7 +208,7 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
 
 
 def save(read: GgufModel, folder: Path) -> None:
-    """Write the model and the tokenizer, and check both as written.
+    """Write the model and the tokenizer, and check the tokenizer as written.
 
     Raises:
         ValueError: the tokenizer of the folder does not return a probe text, or the chat template
@@ -223,10 +223,11 @@ def save(read: GgufModel, folder: Path) -> None:
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Check the tokenizer of a folder.
 
-    A probe text returns unchanged, ids fit the model, the template renders.
+    A probe text must round-trip unchanged, all ids must fit the model, and the chat template must
+    render.
 
     Raises:
-        ValueError: one of these fails; the message says which.
+        ValueError: one of these checks fails; the message says which.
     """
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(PROBE, add_special_tokens=False).input_ids
@@ -253,9 +254,9 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
-    """Drop the tokens that transformers adds to a tokenizer but the model has no embedding for.
+    """Drop the tokens that transformers adds to a tokenizer but for which there is no embedding.
 
-    It adds GPT-2's `<|endoftext|>` to every byte-level tokenizer. In a prompt, its id would be out
+    It adds GPT-2's `<|endoftext|>` to every byte-level tokenizer. In a prompt, that id would be out
     of range.
     """
     path = folder / "tokenizer.json"
@@ -269,7 +270,7 @@ def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
 def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
     """A plain model of `config` that shares the weights of `loaded`.
 
-    `loaded` counts as quantised and refuses to save.
+    `loaded` itself counts as quantised and cannot be saved.
     """
     state: Mapping[str, torch.Tensor] = loaded.state_dict()
     with torch.device("meta"):

@@ -44,7 +44,7 @@ Value = bool | int | float | str | Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class GgufTarget:
-    """The GGUF file of a target, as far as its drafts depend on it."""
+    """The parts of a target's GGUF file on which its drafts depend."""
 
     path: Path
 
@@ -61,7 +61,7 @@ class GgufTarget:
 
     @cached_property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture, e.g. `llama`."""
+        """llama.cpp's name for the architecture, e.g. `llama`."""
         return str(self._read("general.architecture"))
 
     @cached_property
@@ -79,7 +79,7 @@ class GgufTarget:
 
     @cached_property
     def quantised(self) -> tuple[str, ...]:
-        """The types of its quantised tensors, e.g. `Q4_K`; empty if all weights are full."""
+        """The types of its quantised tensors, e.g. `Q4_K`; empty if no weights are quantised."""
         types = {tensor.tensor_type.name for tensor in self._reader.tensors}
         return tuple(sorted(types - UNQUANTISED))
 
@@ -90,7 +90,7 @@ class GgufTarget:
         return {key: field for key, field in fields.items() if key.startswith(TOKENIZER)}
 
     def rows(self, name: str, ids: Sequence[int]) -> Tensor | None:
-        """These rows of a matrix in float32, [len(ids), D]; None if the file has no such tensor."""
+        """Rows `ids` of a matrix in float32, [len(ids), D]; None if the file has no such tensor."""
         from gguf.quants import dequantize
 
         found = next((t for t in self._reader.tensors if t.name == name), None)
@@ -108,8 +108,8 @@ def write_gguf(
 ) -> None:
     """Write a file with the keys `ARCHITECTURE.NAME` and a target's tokenizer, and flush it.
 
-    Matrices keep their type. Vectors are in float32, as llama.cpp reads norms. A key with
-    `tokenizer.` in front replaces the target's.
+    Matrices keep their type. Vectors are written in float32, because llama.cpp reads norms that
+    way. A key that starts with `tokenizer.` replaces the target's.
     """
     from gguf import GGUFWriter
 
@@ -158,23 +158,23 @@ def _add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
 
 
 def layer_name(layer: int, part: str) -> str | None:
-    """llama.cpp's name of a layer's tensor, such as `mlp.up_proj.weight`; None if it has none."""
+    """llama.cpp's name for a layer's tensor, e.g. `mlp.up_proj.weight`; None if it has none."""
     name, _, kind = part.rpartition(".")
     known = LAYER.get(name)
     return None if known is None else f"blk.{layer}.{known}.{kind}"
 
 
 def interleave(rows: Tensor, num_heads: int) -> Tensor:
-    """A projection whose rotated pairs are neighbours, as llama.cpp's `llama` and `eagle3` rotate.
+    """Reorder a projection so that rotated pairs are adjacent, as in llama.cpp's `llama`, `eagle3`.
 
-    In transformers, the pairs are rows of a head's two halves.
+    In transformers, each pair has one row in each of the head's two halves.
     """
     halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, -1)
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def layer_keys(config: Mapping[str, Any]) -> dict[str, Value]:
-    """The keys of a model's sizes and rotation, from a config.json of transformers."""
+    """The keys for a model's sizes and rotation, from a transformers config.json."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return {
@@ -194,7 +194,7 @@ def layer_keys(config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of a config.json, in today's spelling."""
+    """The rotary parameters of a config.json, under their current names."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = found.get("rope_type") or found.get("type") or PLAIN
     theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
@@ -202,7 +202,7 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_factors(config: Mapping[str, Any]) -> Tensor:
-    """Llama 3's divisors of the rotary frequencies, [E / 2], as llama.cpp's converter writes them."""
+    """Llama 3's rotary frequency divisors, [E / 2], as llama.cpp's converter writes them."""
     found, heads = rope(config), config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size

@@ -21,9 +21,9 @@ KEPT = re.compile(r"(.+-)?[0-9a-f]{16}\.json")
 def compute_once(
     folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]
 ) -> T:
-    """The result of `compute()`, or the one that an earlier run left.
+    """The result of `compute()`, or the one that an earlier run with an equal `key` cached.
 
-    A run with an equal `key` leaves it in `folder` as `name`-HASH.json.
+    The result is stored in `folder` as `name`-HASH.json.
     """
     # 64 bits of the hash suffice for the few values of a folder.
     path = folder / f"{name}-{hash_key(key)[:16]}.json"
@@ -37,20 +37,21 @@ def compute_once(
 
 
 def find_not_kept(folder: Path) -> Path | None:
-    """The first file under `folder` that is not named as a kept value, or None."""
+    """The first file under `folder` whose name is not that of a kept value, or None."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return next((path for path in files if not KEPT.fullmatch(path.name)), None)
 
 
 def hash_key(key: object) -> str:
-    """SHA-256 (hex) of any JSON-serialisable value."""
+    """The SHA-256, in hex, of any JSON-serialisable value."""
     return hashlib.sha256(msgspec.json.encode(key)).hexdigest()
 
 
 def fingerprint_path(name: str) -> str:
-    """A hash over names, sizes and times of the files at a path.
+    """A hash of the names, sizes and times of the files at a path.
 
-    Of a hub name, the commit in the hub's cache if it is there; else `name` itself.
+    For a hub name, it is the name with the commit in the hub's cache, or `name` itself if the model
+    is not cached.
     """
     with contextlib.suppress(FileNotFoundError, ValueError):
         if is_hub_name(name):

@@ -21,18 +21,19 @@ OWNER = b"process "
 
 
 class AlreadyOwnedError(OSError):
-    """Another live process owns the folder; the message names it."""
+    """Another live process owns the folder; the message names the owner."""
 
 
 def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
     """Take the lock `path`, held until the descriptor is closed or the process ends.
 
-    The file stays. `waits` for the present owner instead of raising.
+    The file itself is never removed. With `waits`, it waits for the current owner instead of
+    raising.
 
     Raises:
-        AlreadyOwnedError: another process holds it.
-        OSError: the file system has no locks, or something else has the lock's name; that is left as
-            it is.
+        AlreadyOwnedError: another process holds the lock.
+        OSError: the file system has no locks, or something else has the lock's name; that is left
+            unchanged.
     """
     # Never unlinked: two processes could then lock two files of one name. A program started by the
     # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive. No link is
@@ -66,9 +67,9 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
 
 @contextmanager
 def wait_for(path: Path, waiting: str) -> Iterator[None]:
-    """Hold the lock `path` while the block runs, after another process has released it.
+    """Hold the lock `path` while the block runs, once any other process has released it.
 
-    The line `waiting` is printed before a wait. Without locks in the file system, nobody waits.
+    The line `waiting` is printed before a wait. If the file system has no locks, there is no wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -87,7 +88,7 @@ def wait_for(path: Path, waiting: str) -> Iterator[None]:
 
 
 def describe_missing(path: Path, error: OSError) -> str:
-    """A clause that names the lock and the file system, for an error of `NO_LOCKS`."""
+    """A clause that names the lock and the file system, for an error in `NO_LOCKS`."""
     mount, kind = find_mount(path)
     return f"{path} cannot be locked, because {mount} ({kind}) has no file locks ({error.strerror})"
 

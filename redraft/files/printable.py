@@ -2,10 +2,10 @@
 
 
 def printable(words: str) -> str:
-    r"""The words with an escape in place of each character that is not printable, e.g. \n or \x1b.
+    r"""Replace each character that is not printable by an escape, e.g. \n or \x1b.
 
-    A terminal acts on some of these: it changes its title, clears the screen, or shows a line of
-    text as another one. In a log they begin lines of their own.
+    A terminal acts on some of these characters: it changes its title, clears the screen, or shows
+    one line of text as another. In a log, some of them start new lines.
     """
     if words.isprintable():
         return words

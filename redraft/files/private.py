@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder with mode 0700, and take the rights of others from one that exists.
+    """Create the folder with mode 0700, or revoke the access of others to an existing folder.
 
-    A folder of another user stays as it is: a volume of Kubernetes belongs to root.
+    A folder that another user owns is left unchanged: a Kubernetes volume belongs to root.
 
     Raises:
         OSError
@@ -18,9 +18,9 @@ def make_private(folder: Path) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse a folder that another user made, or in which another user has made something.
+    """Refuse a folder that another user owns, or in which another user owns a file.
 
-    Its token, spool and settings could be the other user's.
+    Its token, spool and settings could come from that user.
 
     Raises:
         PermissionError

@@ -12,7 +12,7 @@ LOG_INTERVAL_S = 10.0  # Shortest time between two lines of one bar in a log.
 class Progress(tqdm):  # type: ignore[misc]
     """tqdm; without a terminal, a line at most every `LOG_INTERVAL_S` instead of a bar.
 
-    A bar that is done sooner writes nothing. A longer one also writes its end.
+    A bar that finishes sooner writes nothing. A longer one also writes its final state.
     """
 
     disable: bool

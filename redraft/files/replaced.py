@@ -23,7 +23,7 @@ PREVIOUS = ".previous"
 
 
 def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
-    """Raise FileExistsError as `require_free`, and if the command reads from `folder`.
+    """Raise FileExistsError as `require_free` does, and if the command reads from `folder`.
 
     `reads` are the settings of the command that name paths.
     """
@@ -39,8 +39,8 @@ def find_obstacle(
 ) -> str:
     """Why `results` may not be replaced, or an empty string.
 
-    `reads` are the settings of the command, a mapping or a dataclass: a path in them, also through
-    links, must not lie in the results. Nor may a file that `find_foreign` finds in a folder.
+    `reads` holds the command's settings, as a mapping or a dataclass: no path in them may lie in
+    the results, not even through links. Nor may `find_foreign` return a file for a results folder.
     """
     results = [path for path in results if os.path.lexists(path)]
     for path in results:
@@ -58,10 +58,10 @@ def find_obstacle(
 
 
 def start_over(folder: Path, name: str, reads: object) -> None:
-    """Set the kept values in `folder`/`name` aside, until `drop_previous` of `folder`/.previous.
+    """Set the kept values in `folder`/`name` aside until `drop_previous` on `folder`/.previous.
 
     Raises:
-        ValueError: it holds other files, or one that a path in `reads` names.
+        ValueError: the folder holds other files, or a file that a path in `reads` refers to.
     """
     if obstacle := find_obstacle([folder / name], reads, find_not_kept):
         raise ValueError(f"{obstacle}: choose another --output")
@@ -71,8 +71,8 @@ def start_over(folder: Path, name: str, reads: object) -> None:
 def keep_previous(results: Iterable[Path], previous: Path) -> None:
     """Move `results` into the folder `previous`.
 
-    If it is there already, they are those of a replacement that was never completed, and are
-    removed.
+    If `previous` exists already, `results` belong to a replacement that was never completed, and
+    are removed.
     """
     undo_move(previous)
     results = [path for path in results if os.path.lexists(path)]
@@ -92,7 +92,7 @@ def keep_previous(results: Iterable[Path], previous: Path) -> None:
 
 
 def undo_move(previous: Path) -> None:
-    """Undo a `keep_previous` that was killed on its way."""
+    """Undo a `keep_previous` that was killed midway."""
     moving = _moving(previous)
     if moving.is_dir():
         for path in moving.iterdir():
@@ -101,7 +101,7 @@ def undo_move(previous: Path) -> None:
 
 
 def drop_previous(previous: Path) -> None:
-    """Remove the earlier results, because the new ones are complete."""
+    """Remove the earlier results once the new ones are complete."""
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -114,12 +114,12 @@ def _remove(path: Path) -> None:
 
 
 def _places(path: Path) -> set[Path]:
-    """A path by its name in its real folder, and by the target of its links."""
+    """A path by its name in its real folder, and with all of its links resolved."""
     return {path.parent.resolve() / path.name, path.resolve()}
 
 
 def _list_ends(read: Path) -> Iterator[Path]:
-    """All places from which reading `read` takes a file."""
+    """All places from which a file is used when `read` is read."""
     yield from _places(read)
     for folder, names, files in os.walk(read):
         for name in (*names, *files):
@@ -128,7 +128,7 @@ def _list_ends(read: Path) -> Iterator[Path]:
 
 
 def _find_paths(value: object, flag: str) -> Iterator[tuple[str, str]]:
-    """(flag, path as it was given) of every file and folder that the settings of a command name."""
+    """(flag, path as given) for every file and folder that a command's settings refer to."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

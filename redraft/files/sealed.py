@@ -29,9 +29,9 @@ class DamagedError(ValueError):
 def write_sealed(
     path: Path, fields: Mapping[str, Any], layout: int = 1, *, mode: int | None = None
 ) -> None:
-    """Write the fields with layout and checksum, whole or not at all.
+    """Write the fields with their layout and checksum, completely or not at all.
 
-    `mode` is the file's, whatever the umask.
+    `mode` is the file's mode, regardless of the umask.
     """
     sealed = {LAYOUT: layout, CRC: _checksum({LAYOUT: layout, **fields}), **fields}
     write_whole(path, json.dumps(sealed), mode=mode)
@@ -40,7 +40,7 @@ def write_sealed(
 def read_sealed(path: Path, layout: int = 1) -> Any:
     """The fields that `write_sealed` wrote.
 
-    Of a file with neither layout nor checksum, the JSON value as it is.
+    For a file with neither layout nor checksum, it is the JSON value as is.
 
     Raises:
         DamagedError: if the file is not what was written.
@@ -71,7 +71,7 @@ def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
     """The fields as a record; `otherwise` if there is no file.
 
     Raises:
-        DamagedError: also for a wrong type.
+        DamagedError: as `read_sealed`, and also if the fields have the wrong type.
         ValueError: if a later release wrote it.
         OSError: if it cannot be read.
     """
@@ -86,9 +86,9 @@ def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so a person can look at it; returns the new path.
+    """Rename a damaged file, so that a person can inspect it, and return the new path.
 
-    An earlier one is replaced.
+    An earlier file that was set aside is replaced.
     """
     aside = path.with_name(f"{path.name}.damaged")
     return path.replace(aside)

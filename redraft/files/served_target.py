@@ -39,7 +39,7 @@ NUM_ROWS = 64  # Rows compared of two tables that should be equal.
 
 
 def require_aux(target: TargetFolder, family: str) -> None:
-    """Raise ValueError if vLLM cannot serve a head that reads inner layers of this target."""
+    """Raise ValueError if vLLM cannot serve a head that uses inner layers of this target."""
     architecture = next(iter(target.config.architectures or []), "")
     if architecture and architecture not in WITH_AUX:
         raise ValueError(
@@ -51,7 +51,7 @@ def require_aux(target: TargetFolder, family: str) -> None:
 
 
 def require_served_alike(target: TargetFolder) -> None:
-    """Raise ValueError if vLLM would serve other positions, ids or another head."""
+    """Raise ValueError if vLLM would use different positions, ids or a different output head."""
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
     # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
@@ -63,7 +63,13 @@ def require_served_alike(target: TargetFolder) -> None:
 
 
 def _require_one_rope(config: Any, name: str) -> None:
-    """With longrope vLLM takes the long factors for all texts, transformers for long ones only."""
+    """Refuse longrope past the original length.
+
+    vLLM then uses the long factors for all texts, but transformers only for long ones.
+
+    Raises:
+        ValueError
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return
@@ -80,12 +86,12 @@ def _require_one_rope(config: Any, name: str) -> None:
 
 
 def visible_length(config: Any, asked: int | None = None) -> int:
-    """Tokens that a draft of this target sees at once when served: `asked` at most.
+    """The number of tokens that a draft for this target attends to when served, `asked` at most.
 
-    With a window in all of the target's layers, vLLM gives it to the draft's.
+    If all of the target's layers have a window, vLLM also applies it to the draft's layers.
 
     Raises:
-        ValueError: nothing says how many.
+        ValueError: nothing specifies the number.
     """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
     lengths.append(target_window(config))
@@ -99,7 +105,8 @@ def visible_length(config: Any, asked: int | None = None) -> int:
 def require_rows(target: TargetFolder) -> None:
     """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
 
-    A special token missing from the chat template needs no row, because no text has it: padding.
+    A special token that is not in the chat template needs no row, because it occurs in no text;
+    padding is an example.
     """
     tokenizer, rows = target.tokenizer, target.text_config.vocab_size
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
@@ -115,9 +122,12 @@ def require_rows(target: TargetFolder) -> None:
 
 
 def _require_tied(folder: Path) -> None:
-    """Refuse two tables in the files of a model with one.
+    """Refuse a model with tied embeddings whose files hold two different tables.
 
-    Transformers and vLLM may choose differently.
+    transformers and vLLM may choose different ones.
+
+    Raises:
+        ValueError
     """
     try:
         files = tensor_files(folder)

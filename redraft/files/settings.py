@@ -49,12 +49,12 @@ class SettingsFile:
 def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
     """The configuration in `path`.
 
-    An override is one more line of TOML, e.g. `training.lr=1e-3`, and wins. Relative paths are
-    relative to the folder of the file.
+    An override is one more line of TOML, e.g. `training.lr=1e-3`, and takes precedence. Relative
+    paths are relative to the file's folder.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if a key is unknown, with the closest known one, or a value does not fit.
+        ValueError: if a key is unknown (the closest known one is named), or a value does not fit.
     """
     if not path.is_file():
         command = config_type.__name__.removesuffix("Config").lower()
@@ -78,7 +78,7 @@ def render_example(config_type: type) -> str:
 
 
 def _render_section(config_type: type, prefix: str) -> Iterator[str]:
-    """The lines of one table. TOML wants the keys of a table before the sub-tables."""
+    """The lines of one table. TOML requires a table's keys to precede its sub-tables."""
     documents, types = read_field_docs(config_type), get_type_hints(config_type)
     sections = [f.name for f in fields(config_type) if is_dataclass(types[f.name])]
     for config_field in fields(config_type):
@@ -107,7 +107,7 @@ def _example_value(config_field: Field[Any]) -> Any:
 
 
 def render_value(value: Any) -> str:
-    """A value in TOML, which has no null: the text "None" stands for it."""
+    """A value in TOML, which has no null; the text "None" represents it."""
     if value is None:
         return json.dumps(NONE)
     if isinstance(value, tuple | list):
@@ -117,9 +117,9 @@ def render_value(value: Any) -> str:
 
 @functools.cache
 def read_field_docs(config_type: type) -> dict[str, str]:
-    """The string under each field, folded into one line; a subclass's field hides the parent's.
+    """The string under each field, folded into one line; a subclass's field overrides its parent's.
 
-    Python drops such a string, so it is read from the source; a class that was typed into an
+    Python discards such strings, so they are read from the source; a class that was typed into an
     interpreter has none.
     """
     docs: dict[str, str] = {}
@@ -147,7 +147,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        ValueError: it is not TOML.
+        ValueError: the file is not valid TOML.
     """
     try:
         return _parse(path.read_bytes().decode(), str(path))
@@ -165,10 +165,10 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path]) -> Any:
-    """A value of TOML as a `kind`.
+    """Convert a TOML value to a `kind`.
 
     Raises:
-        ValueError: it does not fit; the message begins with `where`.
+        ValueError: the value does not fit; the message begins with `where`.
     """
 
     # msgspec knows no Path, and asks this hook.
@@ -190,7 +190,7 @@ def describe_unknown(key: str, known: Sequence[str], section: str) -> str:
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Both tables in one, table by table; a value of `upper` wins."""
+    """Merge two tables recursively; values in `upper` take precedence."""
     nested = {
         key: merge(lower[key], value)
         for key, value in upper.items()
@@ -203,7 +203,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 def require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
     """Raise ValueError unless every key is a field.
 
-    msgspec would pass over an unknown one in silence.
+    msgspec would silently ignore an unknown key.
     """
     types = get_type_hints(config_type)
     known = [config_field.name for config_field in fields(config_type)]

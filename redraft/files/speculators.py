@@ -14,9 +14,9 @@ def frame(
     target_name: str,
     target_architectures: Sequence[str],
 ) -> dict[str, Any]:
-    """The keys around a head's own, in the layout of speculators.
+    """The keys that surround a head's own keys, in the layout of speculators.
 
-    They name its architecture, and the target that the package takes the rest from.
+    They name its architecture, and the target that supplies the rest to the package.
     """
     greedy = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
     return {

@@ -37,21 +37,21 @@ class TargetFolder:
 
     @staticmethod
     def open(name_or_path: str | Path) -> TargetFolder:
-        """Find the folder; the small files of a hub name are downloaded.
+        """Find the folder; for a hub name, the small files are downloaded.
 
         Raises: as `open_folder`.
         """
         return TargetFolder(name=str(name_or_path), folder=open_folder(name_or_path))
 
     def in_dtype(self, dtype: TargetDtype | None) -> TargetFolder:
-        """The same target in this type, with what has been read of its files."""
+        """The same target in this type, together with what was already read from its files."""
         other = replace(self, dtype=dtype)
         vars(other).update({name: value for name, value in vars(self).items() if name != "dtype"})
         return other
 
     @property
     def torch_dtype(self) -> Any:
-        """`dtype` as torch's."""
+        """`dtype` as a torch dtype."""
         import torch
 
         return None if self.dtype is None else getattr(torch, self.dtype)
@@ -60,7 +60,7 @@ class TargetFolder:
     def config(self) -> Any:
         """The `transformers` config.
 
-        Copy it before building a model: that changes it. Raises: as `load_config`.
+        Copy it before building a model, which would modify it. Raises: as `load_config`.
         """
         from redraft.files.checkpoint import load_config
 
@@ -71,7 +71,7 @@ class TargetFolder:
         """The part of `config` for the language model.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if the target has no language model.
         """
         config = self.config.get_text_config()
         if getattr(config, "vocab_size", None) is None:
@@ -82,22 +82,22 @@ class TargetFolder:
 
     @cached_property
     def quantization(self) -> str | None:
-        """The quantization of the weights, as the tool calls it; None if they are plain."""
+        """The quantization of the weights, as named by the tool; None if they are not quantised."""
         return read_quantization(self.folder)
 
     @cached_property
     def fingerprint(self) -> str:
         """The identity of the model (`folder.fingerprint`).
 
-        Raises: as it does, also before the weights are there.
+        Raises: as `folder.fingerprint`, also if the weights are not there yet.
         """
         return fingerprint(self.folder)
 
     @cached_property
     def lineage(self) -> str:
-        """The layout that drafts fit (`folder.lineage`); empty without weights in safetensors.
+        """The layout that drafts must fit (`folder.lineage`); empty without safetensors weights.
 
-        Then only drafts for these very weights fit.
+        If it is empty, only drafts for exactly these weights fit.
 
         Raises:
             ValueError: if a file is corrupt.
@@ -116,17 +116,17 @@ class TargetFolder:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens at which an engine ends an answer."""
+        """The ids of the tokens that end an answer in an engine."""
         from redraft.files.checkpoint import end_ids
 
         return end_ids(self.folder, self.tokenizer)
 
     @property
     def writes_date(self) -> bool:
-        """`writes_date` of the tokenizer."""
+        """The function `writes_date`, applied to the tokenizer."""
         return writes_date(self.tokenizer)
 
 
 def writes_date(tokenizer: Any) -> bool:
-    """Whether the chat template writes today's date, as those of Llama 3.2, SmolLM3 and gpt-oss do."""
+    """Whether the chat template writes today's date, as with Llama 3.2, SmolLM3 and gpt-oss."""
     return "strftime_now" in str(tokenizer.chat_template)

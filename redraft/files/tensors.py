@@ -17,9 +17,9 @@ ROTARY = "rotary_emb."
 
 
 def list_tensors(folder: Path) -> dict[str, Path]:
-    """`tensor_files`, also of a folder with the older files pytorch_model*.bin.
+    """`tensor_files`, extended to folders with the older pytorch_model*.bin files.
 
-    Raises: as it does.
+    Raises: as `tensor_files`.
     """
     files = weight_files(folder)
     if (folder / INDEX).is_file() or files[0].name == WEIGHTS:
@@ -38,9 +38,9 @@ def _map_bin(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors, from any shard.
+    """Read the named tensors from whichever shards hold them.
 
-    A KeyError is a bug, because names come from `list_tensors`.
+    A KeyError indicates a bug, because the names come from `list_tensors`.
     """
     files = list_tensors(folder)
     tensors: dict[str, Tensor] = {}
@@ -64,10 +64,10 @@ def write_head(
     dtype: torch.dtype,
     float32: tuple[str, ...] = (),
 ) -> None:
-    """Write `config.json` and `model.safetensors` of a head.
+    """Write a head's `config.json` and `model.safetensors`.
 
-    Floating-point tensors are written in `dtype`; those whose names begin with one of `float32`, in
-    float32.
+    Floating-point tensors are written in `dtype`, except for those whose names begin with one of
+    the prefixes in `float32`, which are written in float32.
     """
     folder.mkdir(parents=True, exist_ok=True)
     types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
@@ -94,7 +94,7 @@ def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
 
 
 class UnknownTensorsError(ValueError):
-    """A checkpoint with tensors that its head does not have."""
+    """A checkpoint contains tensors that its head does not have."""
 
     def __init__(self, source: Path, names: list[str]) -> None:
         super().__init__(
@@ -104,12 +104,12 @@ class UnknownTensorsError(ValueError):
 
 
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Copy `tensors` into the parameters of the same names.
+    """Copy `tensors` into the parameters with the same names.
 
-    Engines silently load a head with a missing tensor; here it is an error.
+    Engines silently load a head with a missing tensor; here, that is an error.
 
     Raises:
-        UnknownTensorsError: there are others than the module's.
+        UnknownTensorsError: there are tensors that the module does not have.
         ValueError: a tensor is missing, quantised or of another shape; the message names the first.
     """
     mine = module.state_dict()

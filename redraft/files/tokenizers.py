@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Raise ValueError, with the first difference, unless every id is the same token in both.
 
-    Merges may differ: an engine never tokenizes with the draft's.
+    Merges may differ, because an engine never tokenizes with the draft's tokenizer.
     """
     if difference := first_difference(target_tokenizer, draft_tokenizer):
         token_id, target, draft = difference
@@ -24,9 +24,9 @@ def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
 def first_difference(
     target_tokenizer: Any, draft_tokenizer: Any
 ) -> tuple[int, str | None, str | None] | None:
-    """The lowest id with different tokens, and both tokens (None: absent).
+    """The lowest id whose tokens differ, and both tokens (None: absent).
 
-    None if all ids agree.
+    The result is None if all ids agree.
     """
     target, draft = _read_tokens(target_tokenizer), _read_tokens(draft_tokenizer)
     for token_id in sorted(target.keys() | draft.keys()):
@@ -38,7 +38,7 @@ def first_difference(
 def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
     """Row i is the mean of rows `pieces[i]` of `weight_VD`, or of all rows if there are none.
 
-    Computed in float32.
+    The means are computed in float32.
     """
     wide_VD = weight_VD.detach().float()
     lengths_N = torch.tensor([len(ids) for ids in pieces], device=weight_VD.device)
@@ -56,10 +56,10 @@ def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
 def fit_vocabulary(draft: Any, vocab_size: int) -> None:
     """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size`.
 
-    The sizes may be 151936 and 152064, for example; engines require equal ones. A row added to the
-    head is the mean of all rows. The logit is then the mean logit, which is never the largest, and
-    by Jensen's inequality the probability is at most 1/V. No other vector has a lower worst case
-    over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
+    The sizes may be 151936 and 152064, for example, but engines require equal sizes. A row added to
+    the head is the mean of all rows. Its logit is then the mean logit, which is never the largest,
+    and by Jensen's inequality its probability is at most 1/V. No other vector has a lower worst
+    case over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
     would win whenever all logits are negative. Before cutting, call `check_same_tokenizer`: the
     last rows must be unused.
     """
@@ -70,7 +70,7 @@ def fit_vocabulary(draft: Any, vocab_size: int) -> None:
 
 
 def _set_rows(draft: Any, make_rows: Any) -> None:
-    """Replace input embeddings and head by `make_rows(weight)`; tied weights stay tied."""
+    """Replace the input embeddings and the head by `make_rows(weight)`; tied weights stay tied."""
     embedding, head = draft.get_input_embeddings(), draft.get_output_embeddings()
     tied = head.weight is embedding.weight
     embedding.weight = nn.Parameter(make_rows(embedding.weight))

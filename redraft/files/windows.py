@@ -23,7 +23,7 @@ OF_SPECULATORS = "speculators_model_type"
 
 @dataclass(frozen=True)
 class View:
-    """The positions that one layer sees."""
+    """The positions that one layer attends to."""
 
     window: int | None = None
     """None: every position of its document."""
@@ -43,10 +43,11 @@ def make_views(
     full_layers: Sequence[int] = (),
     is_causal: bool | None = None,
 ) -> tuple[View, ...]:
-    """A view for each layer. `is_causal` None means: layers with a window are.
+    """A view for each layer. If `is_causal` is None, exactly the layers with a window are causal.
 
     Raises:
-        ValueError: a layer of `full_layers` does not exist, or there is no window to except it from.
+        ValueError: a layer in `full_layers` does not exist, or there is no window to exempt it
+            from.
     """
     if missing := [layer for layer in full_layers if not 0 <= layer < num_layers]:
         raise ValueError(
@@ -60,9 +61,9 @@ def make_views(
 
 
 def target_window(config: Any) -> int | None:
-    """The window of a target, by its `transformers` config, if each of its layers has one.
+    """The window in a target's `transformers` config, if each of the target's layers has one.
 
-    VLLM gives it to every layer of a draft without a window of its own
+    vLLM applies it to every draft layer that has no window of its own
     (`EngineArgs.create_engine_config`).
     """
     types = getattr(config, "layer_types", None) or ()
@@ -70,18 +71,18 @@ def target_window(config: Any) -> int | None:
 
 
 def beside_target(views: Sequence[View], config: Any) -> tuple[View, ...]:
-    """The views that vLLM gives these layers beside a target with this `transformers` config."""
+    """The views of these layers in vLLM, for a target with this `transformers` config."""
     window = target_window(config)
     return tuple(View(view.window or window, view.is_causal) for view in views)
 
 
 def is_mixed(views: Sequence[View]) -> bool:
-    """Some layers have a window and others do not."""
+    """Whether some layers have a window and others do not."""
     return len({view.window for view in views}) > 1
 
 
 def write_views(views: Sequence[View]) -> dict[str, Any]:
-    """The keys of transformers: `layer_types`, and with a window also its size."""
+    """The keys for transformers: `layer_types` and, if there is a window, its size."""
     types = {"layer_types": [SLIDING if view.window else EVERYTHING for view in views]}
     windows = {view.window for view in views if view.window}
     # Without `use_sliding_window`, transformers drops the size from a Qwen3 config.
@@ -91,10 +92,11 @@ def write_views(views: Sequence[View]) -> dict[str, Any]:
 
 
 def count_states(config: Mapping[str, Any]) -> int | None:
-    """States of the target before a token that the head with this config.json reads for it.
+    """The number of target states before a token that the head with this config.json uses for it.
 
-    None if a layer reads all of them. The layers of a DFlash or DSpark head read the target's
-    states; a layer of EAGLE-3 and P-EAGLE reads those of the layer before, which reach as far again.
+    It is None if a layer uses all of them. All layers of a DFlash or DSpark head attend to the
+    target's states. In EAGLE-3 and P-EAGLE, a layer attends to the previous layer's states, so the
+    reaches of the layers add up.
     """
     windows = [view.window for view in served_views(config)]
     if None in windows:
@@ -105,11 +107,11 @@ def count_states(config: Mapping[str, Any]) -> int | None:
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dict[str, Any]:
-    """The options `window` and `full_layers` of a config with the keys of transformers.
+    """The options `window` and `full_layers` in a config with the keys of transformers.
 
     Raises:
-        ValueError: a layer of another kind, another number of layers, or a window that engines do
-            not find.
+        ValueError: the config has a layer of another kind, a different number of layers, or a
+            window that engines would not apply.
     """
     types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
     if len(types) != num_layers:
@@ -136,9 +138,9 @@ def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dic
 
 
 def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]:
-    """The options `window`, `full_layers` and `is_causal` of a DFlash or DSpark config.
+    """The options `window`, `full_layers` and `is_causal` in a DFlash or DSpark config.
 
-    As vLLM reads them (`_resolve_layer_attention` in `qwen3_dflash.py`).
+    They are read as in vLLM (`_resolve_layer_attention` in `qwen3_dflash.py`).
 
     Raises:
         ValueError: as `read_windows`.
@@ -162,7 +164,7 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
 
 
 def served_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[View, ...]:
-    """The view that vLLM gives each layer of the draft with this config.json.
+    """The view of each layer in vLLM, for the draft with this config.json.
 
     Raises:
         ValueError: as `read_windows`.
@@ -188,9 +190,9 @@ def _has_block_keys(config: Mapping[str, Any]) -> bool:
 def trained_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[View, ...]:
     """The view of each layer in training.
 
-    They are as served but for the layout of speculators, where vLLM reads the direction otherwise:
-    the package trains full layers in both directions, and windows as `sliding_window_non_causal`
-    says.
+    They are as served, except in the layout of speculators, where vLLM interprets the direction
+    differently: the package trains full layers in both directions, and layers with a window as
+    `sliding_window_non_causal` specifies.
 
     Raises:
         ValueError: as `read_windows`.
@@ -204,7 +206,10 @@ def trained_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple
 
 
 def require_trained_window(window: int | None, trained: int | None, folder: Any) -> None:
-    """Raise ValueError if a head looks further back than in training; `trained` None: unknown."""
+    """Raise ValueError if a head attends further back than in training.
+
+    If `trained` is None, the window of training is unknown, and nothing is checked.
+    """
     if trained is not None and (window is None or window > trained):
         found = "no window" if window is None else f"a window of {window}"
         raise ValueError(
@@ -214,9 +219,9 @@ def require_trained_window(window: int | None, trained: int | None, folder: Any)
 
 
 def write_speculators(views: Sequence[View]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of a DFlash or DSpark head in the layout of speculators.
+    """The keys for a DFlash or DSpark head in the layout of speculators.
 
-    Those of the section of its layers, and those of the top level.
+    Returns the keys for the section on its layers, and those for the top level.
     """
     directions = {view.is_causal for view in views}
     layer = {**write_views(views), "num_hidden_layers": len(views)}
@@ -229,7 +234,7 @@ def write_speculators(views: Sequence[View]) -> tuple[dict[str, Any], dict[str, 
 
 
 def require_speculators(family: str, views: Sequence[View]) -> None:
-    """Raise ValueError unless vLLM serves and the package trains these layers in its layout."""
+    """Raise ValueError unless speculators' layout gives vLLM and the package these views."""
     layer, top = write_speculators(views)
     config = {OF_SPECULATORS: family, "transformer_layer_config": layer, **top}
     if not served_views(config) == trained_views(config) == tuple(views):

@@ -35,7 +35,7 @@ from redraft.engine.parity.run import EngineRun
 class Recorder:
     """Wraps the calls between an engine's model runner and its drafter.
 
-    It keeps copies of inputs and outputs.
+    It stores copies of their inputs and outputs.
     """
 
     def __init__(self, runner: Any, prompts: int, blocks_a_prompt: int) -> None:
@@ -91,7 +91,7 @@ class Recorder:
         return self.record(input_batch.req_ids[0], int(num_sampled[0]), propose)
 
     def record(self, request: str, emitted: int, propose: Callable[[], Any]) -> Any:
-        """The tokens that `propose` drafts for a request that has just emitted so many tokens."""
+        """Record what `propose` drafts for a request that has just emitted `emitted` tokens."""
         if request not in self._num_output:
             self._order.append(request)
         index = self._order.index(request)
@@ -115,9 +115,9 @@ class Recorder:
         return drafted
 
     def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
-        """The drafter's estimated acceptance of every drafted token, if it has one.
+        """The drafter's estimated acceptance of every drafted token; empty without estimates.
 
-        vLLM computes it in adaptive verification only, so its modules are called here.
+        vLLM computes it only in adaptive verification, so this method calls its modules directly.
         """
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []
@@ -172,7 +172,7 @@ def dump(run: EngineRun) -> dict[str, Any]:
 
 
 def rotate_in_pytorch(_: Any) -> Any:
-    """A rotation in PyTorch instead of in the CPU kernel."""
+    """Rotate in PyTorch instead of in the CPU kernel."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     return RotaryEmbedding.forward_native
@@ -181,7 +181,8 @@ def rotate_in_pytorch(_: Any) -> Any:
 def keep_imports_frozen() -> None:
     """Keep all objects loaded so far out of garbage collection.
 
-    A million of them are of importing vLLM, and take three of an engine's four seconds on a CPU.
+    Importing vLLM creates a million of them, and collecting these takes three of an engine's four
+    seconds on a CPU.
     """
     gc.collect()
     gc.freeze()

@@ -71,12 +71,12 @@ class Dump:
         return [*self.run.prompts[block.request], *self.outputs[block.request][: block.num_output]]
 
     def recorded(self) -> list[Block]:
-        """Blocks with passes, drafted while the request still ran."""
+        """The blocks with recorded passes that were drafted while the request was still running."""
         # The step that ends a request may emit more tokens than the answer keeps.
         return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
 
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
-        """The engine's acceptance on each prompt; a request's last block is never verified."""
+        """The engine's counts for each prompt; a request's last block is never verified."""
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:
@@ -94,9 +94,9 @@ class Dump:
 def run_engine(
     runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None
 ) -> list[Dump]:
-    """Run the engines one after the other in a process; files and log go to `folder`.
+    """Run the engines one after the other in a child process; files and log go to `folder`.
 
-    `environment` is added to its variables.
+    `environment` is added to the child's environment variables.
 
     Raises:
         ChildProcessError
@@ -140,7 +140,7 @@ def _read(run: EngineRun, path: Path) -> Dump:
 
 
 def relative_difference(mine_ND: Tensor, other_ND: Tensor) -> Tensor:
-    """max_D |mine - other| / max_D |other|, [N]; infinite if not a number."""
+    """max_D |mine - other| / max_D |other|, [N]; infinite where it would be NaN."""
     apart_N = (mine_ND.float() - other_ND.float()).abs().amax(-1) / other_ND.float().abs().amax(
         -1
     ).clamp(min=1e-12)
