@@ -235,15 +235,6 @@ class DraftSource:
             else drafts.make_model(self, target, sampling)
         )
 
-    def find_cure(self, target: str, num_speculative_tokens: int) -> str:
-        """The doctor's first finding for a refused draft, with its cure; empty if there is none."""
-        from redraft.heads.doctor.checks import first_cure  # loads torch
-
-        # The doctor reads the folder of a head, also behind a lookup.
-        if self.is_without_folder or self.is_answers:
-            return ""
-        return first_cure(target, self.source, num_speculative_tokens)
-
 
 def list_without_folder() -> list[str]:
     return [
@@ -251,10 +242,6 @@ def list_without_folder() -> list[str]:
         for family in FAMILIES
         if (family.is_lookup and not family.tensors) or family.is_in_target
     ]
-
-
-def shorten_name(draft: str) -> str:
-    return DraftSource.parse(draft).name
 
 
 def _shorten(source: str) -> str:

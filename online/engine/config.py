@@ -134,7 +134,10 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
         FileNotFoundError: if the token file, the registry or a folder in `targets` does not exist.
     """
     values = read_settings(environment)
-    require_known(values, Settings, "")
+    try:
+        require_known(values, Settings, "")
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: {error}") from error
     config: PluginConfig = convert(values, PluginConfig, VARIABLE, Path)
     if config.registry is not None and not config.registry.is_dir():
         raise FileNotFoundError(f"registry {config.registry} is not a folder: create it")

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from redraft.distill.data.packing import collate
@@ -27,6 +26,7 @@ from redraft.online.records.record import (
     count_tenant,
     encode_record,
     read_frames,
+    text_rows,
 )
 
 
@@ -127,7 +127,7 @@ def make_anchors(
         exact = target(batch).distribution
         assert isinstance(exact, ExactTarget)
         ids_RK, log_probs_RK = top_k(exact, rows_R, k)
-        first, count = int(rows_R[0]) + 1, len(rows_R)
+        first = int(rows_R[0]) + 1
         yield Record(
             server_id="offline",
             request_id=f"{sample.conversation[:32]}-{number}",
@@ -141,13 +141,5 @@ def make_anchors(
             context=sample.input_ids[:first].astype("<i4").tobytes(),
             output=sample.input_ids[first:].astype("<i4").tobytes(),
             # row t holds the distribution of token t + 1, and a record counts by that token
-            row_positions=(rows_R.cpu().numpy() + 1).astype("<i4").tobytes(),
-            # int32 zeros: every row is on the text itself
-            row_branches=bytes(4 * count),
-            row_drafts=np.full(count, -1, "<i4").tobytes(),
-            row_draft_probs=np.full(count, np.nan, "<f4").tobytes(),
-            row_accepted=bytes(count),
-            row_topk_ids=ids_RK.cpu().numpy().astype("<i4").tobytes(),
-            row_topk_log_probs=log_probs_RK.cpu().numpy().astype("<f4").tobytes(),
-            row_log_sum_exp=np.full(count, np.nan, "<f4").tobytes(),
+            **text_rows(rows_R.cpu().numpy() + 1, ids_RK.cpu().numpy(), log_probs_RK.cpu().numpy()),
         )

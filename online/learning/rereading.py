@@ -17,7 +17,13 @@ from redraft.distill.signal.sources import InProcessTarget, top_k
 from redraft.heads.draft import Batch, ExactTarget, final_hidden
 from redraft.heads.family import Reads
 from redraft.online.learning.segments import Segments
-from redraft.online.records.record import CorruptRecordError, Record, encode_frame, read_frames
+from redraft.online.records.record import (
+    CorruptRecordError,
+    Record,
+    encode_frame,
+    read_frames,
+    text_rows,
+)
 from redraft.online.records.spool import SpoolWriter, open_file
 
 
@@ -47,14 +53,7 @@ def read_again(
     read = structs.replace(
         record,
         top_k=k,
-        row_positions=(first + np.arange(count, dtype="<i4")).tobytes(),
-        row_branches=bytes(4 * count),
-        row_drafts=np.full(count, -1, "<i4").tobytes(),
-        row_draft_probs=np.full(count, np.nan, "<f4").tobytes(),
-        row_accepted=bytes(count),
-        row_topk_ids=ids_RK.cpu().numpy().astype("<i4").tobytes(),
-        row_topk_log_probs=log_probs_RK.cpu().numpy().astype("<f4").tobytes(),
-        row_log_sum_exp=np.full(count, np.nan, "<f4").tobytes(),
+        **text_rows(first + np.arange(count), ids_RK.cpu().numpy(), log_probs_RK.cpu().numpy()),
     )
     if reads == "nothing":
         return read

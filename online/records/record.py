@@ -306,6 +306,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape)
 
 
+def text_rows(
+    positions_N: NDArray[Any], ids_NK: NDArray[Any], log_probs_NK: NDArray[Any]
+) -> dict[str, Any]:
+    """The columns of a record for rows on the text itself, of which no draft proposed a token.
+
+    Row n holds the K most probable tokens at the text's token `positions_N[n]`.
+    """
+    count = len(positions_N)
+    unknown = np.full(count, np.nan, "<f4").tobytes()
+    return {
+        "row_positions": positions_N.astype("<i4").tobytes(),
+        "row_branches": bytes(4 * count),  # int32 zeros
+        "row_drafts": np.full(count, -1, "<i4").tobytes(),
+        "row_draft_probs": unknown,
+        "row_accepted": bytes(count),
+        "row_topk_ids": ids_NK.astype("<i4").tobytes(),
+        "row_topk_log_probs": log_probs_NK.astype("<f4").tobytes(),
+        "row_log_sum_exp": unknown,
+    }
+
+
 def name_base(target_fingerprint: str, adapter: str) -> str:
     """Name the target that a draft is trained for: folder fingerprint and adapter #HASH."""
     # A hash, because the name may hold any character.

@@ -11,23 +11,19 @@ certainty. `redraft data score` adds the distributions. TensorRT-LLM refuses unk
 ids of a prompt, so nothing of it can be recorded.
 """
 
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from redraft.online.records.origin import Origin
-from redraft.online.records.record import Record
 from redraft.online.traffic import tap_messages
 from redraft.online.traffic.tap_messages import (
     COMPLETION_PATHS,
-    MAX_ID_CHARS,
     Answer,
     AnswerError,
-    read_sampling,
 )
 
 EngineName = Literal["vllm", "sglang", "llama.cpp"]
@@ -72,46 +68,12 @@ class Dialect:
 class IdsAnswer(Answer):
     """An answer that contains token ids alone."""
 
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """The parameters that the server says it used."""
     prompt: str = ""
     num_prompt_tokens: int | None = None
     """Ids of the prompt, by the server's count; None if it returns them."""
 
-    def record(
-        self,
-        payload: dict[str, Any],
-        origin: Origin,
-        server_id: str,
-        target_fingerprint: str,
-        top_k: int,
-    ) -> Record | None:
-        if self.failure is not None:
-            raise self.failure
-        if not self.output_ids or not self.prompt_ids:
-            return None
-        return Record(
-            server_id=server_id,
-            request_id=f"{self.request_id[:MAX_ID_CHARS]}-{uuid.uuid4().hex}",
-            sequence=0,
-            time_s=time.time(),
-            domain=origin.domain,
-            tenant=origin.tenant,
-            target_fingerprint=target_fingerprint,
-            sampling=read_sampling(payload | self.sampling),
-            num_prompt_tokens=len(self.prompt_ids),
-            top_k=1,
-            context=np.array(self.prompt_ids, "<i4").tobytes(),
-            output=np.array(self.output_ids, "<i4").tobytes(),
-            row_positions=b"",
-            row_branches=b"",
-            row_drafts=b"",
-            row_draft_probs=b"",
-            row_accepted=b"",
-            row_topk_ids=b"",
-            row_topk_log_probs=b"",
-            row_log_sum_exp=b"",
-        )
+    def rank(self, top_k: int) -> tuple[int, NDArray[np.float64]]:
+        return len(self.output_ids), np.empty((0, 1, 2))
 
 
 class SglangAnswer(IdsAnswer):

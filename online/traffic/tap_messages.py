@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from redraft.engine.sampling import MIN_TEMPERATURE
 from redraft.online.records.checks import find_bad_sampling
 from redraft.online.records.origin import Origin, pack_arguments
-from redraft.online.records.record import Record, Sampling
+from redraft.online.records.record import Record, Sampling, text_rows
 
 COMPLETION_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 """Paths whose answers the tap reads, and the kind of each."""
@@ -60,6 +61,8 @@ class Answer:
     output_ids: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     """Log-probability by token id."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """The parameters that the server says it used."""
     failure: Exception | None = None
     """The rest is not read: it would be recorded wrongly."""
 
@@ -86,18 +89,10 @@ class Answer:
         """
         if self.failure is not None:
             raise self.failure
-        count = min(len(self.output_ids), len(self.top))
+        count, pairs_NK2 = self.rank(top_k)
         if not count or not self.prompt_ids:
             return None
-        ranked = [
-            _likeliest(top, sampled)
-            for top, sampled in zip(self.top, self.output_ids, strict=False)
-        ]
-        # All rows have one width: the shortest list of certain tokens decides.
-        top_k = min(top_k, *map(len, ranked))
-        # [N, K, 2] of id and log-probability. float64 holds every id exactly.
-        pairs_NK2 = np.array([top[:top_k] for top in ranked], np.float64)
-        unknown = np.full(count, np.nan, "<f4").tobytes()
+        positions_N = len(self.prompt_ids) + np.arange(len(pairs_NK2))
         return Record(
             server_id=server_id,
             # All calls of one trace may share one X-Request-Id, and a record with a known id counts
@@ -108,21 +103,28 @@ class Answer:
             domain=origin.domain,
             tenant=origin.tenant,
             target_fingerprint=target_fingerprint,
-            sampling=read_sampling(payload),
+            sampling=read_sampling(payload | self.sampling),
             template_arguments=_pack_arguments(payload),
             num_prompt_tokens=len(self.prompt_ids),
-            top_k=top_k,
+            top_k=pairs_NK2.shape[1],
             context=np.array(self.prompt_ids, "<i4").tobytes(),
             output=np.array(self.output_ids[:count], "<i4").tobytes(),
-            row_positions=(len(self.prompt_ids) + np.arange(count, dtype="<i4")).tobytes(),
-            row_branches=bytes(4 * count),
-            row_drafts=np.full(count, -1, "<i4").tobytes(),
-            row_draft_probs=unknown,
-            row_accepted=bytes(count),
-            row_topk_ids=pairs_NK2[:, :, 0].astype("<i4").tobytes(),
-            row_topk_log_probs=pairs_NK2[:, :, 1].astype("<f4").tobytes(),
-            row_log_sum_exp=unknown,
+            **text_rows(positions_N, pairs_NK2[:, :, 0], pairs_NK2[:, :, 1]),
         )
+
+    def rank(self, top_k: int) -> tuple[int, NDArray[np.float64]]:
+        """Return the number of tokens to record, and (id, log-probability) of their rows, [N, K, 2].
+
+        float64 holds every id exactly.
+        """
+        count = min(len(self.output_ids), len(self.top))
+        ranked = [
+            _likeliest(top, sampled)
+            for top, sampled in zip(self.top, self.output_ids, strict=False)
+        ]
+        # All rows have one width: the shortest list of certain tokens decides.
+        top_k = min(top_k, *map(len, ranked)) if ranked else top_k
+        return count, np.array([top[:top_k] for top in ranked], np.float64)
 
 
 def _pack_arguments(payload: dict[str, Any]) -> str:

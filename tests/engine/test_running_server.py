@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from local_server import serve_handler
 
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.running_server import find_server
@@ -61,13 +61,8 @@ def fake_vllm(others: int = 0, late: int = 0) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve_handler(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -94,12 +89,10 @@ def test_a_server_that_is_no_engine_is_told() -> None:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    with pytest.raises(ValueError, match=r"none of vLLM, SGLang and llama\.cpp"):
-        find_server(address)
-    server.shutdown()
-    server.server_close()
+    with (
+        serve_handler(Empty) as url,
+        pytest.raises(ValueError, match=r"none of vLLM, SGLang and llama\.cpp"),
+    ):
+        find_server(url)
     with pytest.raises(ConnectionError, match="went away or gave no answer"):
-        find_server(address)
+        find_server(url)

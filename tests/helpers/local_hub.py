@@ -8,12 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from local_server import serve_handler
 
 NAME = "owner/model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -65,10 +65,8 @@ def serve_model(files: Mapping[str, bytes], broken: str = "", model: str = NAME)
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serve_handler(Hub) as url:
+        yield url
 
 
 def keep_in_cache(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -20,9 +20,10 @@ from waiting import wait_until
 from benchmarks.llama_server import serving
 from redraft.files.checkpoint import load_causal_lm
 from redraft.files.folder import fingerprint
+from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import spool_files
-from redraft.online.traffic.dialects import DIALECTS, LlamaCppAnswer
+from redraft.online.traffic.dialects import DIALECTS, LlamaCppAnswer, SglangAnswer
 from redraft.online.traffic.proxy import Proxy
 from redraft.online.traffic.tap import Tap, TapConfig
 from redraft.online.traffic.tap_messages import AnswerError
@@ -155,3 +156,12 @@ def test_no_dialect_adds_a_field_that_its_engine_does_not_have() -> None:
     assert added["sglang"] == {"return_token_ids"}
     assert added["llama.cpp"] == {"return_tokens", "verbose"}
     assert "top_logprobs" in added["vllm"]
+
+
+def test_a_record_of_ids_has_the_templates_arguments_of_its_request() -> None:
+    answer = SglangAnswer(prompt_ids=[1, 2], output_ids=[3])
+    asked = {"messages": [], "chat_template_kwargs": {"enable_thinking": False}}
+    record = answer.record(asked, Origin(), "tap", "target", 8)
+    assert record is not None
+    assert record.template_arguments == '{"enable_thinking": false}'
+    assert (record.top_k, record.row_positions, record.output_ids.tolist()) == (1, b"", [3])
