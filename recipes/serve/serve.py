@@ -221,7 +221,7 @@ def choose_adaptive(
         capability = adaptive.read_capability()
         return not obstacle and adaptive.is_expected(flags, target, capability)
     if obstacle:
-        raise ValueError(f"--pace adaptive {obstacle}, or give --pace auto")
+        raise ValueError(f"--pace adaptive {obstacle}. --pace auto does without it")
     return True
 
 
