@@ -18,7 +18,7 @@ import tyro
 from redraft.files.artifact import write_whole
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli.run import run_recipe
-from redraft.recipes.plan.fleet import Config as Fleet
+from redraft.recipes.plan.fleet import FleetPlanConfig
 from redraft.recipes.plan.fleet_costs import (
     NUM_RECORDS,
     all_costs,
@@ -64,12 +64,12 @@ def traffic_table(traffic: Traffic) -> Iterator[str]:
 
 
 def fleet(tokens_per_s: float, fraction: float) -> Iterator[str]:
-    cfg = Fleet(tokens_per_s=tokens_per_s, fraction=fraction)
+    cfg = FleetPlanConfig(tokens_per_s=tokens_per_s, fraction=fraction)
     return fleet_table(cfg, all_costs(cfg))
 
 
 TABLES = {
-    "token": lambda: token_table(all_costs(Fleet())),
+    "token": lambda: token_table(all_costs(FleetPlanConfig())),
     "thousand": lambda: fleet(1000, 1.0),
     "traffic": lambda: traffic_table(Traffic()),
     "fleet": lambda: fleet(1_000_000, 0.002),

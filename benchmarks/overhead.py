@@ -56,7 +56,7 @@ from redraft.online.engine.config import CaptureConfig
 from redraft.online.tokens import read_token
 from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.serve.serve import plugin_environment, speculative_config
-from redraft.recipes.serve.serve_config import Config as ServeConfig
+from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.up import make_new_head
 
 TEMPLATE = Path(__file__).parent / "templates" / "overhead.html.j2"

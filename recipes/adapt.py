@@ -125,7 +125,7 @@ def _answer(old: Path, cfg: Any) -> Path:
     """
     from redraft.files.kept import hash_key
     from redraft.recipes.data import regenerate
-    from redraft.recipes.data.regenerate_config import Config
+    from redraft.recipes.data.regenerate_config import RegenerateConfig
 
     asked = read_provenance(old).config.data
     if not asked.source:
@@ -133,7 +133,9 @@ def _answer(old: Path, cfg: Any) -> Path:
             f"{old} does not name the data of its training: give --data.source, best answers of "
             f"{cfg.target}"
         )
-    asking = Config(prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output)
+    asking = RegenerateConfig(
+        prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output
+    )
     # By target and questions: answers of another fine-tune lie beside it.
     who = hash_key([regenerate.identify(asking), asked.source, asked.split])[:8]
     asking = replace(asking, output=cfg.output.with_name(f"{cfg.output.name}-answers-{who}.jsonl"))

@@ -27,7 +27,7 @@ from redraft.recipes.cli.run import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class GrpoConfig:
     target: str
     """Folder or hub name of the policy at the start, which the server has loaded."""
     token_file: Path
@@ -53,7 +53,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len({*ids}) / max(1, len(ids)) for ids in completion_ids]
 
 
-def main(cfg: Config) -> None:
+def main(cfg: GrpoConfig) -> None:
     """Train the policy.
 
     Raises the errors of TRL, httpx and the loaders, and ValueError, with the server's answer, if it
@@ -62,7 +62,7 @@ def main(cfg: Config) -> None:
     make_trainer(cfg).train()
 
 
-def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
+def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
     """TRL's trainer. `training` are further settings of GRPOConfig. The server must be ready."""
     import httpx
     import torch
@@ -145,4 +145,4 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)
+    run_recipe(main, GrpoConfig, __doc__)

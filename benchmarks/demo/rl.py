@@ -240,7 +240,7 @@ class Play:
             return [(ids[-1] in end_ids) - repeated_share(ids) for ids in completion_ids]
 
         trainer = rl_grpo.make_trainer(
-            rl_grpo.Config(
+            rl_grpo.GrpoConfig(
                 target=str(self.target.folder), token_file=self.folder / "token", url=url, output=self.policies,
                 prompts=str(self.folder / "questions.jsonl"), updates=updates, lr=1e-4, max_tokens=MAX_TOKENS,
             ),

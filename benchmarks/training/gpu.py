@@ -42,13 +42,13 @@ from redraft.engine.machine import environment
 from redraft.files.artifact import write_whole
 from redraft.heads.catalog import FamilyName
 from redraft.recipes.plan.count import fit, make_plan
-from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.plan import PlanConfig
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Counting):
+class Config(PlanConfig):
     """A step to count and run."""
 
     compile: bool = False
@@ -291,10 +291,10 @@ def time_step(
     return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
 
 
-def write_flags(cfg: Counting) -> str:
+def write_flags(cfg: PlanConfig) -> str:
     """The flags of `redraft plan` that differ from its defaults."""
     words = []
-    for one in fields(Counting):
+    for one in fields(PlanConfig):
         value = getattr(cfg, one.name)
         if one.name != "json" and value != one.default:
             words.append(f"--{one.name.replace('_', '-')}")

@@ -15,7 +15,7 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A recipe with `Config` and `main`, and its lines in the help."""
+    """A recipe with its settings and `main`, and its lines in the help."""
 
     module: str
     summary: str

@@ -1,4 +1,4 @@
-"""Read a `Config` from the command line, with every field's docstring as whole lines of help.
+"""Read a dataclass from the command line, with every field's docstring as whole lines of help.
 
 By itself, tyro keeps a line break of a docstring if the next line is indented, which breaks
 sentences in the middle, and shows the default of an empty tuple as `(default: )`. The rule below

@@ -15,8 +15,9 @@ import io
 import os
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from redraft.engine.proxies import reach_loopback
@@ -297,7 +298,7 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
     return (
         Recipe(
             main=lambda cfg: importlib.import_module(path).main(cfg),
-            config_type=module.Config,
+            config_type=find_config_type(module),
             description=module.__doc__,
             presets=getattr(module, "PRESETS", {}),
             common=getattr(module, "COMMON", None),
@@ -305,6 +306,22 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
         ),
         args,
     )
+
+
+def find_config_type(module: ModuleType) -> type:
+    """The type of a command's settings: the dataclass of its module whose name ends in `Config`.
+
+    A module that imports another command's settings has its own as well.
+    """
+    (found,) = (
+        value
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and name.endswith("Config")
+        and is_dataclass(value)
+        and getattr(value, "__module__", "") == module.__name__
+    )
+    return found
 
 
 def _choose_part(

@@ -19,7 +19,7 @@ from redraft.heads.families.retrieval import Config as RetrievalConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class CountConfig:
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
     data: str
@@ -39,7 +39,7 @@ class Config:
     """Replace a folder that redraft has written."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: CountConfig) -> None:
     """Count the answers, and publish the counts as a draft.
 
     Raises:

@@ -19,7 +19,7 @@ import tyro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ImportConfig:
     file: Annotated[Path, tyro.conf.Positional]
     """GGUF file of an architecture that transformers reads."""
     output: Annotated[Path, tyro.conf.Positional]
@@ -28,7 +28,7 @@ class Config:
     """Replace a folder that redraft has written."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ImportConfig) -> None:
     """Convert the file, and publish the model folder.
 
     Raises:

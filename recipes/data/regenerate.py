@@ -21,13 +21,13 @@ from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import fetch_model, fingerprint
 from redraft.files.kept import hash_key
 from redraft.files.replaced import find_obstacle
-from redraft.recipes.data.regenerate_config import Config
+from redraft.recipes.data.regenerate_config import RegenerateConfig
 
 MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-def main(cfg: Config) -> None:
+def main(cfg: RegenerateConfig) -> None:
     """Have the target answer the prompts of the data set.
 
     Raises:
@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
         print(f"{stats} -> {cfg.output}")
 
 
-def require_parser(conversations: Sequence[Conversation], cfg: Config) -> None:
+def require_parser(conversations: Sequence[Conversation], cfg: RegenerateConfig) -> None:
     """Print a warning if a server started here could not parse the target's tool calls.
 
     Raises:
@@ -100,7 +100,7 @@ def require_parser(conversations: Sequence[Conversation], cfg: Config) -> None:
     print(problem)
 
 
-def identify(cfg: Config) -> str:
+def identify(cfg: RegenerateConfig) -> str:
     """A hash of everything that a target's answers depend on, except the sampling.
 
     It covers weights, chat template, generation_config.json and vLLM's arguments. It is empty for a
@@ -118,7 +118,7 @@ def identify(cfg: Config) -> str:
 
 
 @contextmanager
-def serve_answers(cfg: Config) -> Iterator[tuple[str, str | None]]:
+def serve_answers(cfg: RegenerateConfig) -> Iterator[tuple[str, str | None]]:
     """(URL, model name) of the server to ask.
 
     It is a new vLLM server for the target, which is stopped on exit, or the running server.

@@ -22,7 +22,7 @@ from redraft.distill.signal.target_answers import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Sampling):
+class RegenerateConfig(Sampling):
     prompts: str
     """Conversations to answer: a hub name, a .jsonl or .parquet file, `stdlib`, or
     `stdlib-functions` (functions to complete). The answers in them are dropped.

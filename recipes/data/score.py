@@ -23,7 +23,7 @@ POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ScoreConfig:
     records: Annotated[Path, tyro.conf.Positional]
     """Spool with the records to score."""
     target: str
@@ -44,7 +44,7 @@ class Config:
     """Wait for further files instead of ending."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ScoreConfig) -> None:
     """Score the records, and write them to the spool.
 
     Raises:

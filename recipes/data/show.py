@@ -36,7 +36,7 @@ from redraft.files.artifact import write_whole
 from redraft.files.folder import CONFIG
 from redraft.files.served_target import require_rows, visible_length
 from redraft.files.target_folder import TargetFolder
-from redraft.recipes.data.show_config import Config
+from redraft.recipes.data.show_config import ShowConfig
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -45,7 +45,7 @@ MAX_TRIED = 100  # Samples in which a kind of turn is looked for: the template m
 MIN_RUN = 40  # Tokens to show of a long text between two labels, or of a label.
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ShowConfig) -> None:
     """Print the summary and the samples.
 
     Raises:

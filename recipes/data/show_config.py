@@ -16,7 +16,7 @@ import tyro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ShowConfig:
     source: Annotated[str, tyro.conf.Positional]
     """Conversations: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder, or
     `stdlib`.

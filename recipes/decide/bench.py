@@ -71,7 +71,7 @@ from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.families.retrieval import FOLDER
 from redraft.online.engine.config import PLUGIN_NAME
-from redraft.recipes.decide.bench_config import Config
+from redraft.recipes.decide.bench_config import BenchConfig
 from redraft.recipes.decide.candidates import (
     Making,
     finished_drafts,
@@ -90,7 +90,7 @@ NUM_CONFIRMED = 3  # Drafts in the last rounds, beside n-grams.
 MOST_ROWS = 32  # Further requests that price verification: as many rows as 8 with 3 draft tokens.
 
 
-def main(cfg: Config) -> None:
+def main(cfg: BenchConfig) -> None:
     started = time.perf_counter()
     require_answers(cfg)
     name = cfg.target or str(make_target(PARTS))
@@ -180,7 +180,7 @@ def main(cfg: Config) -> None:
     print(*compose_answer(report), f"report: {page}", sep="\n")
 
 
-def require_pace(cfg: Config, target: str) -> None:
+def require_pace(cfg: BenchConfig, target: str) -> None:
     """Raise ValueError if no draft of this benchmark can be verified adaptively."""
     if cfg.pace != "adaptive":
         return
@@ -193,7 +193,7 @@ def require_pace(cfg: Config, target: str) -> None:
         raise ValueError(f"--pace adaptive {obstacle}, or give --pace off")
 
 
-def drop_curve(candidate: Candidate, cfg: Config, target: str) -> Candidate:
+def drop_curve(candidate: Candidate, cfg: BenchConfig, target: str) -> Candidate:
     """The same draft, without advice on adaptive verification if these servers cannot use it."""
     obstacle = adaptive.find_obstacle(read_flags(cfg.vllm_args), target, candidate.config)
     return replace(candidate, curve=()) if obstacle else candidate
@@ -207,7 +207,7 @@ def verify_adaptively(candidate: Candidate) -> Candidate:
     return replace(candidate, config=config, given=None, curve=())
 
 
-def require_answers(cfg: Config) -> None:
+def require_answers(cfg: BenchConfig) -> None:
     """Refuse to train drafts without the target's answers.
 
     Raises:
@@ -223,15 +223,15 @@ def require_answers(cfg: Config) -> None:
         )
 
 
-def asked_sampling(cfg: Config) -> dict[str, Any]:
+def asked_sampling(cfg: BenchConfig) -> dict[str, Any]:
     return {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
-def names_sampling(cfg: Config) -> bool:
+def names_sampling(cfg: BenchConfig) -> bool:
     return any(value is not None for value in asked_sampling(cfg).values())
 
 
-def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
+def prepare(cfg: BenchConfig, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
     """The settings for making drafts, with a file of the first rounds' conversations.
 
     The training runs forecast on the conversations in this file.
@@ -244,7 +244,7 @@ def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
 
 
 def make_groups(
-    cfg: Config, ready: Sequence[Candidate], making: Making
+    cfg: BenchConfig, ready: Sequence[Candidate], making: Making
 ) -> Iterator[list[Candidate]]:
     """Groups of drafts that share rounds.
 
@@ -264,7 +264,7 @@ def make_groups(
             yield group
 
 
-def load_questions(cfg: Config) -> list[Conversation]:
+def load_questions(cfg: BenchConfig) -> list[Conversation]:
     """The conversations whose last questions are the prompts.
 
     Raises:
@@ -286,7 +286,7 @@ def load_questions(cfg: Config) -> list[Conversation]:
 
 
 def render_prompts(
-    cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
+    cfg: BenchConfig, target: TargetFolder, questions: Sequence[Conversation]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts for the first rounds, prompts for the last rounds).
 
@@ -308,7 +308,7 @@ def render_prompts(
 class Rounds:
     """The rounds of a benchmark: groups of servers in one mode, each with the target alone."""
 
-    def __init__(self, cfg: Config, target: TargetFolder, sampling: Sampling | None) -> None:
+    def __init__(self, cfg: BenchConfig, target: TargetFolder, sampling: Sampling | None) -> None:
         """`sampling` is that of the requests; None means that they set none."""
         self.cfg, self.target, self.sampling = cfg, target, sampling
         self.options: dict[str, Any] = {
@@ -414,7 +414,7 @@ class Rounds:
         return self.groups[-1]
 
 
-def prove_lossless(target: str, results: Results, served: str, cfg: Config) -> LosslessReport:
+def prove_lossless(target: str, results: Results, served: str, cfg: BenchConfig) -> LosslessReport:
     """Compare the outputs with the draft to serve and those of the target alone.
 
     Both are at the smallest load: in 16 bits, rounding makes the target's outputs differ from its
@@ -440,10 +440,10 @@ def serve_flags(choice: Choice) -> str:
     return f"{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(config)))}"
 
 
-def known_answers(cfg: Config) -> str | None:
+def known_answers(cfg: BenchConfig) -> str | None:
     return cfg.data or (str(ANSWERS) if cfg.target is None else None)
 
 
-def group_size(cfg: Config) -> int:
+def group_size(cfg: BenchConfig) -> int:
     """The number of drafts that share rounds; one server of a group is the target alone."""
     return max(2, cfg.together or (5 if ENGINE_IS_CPU else 2)) - 1

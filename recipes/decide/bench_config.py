@@ -44,7 +44,7 @@ def parse_trained(name: str) -> DraftSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MeasureConfig):
+class BenchConfig(MeasureConfig):
     target: str | None = None
     """Folder or hub name of the served model. By default SmolLM2-135M-Instruct, from the hub,
     or from a wheel on PyPI if the hub cannot be reached."""
@@ -131,7 +131,7 @@ class Config(MeasureConfig):
         return 2 * max(self.concurrency)
 
 
-SMOLLM2 = Config(
+SMOLLM2 = BenchConfig(
     temperature=0.0,  # to compare outputs token for token
     max_prompt_tokens=360,
     max_tokens=96,

@@ -27,7 +27,7 @@ from redraft.recipes.decide.bench_config import (
     LAYERS,
     LOOKUP_TOKENS,
     RETRIEVAL,
-    Config,
+    BenchConfig,
     parse_trained,
 )
 
@@ -53,7 +53,7 @@ costs more to verify than it gains.
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    cfg: Config
+    cfg: BenchConfig
     target: TargetFolder
     answers: str | None
     """Answers of the target; None if nothing is trained or counted."""
@@ -105,7 +105,7 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
         yield Candidate(name, title(name), config, most, size, offline["tau_forecast"])
 
 
-def finished_drafts(cfg: Config) -> Iterator[Candidate]:
+def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
     """The drafts of --draft, except n-grams, which every comparison includes.
 
     Raises:

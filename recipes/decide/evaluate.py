@@ -41,12 +41,12 @@ from redraft.eval.served import EngineOptions, serve_and_count
 from redraft.files.artifact import write_whole
 from redraft.files.replaced import PREVIOUS, drop_previous, find_obstacle, start_over
 from redraft.files.target_folder import TargetFolder
-from redraft.recipes.decide.evaluate_config import Config
+from redraft.recipes.decide.evaluate_config import EvalConfig
 
 WRITTEN = ("report.json", "report.html", "report.md", "run.json")
 
 
-def main(cfg: Config) -> None:
+def main(cfg: EvalConfig) -> None:
     started = time.perf_counter()
     check(cfg)
     # Chosen once. Measurements are kept apart by type, and the report names it.
@@ -164,7 +164,7 @@ def forecast_all(
     return rows
 
 
-def check(cfg: Config) -> None:
+def check(cfg: EvalConfig) -> None:
     """Raise ValueError if the settings do not fit together or a number is out of range."""
     if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
         raise ValueError("--num-speculative-tokens needs numbers of at least 1")
@@ -205,7 +205,7 @@ def load(target: TargetFolder, *, whole: bool = True) -> Any:
     return load_target(target, Signal(), device)
 
 
-def choose_day(cfg: Config, earlier: Mapping[str, Any]) -> datetime.date:
+def choose_day(cfg: EvalConfig, earlier: Mapping[str, Any]) -> datetime.date:
     """The date for a chat template that writes today's.
 
     It is the date in the settings of an `earlier` report, or of earlier measurements in --output,
@@ -220,7 +220,7 @@ def choose_day(cfg: Config, earlier: Mapping[str, Any]) -> datetime.date:
     return keep_day(cfg.output / "kept" / "date")
 
 
-def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
+def load_prompts(cfg: EvalConfig, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
     """The prompts to measure on.
 
     A chat template that writes today's date writes `day`.
@@ -238,7 +238,7 @@ def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list
 
 
 def measure_in_engine(
-    cfg: Config,
+    cfg: EvalConfig,
     target: LoadedTarget,
     drafts: Sequence[NamedDraft],
     prompts: Sequence[Prompt],
@@ -267,7 +267,7 @@ def measure_in_engine(
     return found
 
 
-def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str, Any]:
+def settings(cfg: EvalConfig, target: TargetFolder, sampling: Sampling) -> dict[str, Any]:
     shown = (
         "split",
         "domain_column",
@@ -294,7 +294,7 @@ def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str,
     }
 
 
-def write_run(cfg: Config, duration_s: float) -> None:
+def write_run(cfg: EvalConfig, duration_s: float) -> None:
     """Write run.json: command, config, date and duration.
 
     They are not in the report, which must be reproducible.

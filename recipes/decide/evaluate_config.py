@@ -23,7 +23,7 @@ from redraft.recipes.decide.measure_config import MeasureConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MeasureConfig):
+class EvalConfig(MeasureConfig):
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     """Folder or hub name of the served model."""
     prompts: str = "HuggingFaceH4/ultrachat_200k"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it loads torch, which an environment may lack
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class DoctorConfig:
     target: str | None = None
     """Folder or hub name of the served model. If it contains an MTP layer, it is also the draft."""
     draft: str | None = None
@@ -72,7 +72,7 @@ class Config:
     """Folder for runs. Its disk is checked, and the engine's log is written there."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: DoctorConfig) -> None:
     if cfg.engine not in ("vllm", "none") and cfg.target is None and cfg.url is None:
         raise ValueError(f"--engine {cfg.engine} checks a draft beside its target: give --target")
     has_pair = any(each is not None for each in (cfg.draft, cfg.target, cfg.url))
@@ -111,7 +111,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     """The recipe and its arguments. A first argument without dashes is the draft."""
     if args and not args[0].startswith("-"):
         args = ["--draft", *args]
-    return Recipe(main=main, config_type=Config, description=__doc__, prog=prog), args
+    return Recipe(main=main, config_type=DoctorConfig, description=__doc__, prog=prog), args
 
 
 def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
@@ -131,7 +131,7 @@ def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
     return describe_draft(fetch_model(draft.source))
 
 
-def check_pair(cfg: Config) -> "Checked":
+def check_pair(cfg: DoctorConfig) -> "Checked":
     """Check the draft against the target.
 
     Raises:
@@ -166,7 +166,7 @@ def check_pair(cfg: Config) -> "Checked":
     )
 
 
-def check_running(cfg: Config, url: str) -> "Checked":
+def check_running(cfg: DoctorConfig, url: str) -> "Checked":
     """Compare a running server's acceptance with the forecast.
 
     Raises:

@@ -19,7 +19,7 @@ from redraft.heads.engines.table import EngineName, find_engine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ExportConfig:
     draft: Annotated[str, tyro.conf.Positional]
     """Folder or hub name of the draft. Of a target with an MTP layer, the target."""
     engine: EngineName
@@ -38,7 +38,7 @@ class Config:
     """Replace a folder that redraft has written."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ExportConfig) -> None:
     """Check, convert and publish the draft, and print the command that serves it.
 
     Raises:

@@ -40,7 +40,7 @@ UNTIL_IT_ENDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ForgetConfig:
     tenant: Annotated[str, tyro.conf.Positional]
     """The tenant's name, as sent by clients."""
     config: Path = Path("learner.toml")
@@ -49,7 +49,7 @@ class Config:
     """Only count what would be deleted. The log and the servers' memory are not counted."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ForgetConfig) -> None:
     learner = load_config(cfg.config)
     forgotten = asyncio.run(delete_records(learner, cfg.tenant, is_dry=cfg.dry_run))
     print(*describe(forgotten, cfg), sep="\n")
@@ -86,7 +86,7 @@ async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]
     return lines or ["the live counts of no server held anything of it"], bool(num_runs)
 
 
-def describe(forgotten: Forgotten, cfg: Config) -> list[str]:
+def describe(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     """Lines that describe the result, with the command that undoes the training."""
     deleted = "would be deleted" if cfg.dry_run else "were deleted"
     places = [
@@ -116,7 +116,7 @@ def describe(forgotten: Forgotten, cfg: Config) -> list[str]:
     return lines + _describe_learned(forgotten, cfg)
 
 
-def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
+def _describe_learned(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     learned = [*forgotten.learned, *(["the draft in training"] if forgotten.is_in_training else [])]
     if not learned:
         return []

@@ -22,12 +22,12 @@ from redraft.files.private import make_private
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class KeysConfig:
     folder: Annotated[Path, tyro.conf.Positional]
     """Folder for the three files. Keys that are already there are never replaced."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: KeysConfig) -> None:
     """Write the keys.
 
     Raises:

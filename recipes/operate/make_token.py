@@ -16,11 +16,11 @@ from redraft.online.tokens import write_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class TokenConfig:
     file: Annotated[Path, tyro.conf.Positional]
     """File to create. It gets a token of 256 bits and mode 0600."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: TokenConfig) -> None:
     write_token(cfg.file)
     print(f"a new token is in {cfg.file}")

@@ -19,7 +19,7 @@ from redraft.online.records.nats_config import Nats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ProbeConfig:
     ingest: Annotated[str, tyro.conf.Positional]
     """Address of the log, as in the learner's settings."""
     nats: Nats = field(default_factory=Nats)
@@ -27,7 +27,7 @@ class Config:
     """How long to wait for the broker's answer, in seconds."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ProbeConfig) -> None:
     from redraft.online.records.nats_link import probe  # nats-py is an extra
 
     asyncio.run(probe(cfg.ingest, cfg.nats, cfg.timeout_s))

@@ -22,7 +22,7 @@ from redraft.online.learning.cursor import begin_training_again
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class RollbackConfig:
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
     to: str = ""
@@ -31,7 +31,7 @@ class Config:
     """
 
 
-def main(cfg: Config) -> None:
+def main(cfg: RollbackConfig) -> None:
     print(f"the fleet serves {asyncio.run(roll_back(load_config(cfg.config), cfg.to))}")
 
 

@@ -24,14 +24,14 @@ from redraft.recipes.operate.rollback import leave_training
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class SwapCommandConfig:
     version: Annotated[str, tyro.conf.Positional]
     """Version to roll out, e.g. v000007. `redraft fleet versions` lists them."""
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: SwapCommandConfig) -> None:
     learner = load_config(cfg.config)
     policy = learner.rollout
     longest_s = policy.warm_up_s + policy.window_timeout_s + len(policy.waves) * policy.watch_s

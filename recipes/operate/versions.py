@@ -20,14 +20,14 @@ from redraft.online.fleet.server import FleetServer, RefusedError, UnreachableEr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class VersionsConfig:
     config: Path | None = None
     """The learner's TOML file."""
     registry: Path | None = None
     """Folder of the versions, instead of --config."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: VersionsConfig) -> None:
     if cfg.config is None and cfg.registry is None:
         raise ValueError(
             "which registry? Give --config learner.toml, or --registry with the folder of the "

@@ -32,7 +32,7 @@ TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class WatchConfig:
     urls: Annotated[tuple[str, ...], tyro.conf.Positional]
     """vLLM servers with a draft, as http://HOST:PORT."""
     interval_s: float = 10.0
@@ -71,7 +71,7 @@ class Poll:
         return sum(self.counts[url].num_drafts / self.durations_s[url] for url in urls)
 
 
-def main(cfg: Config) -> None:
+def main(cfg: WatchConfig) -> None:
     """Print lines until interrupted, or for the given number of polls.
 
     Raises:
@@ -99,7 +99,7 @@ def main(cfg: Config) -> None:
                 recent = AcceptanceCounts.zero()
 
 
-def poll_servers(cfg: Config) -> Iterator[Poll]:
+def poll_servers(cfg: WatchConfig) -> Iterator[Poll]:
     """Rounds of readings, `interval_s` apart.
 
     Raises:

@@ -17,7 +17,7 @@ from redraft.heads.family import NUM_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class CapturePlanConfig:
     target: str = "llama-3.1-8b"
     """Sizes of the target, named as for `redraft plan`."""
     requests: tuple[int, ...] = (1, 32, 256)
@@ -33,7 +33,7 @@ class Config:
         require_least(self, num_speculative_tokens=1)
 
 
-def main(cfg: Config) -> None:
+def main(cfg: CapturePlanConfig) -> None:
     # Here, because they import torch.
     from redraft.distill.plan.sizes import find_sizes
     from redraft.recipes.plan.hook_work import count_work, format_work

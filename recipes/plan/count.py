@@ -35,12 +35,12 @@ from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.signal.sharded import size_weights
 from redraft.distill.train.run_config import HeadConfig, make_config
 from redraft.heads.catalog import find_family
-from redraft.recipes.plan.plan import Config
+from redraft.recipes.plan.plan import PlanConfig
 
 SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values, activations
 
 
-def make_plan(cfg: Config) -> Plan:
+def make_plan(cfg: PlanConfig) -> Plan:
     """The sizes of the step: the defaults of the family's command, changed by the flags.
 
     Raises:
@@ -91,7 +91,7 @@ def make_plan(cfg: Config) -> Plan:
     )
 
 
-def _choose_head(cfg: Config, usual: Any) -> Any:
+def _choose_head(cfg: PlanConfig, usual: Any) -> Any:
     """The options of a head.
 
     They are the command's defaults, with --num-steps in the option that sets how many tokens the
@@ -108,7 +108,7 @@ def _choose_head(cfg: Config, usual: Any) -> Any:
     return replace(usual, **{name: cfg.num_steps})
 
 
-def _find_draft(cfg: Config, target: Any) -> Any:
+def _find_draft(cfg: PlanConfig, target: Any) -> Any:
     if cfg.num_steps is not None:
         raise ValueError(
             "--num-steps does not fit a standalone draft: it learns one step, for any number of "
@@ -144,7 +144,7 @@ class Result:
 
 
 @functools.lru_cache(maxsize=2)
-def count(cfg: Config) -> Result:
+def count(cfg: PlanConfig) -> Result:
     """Count the step, and derive its time and memory on every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
@@ -158,7 +158,7 @@ def count(cfg: Config) -> Result:
 
 
 def on_device(
-    cfg: Config, plan: Plan, step: Counted, served: Counted | None, device: Device
+    cfg: PlanConfig, plan: Plan, step: Counted, served: Counted | None, device: Device
 ) -> OnDevice:
     memory = step.memory
     if cfg.shard:
@@ -177,7 +177,7 @@ def on_device(
     )
 
 
-def fit(cfg: Config, device: Device) -> Config:
+def fit(cfg: PlanConfig, device: Device) -> PlanConfig:
     """The settings with which the step fits on a device.
 
     They are the given ones if those fit; else activations are recomputed, and if that is not
@@ -195,7 +195,7 @@ def fit(cfg: Config, device: Device) -> Config:
     return smaller if cfg.batch_size == 1 else fit(smaller, device)
 
 
-def use_devices(cfg: Config, served: Counted | None, device: Device) -> tuple[int, int]:
+def use_devices(cfg: PlanConfig, served: Counted | None, device: Device) -> tuple[int, int]:
     """(devices that serve the target, devices that train).
 
     A target that runs elsewhere is served by the smallest group of 1, 2, 4, ... devices that can
@@ -222,14 +222,14 @@ FORMS = {
 }
 
 
-def report(cfg: Config) -> tuple[list[str], dict[str, Any]]:
+def report(cfg: PlanConfig) -> tuple[list[str], dict[str, Any]]:
     """(lines for a terminal, numbers)."""
     result = count(cfg)
     forms = count_forms(cfg, result)
     return list(as_text(cfg, result, forms)), as_json(cfg, result, forms)
 
 
-def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
+def count_forms(cfg: PlanConfig, result: Result) -> dict[str, Work]:
     """The divergence's work by form.
 
     The forms are the kernels, which `result` has counted for a GPU, and PyTorch's operations.
@@ -242,7 +242,7 @@ def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
     }
 
 
-def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
+def as_json(cfg: PlanConfig, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
     total = add_up(result.step.operations, result.step.operations)
     told = {
         "target": cfg.target_name,
@@ -270,13 +270,13 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
     return told
 
 
-def count_steps(cfg: Config, result: Result, on: OnDevice) -> int:
+def count_steps(cfg: PlanConfig, result: Result, on: OnDevice) -> int:
     """Optimizer steps for --tokens; a step takes one batch on every device that trains."""
     assert cfg.tokens is not None, "asked for with --tokens"
     return math.ceil(cfg.tokens / (result.plan.tokens * on.trainers))
 
 
-def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str]:
+def as_text(cfg: PlanConfig, result: Result, forms: dict[str, Work]) -> Iterator[str]:
     plan = result.plan
     yield (
         f"{find_family(cfg.family).title} for {cfg.target_name}, --signal {cfg.signal}: a step of "
@@ -297,7 +297,7 @@ def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str
     yield from advice(cfg, result)
 
 
-def work_table(cfg: Config, result: Result) -> Iterator[str]:
+def work_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
     """A row for each part of the step and for each kind of operation."""
     operations, tokens = result.step.operations, result.plan.tokens
     yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}"
@@ -325,7 +325,7 @@ def memory_table(result: Result) -> Iterator[str]:
     yield f"{'memory at its peak':<24}{result.step.memory.total() / 1e9:>8,.2f} GB"
 
 
-def device_table(cfg: Config, result: Result) -> Iterator[str]:
+def device_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
     """A row for each kind of device."""
     for d in DEVICES:
         on = result.on[d.name]
@@ -346,7 +346,7 @@ def device_table(cfg: Config, result: Result) -> Iterator[str]:
         yield f"{d.name}: {room}; {use}"
 
 
-def advice(cfg: Config, result: Result) -> Iterator[str]:
+def advice(cfg: PlanConfig, result: Result) -> Iterator[str]:
     """Lines about a target that runs elsewhere, the size of a cache, and flags to fit the step."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
@@ -367,7 +367,7 @@ def advice(cfg: Config, result: Result) -> Iterator[str]:
             yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, d))}"
 
 
-def ways_to_fit(cfg: Config, device: Device) -> Iterator[str]:
+def ways_to_fit(cfg: PlanConfig, device: Device) -> Iterator[str]:
     """Flags with which the step would need less memory."""
     own = fit(cfg, device)
     fits = count(own).on[device.name].memory_bytes <= device.memory_bytes

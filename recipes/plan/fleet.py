@@ -17,7 +17,7 @@ from redraft.recipes.plan.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class FleetPlanConfig:
     tokens_per_s: float = 1000
     """Output tokens per second that the whole fleet serves."""
     fraction: float = 1.0
@@ -45,7 +45,7 @@ class Config:
                 raise ValueError(f"--families {name}: it does not learn from live traffic")
 
 
-def main(cfg: Config) -> None:
+def main(cfg: FleetPlanConfig) -> None:
     from redraft.recipes.plan.fleet_costs import report  # here, because it imports torch
 
     lines, numbers = report(cfg)

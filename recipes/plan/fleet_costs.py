@@ -35,8 +35,8 @@ from redraft.online.learning.config import BufferConfig, Training
 from redraft.online.learning.replay import make_batches, select_texts
 from redraft.online.records.record import Record, encode_record, read_frames
 from redraft.recipes.plan.count import make_plan
-from redraft.recipes.plan.fleet import Config
-from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.fleet import FleetPlanConfig
+from redraft.recipes.plan.plan import PlanConfig
 from redraft.recipes.plan.traffic import Traffic, make_record
 
 NUM_RECORDS = 24
@@ -63,7 +63,7 @@ class Costs:
     learner_flops: float
 
 
-def report(cfg: Config) -> tuple[list[str], list[dict[str, Any]]]:
+def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """(lines for a terminal, costs per token)."""
     found = all_costs(cfg)
     lines = [
@@ -79,7 +79,7 @@ def report(cfg: Config) -> tuple[list[str], list[dict[str, Any]]]:
     return lines, [asdict(cost) for cost in found]
 
 
-def all_costs(cfg: Config) -> list[Costs]:
+def all_costs(cfg: FleetPlanConfig) -> list[Costs]:
     """The costs of every family."""
     traffic = replace(cfg.traffic, vocab_size=find_sizes(cfg.target).vocab_size)
     return [count_costs(family, cfg.target, cfg.draft, traffic) for family in cfg.families]
@@ -123,7 +123,7 @@ def passes() -> float:
 
 def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
     """The sizes of a learner's step."""
-    plan = make_plan(Counting(family=family, target=target, checkpoint=draft, signal="endpoint"))
+    plan = make_plan(PlanConfig(family=family, target=target, checkpoint=draft, signal="endpoint"))
     return replace(plan, divergence=Divergence(name=Training().divergence))  # type: ignore[arg-type]
 
 
@@ -186,7 +186,7 @@ def stored_per_captured(traffic: Traffic) -> float:
 # tables
 
 
-def fleet_table(cfg: Config, found: list[Costs]) -> Iterator[str]:
+def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
     """A row per family, for a fleet with this output speed and this share of captured requests."""
     yield "| draft | captured | stored in a day | kept by 8 GiB | learner | H100s at 40% |"
     yield "|---|---|---|---|---|---|"

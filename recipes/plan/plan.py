@@ -25,7 +25,7 @@ from redraft.heads.catalog import FamilyName, find_family
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class PlanConfig:
     target: str | None = None
     """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b,
     llama-3.2-3b, llama-3.1-8b, llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b,
@@ -98,7 +98,7 @@ class Config:
         return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
 
 
-def main(cfg: Config) -> None:
+def main(cfg: PlanConfig) -> None:
     from redraft.recipes.plan.count import report  # here, because it imports torch
 
     lines, numbers = report(cfg)

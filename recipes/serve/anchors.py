@@ -17,7 +17,7 @@ from redraft.engine.target_dtype import TargetDtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class AnchorsConfig:
     target: str
     """Folder or hub name of the served model."""
     target_dtype: TargetDtype | None = None
@@ -44,7 +44,7 @@ class Config:
     """Probabilities to keep at every label. Use the servers' --capture.logprobs."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: AnchorsConfig) -> None:
     """Write the anchors.
 
     Raises:

@@ -32,12 +32,12 @@ from redraft.online.daemon.memory import bound_caches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SettingsFile):
+class LearnerCommandConfig(SettingsFile):
     config: Path = Path("learner.toml")
     """TOML file with the learner's settings."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: LearnerCommandConfig) -> None:
     if cfg.print_config:
         print(render_example(LearnerConfig))
         return

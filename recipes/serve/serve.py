@@ -28,7 +28,7 @@ from redraft.files.private import require_own
 from redraft.heads.families.retrieval import LIVE
 from redraft.heads.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
-from redraft.recipes.serve.serve_config import Config
+from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.vllm_flags import (
     BESIDE_A_DRAFT,
     LOOKUP_WAITS,
@@ -64,7 +64,7 @@ MODEL_FLAGS = ("method", "draft_sample_method", "rejection_sample_method")
 """Options without a meaning for a lookup alone."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: ServeConfig) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     require_private(read_flags(cfg.vllm_args), os.environ)
@@ -107,7 +107,7 @@ def require_target(target: str) -> None:
         )
 
 
-def server_command(cfg: Config) -> list[str]:
+def server_command(cfg: ServeConfig) -> list[str]:
     """The command line of vLLM's server.
 
     Raises:
@@ -165,7 +165,7 @@ def template_arguments(draft: Path) -> list[str]:
     return ["--default-chat-template-kwargs", json.dumps(found)] if found else []
 
 
-def speculative_config(cfg: Config) -> dict[str, Any]:
+def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
     """The speculative config: the draft, and how to serve it.
 
     Raises:
@@ -225,10 +225,10 @@ def choose_adaptive(
     return True
 
 
-def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
+def _refuse_idle(cfg: ServeConfig, draft: DraftSource) -> None:
     """Raise ValueError for a flag that has no effect on this draft."""
     if draft.lookup is None and draft.is_lookup:
-        changed = (name for name in MODEL_FLAGS if getattr(cfg, name) != getattr(Config, name))
+        changed = (name for name in MODEL_FLAGS if getattr(cfg, name) != getattr(ServeConfig, name))
         if flag := next(changed, None):
             raise ValueError(f"--{flag.replace('_', '-')} is for a model, and {draft} is looked up")
     if cfg.live != LiveConfig() and LIVE not in (draft.source, draft.lookup):
@@ -244,7 +244,7 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
         )
 
 
-def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:
+def plugin_environment(cfg: ServeConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that enable the plugin, to be added to `environment`."""
     capture, nats = cfg.capture, cfg.capture.nats
     prefixes = map(str.strip, environment.get(RAY_PREFIXES, "").split(","))
@@ -302,7 +302,7 @@ def with_plugin(allowed: str | None) -> str:
     return ",".join(sorted(names | {PLUGIN_NAME}))
 
 
-def _draft(cfg: Config) -> DraftSource:
+def _draft(cfg: ServeConfig) -> DraftSource:
     if cfg.draft is not None:
         return DraftSource.parse(cfg.draft)
     if cfg.registry is None:

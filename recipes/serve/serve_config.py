@@ -26,7 +26,7 @@ from redraft.online.engine.config import CaptureConfig, SwapConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ServeConfig:
     target: Annotated[str, tyro.conf.Positional]
     """Folder or hub name of the target."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()

@@ -23,7 +23,7 @@ from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class FeaturesConfig:
     target: Annotated[str, tyro.conf.Positional]
     """Folder or hub name of the target."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -45,7 +45,7 @@ class Config:
 UNSENT = ("deepseek_v4",)  # Types of targets whose states vLLM 0.32 does not send.
 
 
-def main(cfg: Config) -> None:
+def main(cfg: FeaturesConfig) -> None:
     """Replace this process with the server.
 
     Raises:
@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
     os.execve(command[0], command, os.environ | variables)
 
 
-def server_command(cfg: Config, num_layers: int) -> list[str]:
+def server_command(cfg: FeaturesConfig, num_layers: int) -> list[str]:
     """The command line of vLLM's server for a target with `num_layers` layers.
 
     Raises:

@@ -28,7 +28,7 @@ from redraft.online.traffic.upstream import Upstream
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TapConfig, FrontConfig):
+class TapCommandConfig(TapConfig, FrontConfig):
     upstream: Annotated[str, tyro.conf.Positional]
     """Address of the server, http://HOST:PORT."""
     target: Path
@@ -46,7 +46,7 @@ class Config(TapConfig, FrontConfig):
         FrontConfig.__post_init__(self)
 
 
-def main(cfg: Config) -> None:
+def main(cfg: TapCommandConfig) -> None:
     require_address(cfg.upstream)
     guard = Guard()
     tap = Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target), guard)

@@ -49,8 +49,8 @@ from redraft.recipes.serve.serve import (
     list_parts,
     speculative_config,
 )
-from redraft.recipes.serve.serve_config import Config as ServeConfig
-from redraft.recipes.serve.up_config import Config
+from redraft.recipes.serve.serve_config import ServeConfig
+from redraft.recipes.serve.up_config import UpConfig
 from redraft.recipes.serve.up_folder import (
     FLEET,
     LOCK,
@@ -87,7 +87,7 @@ LEARNER_STOP_S = 120  # for a checkpoint
 class Plan:
     """Everything that is to be started, already checked."""
 
-    cfg: Config
+    cfg: UpConfig
     folder: Path
     target: Path
     draft: DraftSource | None
@@ -104,7 +104,7 @@ class Plan:
         return f"server-{httpx.URL(self.url).port}" if self.cfg.join else "server"
 
 
-def main(cfg: Config) -> None:
+def main(cfg: UpConfig) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Raises:
@@ -125,7 +125,7 @@ def main(cfg: Config) -> None:
         run(plan, learns=learns)
 
 
-def make_plan(cfg: Config) -> Plan:
+def make_plan(cfg: UpConfig) -> Plan:
     """Check the settings, and plan all parts to start. Raises the same errors as `main`."""
     if cfg.join and (cfg.folder or cfg.draft):
         raise ValueError(
@@ -185,7 +185,7 @@ def choose_host(given: str) -> str:
 
 
 def check_folder(
-    cfg: Config, folder: Path, target: Path, draft: DraftSource | None
+    cfg: UpConfig, folder: Path, target: Path, draft: DraftSource | None
 ) -> LearnerConfig | None:
     """The learner's settings, or None if the folder has no version of the draft yet.
 

@@ -18,11 +18,11 @@ import tyro
 
 from redraft.eval.forecast.draft_source import require_tokens
 from redraft.online.engine.config import ServerSample
-from redraft.recipes.serve.serve_config import Config as ServeConfig
+from redraft.recipes.serve.serve_config import ServeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class UpConfig:
     target: Annotated[str, tyro.conf.Positional]
     """Folder or hub name of the target."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()

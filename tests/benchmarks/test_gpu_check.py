@@ -21,7 +21,7 @@ from benchmarks.training import gpu
 from redraft.distill.plan.operations import DEVICES
 from redraft.heads.catalog import FamilyName
 from redraft.recipes.plan.count import count, make_plan, ways_to_fit
-from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.plan import PlanConfig
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def test_the_benchmark_runs_the_step_that_redraft_plan_counts(family: Any) -> No
     its result count the same step.
     """
     own = gpu.choose_sizes(gpu.Config(**SIZES), family, None)
-    planned = make_plan(Counting(family=family, **SIZES))
+    planned = make_plan(PlanConfig(family=family, **SIZES))
     assert str(make_plan(own)) == str(planned)
-    assert str(make_plan(tyro.cli(Counting, args=shlex.split(gpu.write_flags(own))))) == str(
+    assert str(make_plan(tyro.cli(PlanConfig, args=shlex.split(gpu.write_flags(own))))) == str(
         planned
     )
     assert (planned.dtype, planned.autocast) == (torch.bfloat16, True)
@@ -96,7 +96,7 @@ def test_a_step_is_changed_for_the_benchmark_only_if_redraft_plan_says_that_it_d
     family: Any,
 ) -> None:
     own = gpu.choose_sizes(gpu.Config(), family, None)
-    planned = Counting(family=family)
+    planned = PlanConfig(family=family)
     if (
         not count(own).on["H100"].fits
     ):  # weights and optimizer state alone are too much beside the target

@@ -15,14 +15,14 @@ from redraft.distill.run.training_run import run
 from redraft.distill.train.optim import Optim
 from redraft.engine.hardware import Machine
 from redraft.heads.catalog import find_family
-from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.plan import PlanConfig
 
 
-def read(command: str) -> Counting:
+def read(command: str) -> PlanConfig:
     """The config of the command, by the parser that a shell's user meets."""
     program, name, *flags = shlex.split(command)
     assert (program, name) == ("redraft", "plan")
-    cfg: Counting = parse(Counting, None, {}, flags, prog="redraft")
+    cfg: PlanConfig = parse(PlanConfig, None, {}, flags, prog="redraft")
     return cfg
 
 

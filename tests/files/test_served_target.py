@@ -135,7 +135,7 @@ def test_ids_beyond_the_embeddings_are_refused(target: Path) -> None:
     data = target / "data.jsonl"
     data.write_text(json.dumps({"prompt": "why?", "completion": "so"}) + "\n")
     with pytest.raises(ValueError, match="4,098 ids"):
-        data_command.main(data_command.Config(source=str(data), target=str(target)))
+        data_command.main(data_command.ShowConfig(source=str(data), target=str(target)))
     edit(target / "config.json", vocab_size=4098)
     check(target)
 
@@ -218,7 +218,7 @@ def test_two_sets_of_weights_are_refused_with_both_names(target: Path) -> None:
     assert INDEX in message
     with pytest.raises(ValueError, match=INDEX):
         tensor_files(target)
-    served = serve_config.Config(target=str(target), draft="ngram")
+    served = serve_config.ServeConfig(target=str(target), draft="ngram")
     with pytest.raises(ValueError, match=INDEX):
         serve.server_command(served)
     (target / WEIGHTS).unlink()

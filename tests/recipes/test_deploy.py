@@ -181,7 +181,7 @@ def test_the_commands_of_the_files_are_ours(tmp_path):
 
     command = mounted(compose()["services"]["vllm"]["command"])
     assert command[0] == "serve"
-    config = parse(serve.Config, serve.__doc__, {}, command[1:], prog="redraft")
+    config = parse(serve.ServeConfig, serve.__doc__, {}, command[1:], prog="redraft")
     assert config.vllm_args == ("--host=0.0.0.0", "--port=8000", "--gpu-memory-utilization=0.6")
     assert (
         config.capture.nats.fleet
@@ -192,7 +192,7 @@ def test_the_commands_of_the_files_are_ours(tmp_path):
     probes.append(compose()["services"]["log"]["healthcheck"]["test"].partition(" || ")[0].split())
     for redraft, name, part, *arguments in probes:
         assert (redraft, name, part) == ("redraft", "fleet", "probe")
-        assert _can_open(parse(probe_log.Config, None, {}, mounted(arguments), prog="redraft"))
+        assert _can_open(parse(probe_log.ProbeConfig, None, {}, mounted(arguments), prog="redraft"))
         assert arguments[0] == "tls://127.0.0.1:4222"
     assert _can_open(config.capture)
 

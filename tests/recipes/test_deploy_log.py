@@ -54,7 +54,7 @@ def log(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Broker]:
     folder = tmp_path_factory.mktemp("log")
-    log_keys.main(log_keys.Config(folder=folder))
+    log_keys.main(log_keys.KeysConfig(folder=folder))
     command = documented_command("compose/compose.yaml").replace("keys/", f"{folder}/")
     subprocess.run(shlex.split(command), check=True, capture_output=True)
     with running_broker(folder / "store", shipped=read_configuration(request.param)) as broker:
@@ -240,10 +240,10 @@ def test_the_learners_key_forges_no_record(log: Broker) -> None:
 
 def test_keys_are_readable_by_their_owner_only_and_are_never_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
-    log_keys.main(log_keys.Config(folder=folder))
+    log_keys.main(log_keys.KeysConfig(folder=folder))
     seeds = {name: (folder / f"{name}.nk").read_bytes() for name in ("servers", "learner")}
     for name in seeds:
         assert (folder / f"{name}.nk").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        log_keys.main(log_keys.Config(folder=folder))
+        log_keys.main(log_keys.KeysConfig(folder=folder))
     assert {name: (folder / f"{name}.nk").read_bytes() for name in seeds} == seeds

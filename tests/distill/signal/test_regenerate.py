@@ -23,7 +23,7 @@ from redraft.distill.data.messages import conversation_hash
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.target_answers import Sampling, prompt_key, regenerate
 from redraft.files import progress
-from redraft.recipes.data.regenerate import Config
+from redraft.recipes.data.regenerate import RegenerateConfig
 
 
 def answer(request: dict[str, Any]) -> Reply:
@@ -470,4 +470,4 @@ def test_template_options_can_be_given_on_the_command_line() -> None:
         "enable_thinking",
         "False",
     ]
-    assert tyro.cli(Config, args=arguments).template_options == {"enable_thinking": False}
+    assert tyro.cli(RegenerateConfig, args=arguments).template_options == {"enable_thinking": False}

@@ -241,7 +241,7 @@ def test_damaged_token_ids_are_refused(damage: dict[str, Any]) -> None:
 def test_tools_without_a_parser_are_refused_before_the_server_starts(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(make_session()) + "\n")
-    config = recipe.Config(
+    config = recipe.RegenerateConfig(
         prompts=str(prompts), output=tmp_path / "answers.jsonl", target=TINY_TARGET
     )
     with pytest.raises(ValueError, match=r"1 of 1 conversations have tools.*--tool-call-parser"):
@@ -329,7 +329,7 @@ def test_a_server_that_sends_no_states_to_keep_is_named(tmp_path: Path) -> None:
 
 
 def test_states_are_kept_from_a_server_of_hidden_states_only(tmp_path: Path) -> None:
-    config = recipe.Config(
+    config = recipe.RegenerateConfig(
         prompts="stdlib-functions",
         output=tmp_path / "a.jsonl",
         target=TINY_TARGET,

@@ -142,8 +142,8 @@ def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
     ask = [
         lambda: FleetConfig(servers=(url,)),
         lambda: list_servers(fleet),
-        lambda: tap.main(tap.Config(upstream=url, target=tmp_path, spool=tmp_path)),
-        lambda: watch.main(watch.Config(urls=(url,))),
+        lambda: tap.main(tap.TapCommandConfig(upstream=url, target=tmp_path, spool=tmp_path)),
+        lambda: watch.main(watch.WatchConfig(urls=(url,))),
     ]
     for each in ask:
         with pytest.raises(ValueError, match="--uds"):

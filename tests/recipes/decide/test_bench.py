@@ -39,7 +39,7 @@ from redraft.heads.families.retrieval import Retrieval
 from redraft.recipes import train
 from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
 from redraft.recipes.decide import bench, candidates
-from redraft.recipes.decide.bench import Config, Rounds, known_answers, main, serve_flags
+from redraft.recipes.decide.bench import BenchConfig, Rounds, known_answers, main, serve_flags
 from redraft.recipes.decide.candidates import (
     Making,
     finished_drafts,
@@ -76,13 +76,13 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
 )
 def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Config(**changes)
+        BenchConfig(**changes)
 
 
 def make_making(
     output: Path, target: Path, answers: str | None = "answers.jsonl", **changes: Any
 ) -> Making:
-    cfg = Config(output=output, minutes=0.5, max_tokens=16, **changes)
+    cfg = BenchConfig(output=output, minutes=0.5, max_tokens=16, **changes)
     opened = TargetFolder.open(target)
     return Making(cfg=cfg, target=opened, answers=answers, prompts=output / "prompts.jsonl")
 
@@ -149,7 +149,7 @@ def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made
 
     def prepare(question: str, *, overwrite: bool = False) -> Making:
         questions = [{"messages": [{"role": "user", "content": question}], "domain": "all"}] * 4
-        cfg = Config(
+        cfg = BenchConfig(
             target=str(tiny_target), data=str(answers), output=tmp_path, overwrite=overwrite
         )
         return bench.prepare(cfg, TargetFolder.open(tiny_target), questions)
@@ -279,7 +279,7 @@ def test_finished_groups_of_rounds_are_kept_whole(
     prompts = [Prompt(token_ids=[1, 2])]
 
     def measure(**changes: Any) -> list[Results]:
-        cfg = Config(together=3, output=tmp_path / "drafts", **changes)
+        cfg = BenchConfig(together=3, output=tmp_path / "drafts", **changes)
         rounds = Rounds(cfg, TargetFolder.open(tiny_target), None)
         return [rounds.measure_first(group, prompts) for group in (some[:2], some[2:])]
 
@@ -307,7 +307,7 @@ def test_rounds_that_several_drafts_share_count_once(
 ) -> None:
     servers = Servers()
     monkeypatch.setattr(bench, "measure_servers", servers.measure)
-    rounds = Rounds(Config(together=3, output=tmp_path), TargetFolder.open(tiny_target), None)
+    rounds = Rounds(BenchConfig(together=3, output=tmp_path), TargetFolder.open(tiny_target), None)
     best: list[Any] = [
         SimpleNamespace(
             candidate=Candidate(name, name, {"method": "ngram"}, 2),
@@ -329,7 +329,7 @@ def test_no_prompt_that_chooses_confirms_too(tiny_target: Path) -> None:
         {"messages": [{"role": "user", "content": f"question {i % 10}"}], "domain": "all"}
         for i in range(64)
     ]
-    first, rest = bench.render_prompts(Config(), TargetFolder.open(tiny_target), questions)
+    first, rest = bench.render_prompts(BenchConfig(), TargetFolder.open(tiny_target), questions)
     chosen, confirming = ([tuple(prompt.token_ids) for prompt in some] for some in (first, rest))
     # Every fourth of them asks an even question: 0, 4, 8, 2, 6.
     assert (len(chosen), len(confirming)) == (len(set(chosen)), len(set(confirming))) == (5, 5)
@@ -349,7 +349,9 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     monkeypatch.setattr(bench, "render_prompts", lambda *_: ([], []))
     monkeypatch.setattr(candidates, "run_once", lambda *_: pytest.fail("a training was started"))
     draft: dict[str, Any] = {"draft": (str(tmp_path),), "num_speculative_tokens": 5}
-    cfg = Config(target=str(tiny_target), data="answers.jsonl", output=tmp_path / "drafts", **draft)
+    cfg = BenchConfig(
+        target=str(tiny_target), data="answers.jsonl", output=tmp_path / "drafts", **draft
+    )
     with pytest.raises(ValueError, match=r"5.*DFlash.*3"):
         main(cfg)
 
@@ -360,7 +362,7 @@ def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
     monkeypatch.setattr("redraft.files.folder._download", lambda name, *patterns: "no network")
     monkeypatch.setattr(candidates, "run_once", lambda *_: pytest.fail("a training was started"))
     with pytest.raises(FileNotFoundError, match="redraft-tests/none"):
-        main(Config(target="redraft-tests/none", data="answers.jsonl", output=tmp_path))
+        main(BenchConfig(target="redraft-tests/none", data="answers.jsonl", output=tmp_path))
 
 
 def test_the_answers_in_redraft_are_for_the_target_in_it(
@@ -376,7 +378,7 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(
     monkeypatch.setattr(candidates, "run_once", count)
 
     def names(**changes: Any) -> list[str]:
-        cfg = Config(train=(), output=tmp_path, **changes)
+        cfg = BenchConfig(train=(), output=tmp_path, **changes)
         making = make_making(tmp_path, tiny_target, answers=known_answers(cfg))
         return [made.name for made in make_lookups(making)]
 
@@ -427,14 +429,14 @@ def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--draft a/draft"):
         names("a/draft", "a/draft")
     with pytest.raises(ValueError, match=r"--train medusa\b.*\btwice"):
-        Config(train=("medusa", "layers-2", "medusa"))
+        BenchConfig(train=("medusa", "layers-2", "medusa"))
 
 
 def test_finished_drafts_forget_what_they_answered() -> None:
-    (suffix,) = finished_drafts(Config(draft=("suffix",)))
+    (suffix,) = finished_drafts(BenchConfig(draft=("suffix",)))
     assert suffix.speculative_config["suffix_decoding_max_cached_requests"] == 0
     with pytest.raises(ValueError, match="redraft data count"):
-        list(finished_drafts(Config(draft=("live",))))
+        list(finished_drafts(BenchConfig(draft=("live",))))
 
 
 @pytest.mark.parametrize(
@@ -524,7 +526,7 @@ def test_the_engine_refuses_a_draft_in_one_line_with_its_cure(
         raise ChildProcessError("vLLM did not start: vocab")
 
     monkeypatch.setattr(bench, "measure_servers", refuse)
-    rounds = Rounds(Config(output=tmp_path), TargetFolder.open(tiny_target), None)
+    rounds = Rounds(BenchConfig(output=tmp_path), TargetFolder.open(tiny_target), None)
     model_config = {"method": "draft_model", "model": str(tmp_path / "draft")}
     with pytest.raises(ChildProcessError, match=r"vocab; .*holds") as refused:
         rounds.measure_first([Candidate("d", "d", model_config, 2)], [Prompt(token_ids=[1])])
@@ -532,12 +534,12 @@ def test_the_engine_refuses_a_draft_in_one_line_with_its_cure(
 
 
 @pytest.fixture(scope="module")
-def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Any]:
+def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchConfig, Any]:
     """A benchmark of a head and n-grams at its smallest, with requests as the target samples."""
     target = shutil.copytree(tiny_target, tmp_path_factory.mktemp("bench") / "target")
     named = json.loads((target / "generation_config.json").read_text()) | {"temperature": 0.8}
     (target / "generation_config.json").write_text(json.dumps(named))
-    cfg = Config(
+    cfg = BenchConfig(
         target=str(target),
         draft=("tests/assets/tiny-eagle3",),
         prompts="stdlib",
@@ -554,7 +556,9 @@ def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_benchmark_reports_speed_and_advice_by_its_schema(report: tuple[Config, Any]) -> None:
+def test_a_benchmark_reports_speed_and_advice_by_its_schema(
+    report: tuple[BenchConfig, Any],
+) -> None:
     cfg, content = report
     jsonschema.validate(content, make_schema())
     assert [draft["name"] for draft in content["drafts"]] == ["ngram", "tiny-eagle3"]
@@ -572,7 +576,7 @@ def test_a_benchmark_reports_speed_and_advice_by_its_schema(report: tuple[Config
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_the_plain_server_has_the_defaults_of_vllm(report: tuple[Config, Any]) -> None:
+def test_the_plain_server_has_the_defaults_of_vllm(report: tuple[BenchConfig, Any]) -> None:
     cfg, content = report
     named = content["baseline"]["not_default"]
     assert "'max_model_len': -1" in named
@@ -584,7 +588,7 @@ def test_the_plain_server_has_the_defaults_of_vllm(report: tuple[Config, Any]) -
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_a_finished_benchmark_measures_nothing_again(
-    report: tuple[Config, Any], monkeypatch: pytest.MonkeyPatch
+    report: tuple[BenchConfig, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg, content = report
     monkeypatch.setattr(bench, "measure_servers", lambda *_, **__: pytest.fail("measured again"))
@@ -599,7 +603,7 @@ def test_a_finished_benchmark_measures_nothing_again(
 def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_path: Path) -> None:
     rows = load_conversations("stdlib")[:120]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = Config(
+    cfg = BenchConfig(
         target=str(tiny_target),
         train=("layers-2", "eagle3-4k", "ngram+eagle3-4k:2"),
         minutes=0.1,
@@ -635,15 +639,15 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="--pace adaptive needs full CUDA graphs, and a CPU"):
-        bench.require_pace(Config(draft=("ngram",), pace="adaptive"), str(tiny_target))
+        bench.require_pace(BenchConfig(draft=("ngram",), pace="adaptive"), str(tiny_target))
     find = partial(adaptive.find_obstacle, environment={}, on_cpu=False)
     monkeypatch.setattr(adaptive, "find_obstacle", find)
     with pytest.raises(ValueError, match="no lookup"):
-        bench.require_pace(Config(draft=("suffix",), pace="adaptive"), str(tiny_target))
-    lora = Config(train=("layers-2",), pace="adaptive", vllm_args=("--enable-lora",))
+        bench.require_pace(BenchConfig(draft=("suffix",), pace="adaptive"), str(tiny_target))
+    lora = BenchConfig(train=("layers-2",), pace="adaptive", vllm_args=("--enable-lora",))
     with pytest.raises(ValueError, match="--enable-lora"):
         bench.require_pace(lora, str(tiny_target))
-    bench.require_pace(Config(train=("layers-2",), pace="adaptive"), str(tiny_target))
+    bench.require_pace(BenchConfig(train=("layers-2",), pace="adaptive"), str(tiny_target))
     model = Candidate("m", "m", {"method": "draft_model", "model": "m"}, 2, given=(0.5, 0.2))
     found = bench.verify_adaptively(model)
     assert found.speculative_config[adaptive.KEY]
@@ -653,5 +657,5 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
     assert bench.verify_adaptively(ngram) == ngram
     curve = (AdaptivePoint(threshold=0.0, tau=2.0, rows=3.0),)
     told = replace(model, curve=curve)
-    assert bench.drop_curve(told, Config(), str(tiny_target)).curve == curve
+    assert bench.drop_curve(told, BenchConfig(), str(tiny_target)).curve == curve
     assert bench.drop_curve(told, lora, str(tiny_target)).curve == ()

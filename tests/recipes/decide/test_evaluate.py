@@ -34,7 +34,7 @@ from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.decide import evaluate
-from redraft.recipes.decide.evaluate import Config, choose_day
+from redraft.recipes.decide.evaluate import EvalConfig, choose_day
 
 Run = Callable[..., int]
 
@@ -687,7 +687,7 @@ def test_the_real_engine_asks_the_head_where_no_ngram_matches(
 
 
 def test_prompts_keep_their_date_on_another_day_and_beside_a_baseline(tmp_path: Path) -> None:
-    cfg = Config(output=tmp_path)
+    cfg = EvalConfig(output=tmp_path)
     assert choose_day(cfg, {}) == datetime.date.today()
     (tmp_path / "kept" / "date").write_text("2024-02-28")  # measured until then, and killed
     assert choose_day(cfg, {}) == datetime.date(2024, 2, 28)

@@ -25,7 +25,7 @@ from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import run_guarded
-from redraft.recipes.operate.doctor import Config, choose_recipe, format_findings, main
+from redraft.recipes.operate.doctor import DoctorConfig, choose_recipe, format_findings, main
 
 REQUIREMENTS = (
     "torch>=2.9",
@@ -173,7 +173,9 @@ def test_the_facts_of_this_machine_are_found(tmp_path):
 
 def test_a_problem_ends_with_1(capsys):
     with pytest.raises(SystemExit) as end:
-        main(Config(engine="none", output=Path("/proc/runs")))  # a file system without a free byte
+        main(
+            DoctorConfig(engine="none", output=Path("/proc/runs"))
+        )  # a file system without a free byte
     assert end.value.code == 1
     assert re.search(r"0\.0 GB .*/proc\b", capsys.readouterr().out)
 
@@ -181,7 +183,7 @@ def test_a_problem_ends_with_1(capsys):
 def status(**flags: Any) -> int:
     """The exit status of `redraft doctor` with these flags."""
     try:
-        return run_guarded(lambda: main(Config(**flags)))
+        return run_guarded(lambda: main(DoctorConfig(**flags)))
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -337,7 +339,7 @@ MIXED = {
 def status_of(*args: str) -> int:
     recipe, rest = choose_recipe(args, "redraft doctor")
     try:
-        recipe.main(tyro.cli(Config, args=rest))
+        recipe.main(tyro.cli(DoctorConfig, args=rest))
     except SystemExit as error:
         return int(error.code or 0)
     return 0

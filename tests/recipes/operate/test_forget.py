@@ -215,7 +215,7 @@ def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some,
     assert forgotten.learned == tuple(after)
     assert (forgotten.clean, forgotten.is_in_training) == (before, False)
     lines = forget.describe(
-        forgotten, forget.Config(tenant="acme", config=world.root / "learner.toml")
+        forgotten, forget.ForgetConfig(tenant="acme", config=world.root / "learner.toml")
     )
     assert any(
         f"redraft fleet rollback --to {before} --config {world.root}/learner.toml" in line

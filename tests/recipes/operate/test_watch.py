@@ -20,7 +20,7 @@ from redraft.engine.measure import read_counters
 from redraft.engine.server import VllmServer
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate.watch import (
-    Config,
+    WatchConfig,
     format_counts,
     format_poll,
     main,
@@ -74,9 +74,9 @@ def serving(*pages: str | None) -> Iterator[str]:
         yield url
 
 
-def make_config(*urls: str, **changes: object) -> Config:
+def make_config(*urls: str, **changes: object) -> WatchConfig:
     values: dict[str, object] = {"urls": urls, "interval_s": 0.01, "polls": 1}
-    return Config(**{**values, **changes})  # type: ignore[arg-type]
+    return WatchConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_a_reading_sums_the_engines() -> None:
@@ -191,7 +191,7 @@ def test_too_low_a_tau_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[-1] == "1.50 tokens per drafted step over 200 drafts: below 1.8"
 
 
-def assert_ends_with_1(cfg: Config) -> None:
+def assert_ends_with_1(cfg: WatchConfig) -> None:
     with pytest.raises(SystemExit) as end:
         main(cfg)
     assert end.value.code == 1

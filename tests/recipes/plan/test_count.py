@@ -75,7 +75,7 @@ from redraft.recipes.plan.count import (
     use_devices,
     ways_to_fit,
 )
-from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.plan import PlanConfig
 
 ROOT = Path(__file__).parents[3]
 MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
@@ -267,7 +267,7 @@ def test_seven_steps_of_32k_tokens_take_less_than_twice_the_activations_of_one()
     """And 64k tokens of EAGLE-3 for an 8B target fit a GPU of 80 GB."""
 
     def long(num_steps: int, tokens: int) -> Counter[str]:
-        asked = Counting(
+        asked = PlanConfig(
             signal="endpoint", batch_size=1, sequence_length=tokens, documents=1, num_steps=num_steps,
             gradient_checkpointing=num_steps > 1,
         )  # fmt: skip
@@ -453,7 +453,7 @@ def counted_target(weights: int) -> Counted:
 
 
 def test_a_target_elsewhere_is_served_by_the_fewest_devices_that_hold_it() -> None:
-    cfg = Counting(signal="endpoint", devices=8)
+    cfg = PlanConfig(signal="endpoint", devices=8)
     # 141 GB need 4 of 64 GB
     large, small = counted_target(141 * 10**9), counted_target(16 * 10**9)
     assert use_devices(cfg, large, H100) == (4, 4)
@@ -463,7 +463,7 @@ def test_a_target_elsewhere_is_served_by_the_fewest_devices_that_hold_it() -> No
 
 
 def test_a_cache_is_written_first_by_all_devices_and_trained_from_then() -> None:
-    cfg, target = Counting(signal="cache", devices=8), counted_target(141 * 10**9)
+    cfg, target = PlanConfig(signal="cache", devices=8), counted_target(141 * 10**9)
     assert use_devices(cfg, target, H100) == (8, 8)
     assert use_devices(replace(cfg, devices=7), target, H100) == (4, 7)
     assert use_devices(replace(cfg, devices=3), target, H100) == (4, 0)
@@ -477,7 +477,7 @@ def test_sharding_divides_what_it_shares_out() -> None:
 
 
 def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
+    cfg = PlanConfig(target=tiny_target, **SMALL, signal="endpoint", devices=4)
     result = count(replace(cfg, sharding="fsdp2"))
     for on in result.on.values():
         assert on.trainers == 3
@@ -487,7 +487,7 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
 
 
 def test_a_target_in_shards_leaves_two_whole_layers_and_a_share(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, **SMALL, devices=4)
+    cfg = PlanConfig(target=tiny_target, **SMALL, devices=4)
     whole, shared = count(cfg), count(replace(cfg, shard=True))
     config = AutoConfig.from_pretrained(tiny_target)
     layer = (
@@ -518,7 +518,7 @@ def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(
     told = re.findall(
         r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1])
     )
-    cfg = Counting(
+    cfg = PlanConfig(
         target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2"
     )
     result = count(replace(cfg, gradient_checkpointing=True, **target))
@@ -543,7 +543,7 @@ def read_rows(first_cell: str) -> list[list[str]]:
 @pytest.mark.parametrize("row", read_rows("draft for target"), ids=lambda row: row[0])
 def test_the_steps_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> None:
     _, flags, gflop, megabytes, memory, fits = row
-    cfg = parse(Counting, None, {}, shlex.split(flags), prog="redraft plan")
+    cfg = parse(PlanConfig, None, {}, shlex.split(flags), prog="redraft plan")
     result = count(cfg)
     total = add_up(result.step.operations, result.step.operations)
     assert gflop == f"{total.flops / result.plan.tokens / 1e9:.1f}"
@@ -567,7 +567,7 @@ def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str
         "1",
     ]
     cfg = parse(
-        Counting, None, {}, [*asked, "--num-steps", steps, *flag.split()], prog="redraft plan"
+        PlanConfig, None, {}, [*asked, "--num-steps", steps, *flag.split()], prog="redraft plan"
     )
     assert row[1] == f"{count_step(make_plan(cfg)).memory[ACTIVATIONS] / 1e9:.1f} GB"
 
@@ -577,7 +577,9 @@ def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str
 
 
 def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> None:
-    cfg = Counting(target=tiny_target, **SMALL, tokens=1e6, devices=2, json=tmp_path / "plan.json")
+    cfg = PlanConfig(
+        target=tiny_target, **SMALL, tokens=1e6, devices=2, json=tmp_path / "plan.json"
+    )
     command.main(cfg)
     told = json.loads((tmp_path / "plan.json").read_text())
     step = count_step(make_plan(cfg))
@@ -595,7 +597,9 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
-    cfg = Counting(target="llama-3.3-70b", devices=8, batch_size=1, sequence_length=64, tokens=1e9)
+    cfg = PlanConfig(
+        target="llama-3.3-70b", devices=8, batch_size=1, sequence_length=64, tokens=1e9
+    )
     result = count(cfg)
     assert result.step.memory[TARGET_WEIGHTS] == pytest.approx(141.1e9, rel=1e-3)
     assert not result.on["H100"].fits
@@ -607,7 +611,7 @@ def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
 def test_served_hidden_states_come_from_the_host_and_the_target_is_counted_apart(
     tiny_target: str,
 ) -> None:
-    cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
+    cfg = PlanConfig(target=tiny_target, **SMALL, signal="endpoint", devices=4)
     result = count(cfg)
     assert (
         result.step.signal_bytes == 256 * 4 * 64 * 2
@@ -620,7 +624,7 @@ def test_served_hidden_states_come_from_the_host_and_the_target_is_counted_apart
 
 
 def test_a_standalone_draft_is_counted_with_the_vocabulary_of_its_target(tiny_target: str) -> None:
-    plan = make_plan(Counting(family="standalone", target=tiny_target, checkpoint="llama-3.2-1b"))
+    plan = make_plan(PlanConfig(family="standalone", target=tiny_target, checkpoint="llama-3.2-1b"))
     assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (
         512,
         "lk_hybrid",
@@ -648,7 +652,7 @@ def test_known_sizes_are_those_of_the_models() -> None:
 def test_a_target_with_images_is_counted_whole(tmp_path: Path, model_type: str) -> None:
     config = target_families.make_config(model_type)
     config.save_pretrained(tmp_path)
-    cfg = Counting(target=str(tmp_path), batch_size=1, sequence_length=16, draft_vocab_size=0)
+    cfg = PlanConfig(target=str(tmp_path), batch_size=1, sequence_length=16, draft_vocab_size=0)
     with torch.device("meta"):
         model = new_model(config, torch.bfloat16)
     size = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
@@ -681,7 +685,7 @@ def test_a_quantised_target_is_served_at_its_size(
         folder = tmp_path / str(len(more))
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**TARGET.to_dict(), **more}))
-        cfg = Counting(target=str(folder), **SMALL, signal="endpoint", devices=2)
+        cfg = PlanConfig(target=str(folder), **SMALL, signal="endpoint", devices=2)
         if more:
             with pytest.raises(ValueError, match=r"--signal endpoint\b"):
                 count(replace(cfg, signal="model"))
@@ -694,17 +698,17 @@ def test_a_quantised_target_is_served_at_its_size(
 
 @pytest.mark.slow
 def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
-    told = report(Counting(family="mtp", batch_size=1, sequence_length=64))[1]
+    told = report(PlanConfig(family="mtp", batch_size=1, sequence_length=64))[1]
     assert (told["target"], told["family"]) == ("mimo-7b", "mtp")
     # The released model has 7.83 billion weights: the target's 7.62, and the layer's, here in
     # float32.
     assert told["memory"]["draft's weights"] == pytest.approx(4 * 0.211e9, rel=0.01)
-    assert (Counting().target_name, Counting(family="mtp", target="qwen3-8b").target_name) == (
+    assert (PlanConfig().target_name, PlanConfig(family="mtp", target="qwen3-8b").target_name) == (
         "llama-3.1-8b",
         "qwen3-8b",
     )
     with pytest.raises(ValueError, match="MTP"):
-        count(Counting(family="mtp", target="llama-3.1-8b", sequence_length=64))
+        count(PlanConfig(family="mtp", target="llama-3.1-8b", sequence_length=64))
 
 
 @pytest.mark.parametrize(
@@ -722,7 +726,7 @@ def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
 )
 def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(Counting(**flags))
+        make_plan(PlanConfig(**flags))
 
 
 def test_numbers_that_make_no_training_are_refused() -> None:
@@ -736,7 +740,7 @@ def test_numbers_that_make_no_training_are_refused() -> None:
         {"shard": True},
     ):
         with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
-            Counting(**flags)  # type: ignore[arg-type]
+            PlanConfig(**flags)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
@@ -757,7 +761,7 @@ def test_hidden_states_for_a_standalone_draft_are_counted() -> None:
     assert top_k.signal_bytes == plan.tokens * plan.top_k * (8 + 4)
     for flags in ({"family": "standalone"}, {"family": "eagle3", "signal": "endpoint"}):
         with pytest.raises(ValueError, match="--exact"):
-            Counting(exact=True, **flags)  # type: ignore[arg-type]
+            PlanConfig(exact=True, **flags)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["standalone", pytest.param("eagle3", marks=pytest.mark.slow)])
@@ -773,14 +777,14 @@ def test_activations_that_are_computed_again_are_no_model_flops(family: str) -> 
 def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_rows(
     tiny_target: str,
 ) -> None:
-    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=64, batch_size=8)
+    cfg = PlanConfig(target=tiny_target, draft_vocab_size=128, sequence_length=64, batch_size=8)
     whole, again = (
         count(one).on["H100"].memory_bytes
         for one in (cfg, replace(cfg, gradient_checkpointing=True))
     )
     assert again < whole
 
-    def fit_in(num_bytes: float) -> Counting:
+    def fit_in(num_bytes: float) -> PlanConfig:
         small = replace(H100, memory_bytes=num_bytes)
         found = fit(cfg, small)
         assert found == cfg or next(ways_to_fit(cfg, small)).startswith("--gradient-checkpointing")
@@ -801,7 +805,7 @@ def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_
 )
 def test_the_number_of_steps_changes_one_option(family: str, option: str) -> None:
     usual, changed = (
-        make_plan(Counting(family=family, num_steps=steps)).head for steps in (None, 5)
+        make_plan(PlanConfig(family=family, num_steps=steps)).head for steps in (None, 5)
     )
     assert changed == replace(usual, **{option: 5}) != usual
 
@@ -915,7 +919,7 @@ def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
 @pytest.mark.parametrize("family", gpu.FAMILIES)
 def test_a_measured_step_names_the_flags_that_count_it(family: FamilyName) -> None:
     cfg = gpu.choose_sizes(gpu.Config(batch_size=1, sequence_length=64), family, H100)
-    counting = parse(Counting, None, {}, shlex.split(gpu.write_flags(cfg)), prog="redraft plan")
+    counting = parse(PlanConfig, None, {}, shlex.split(gpu.write_flags(cfg)), prog="redraft plan")
     assert str(make_plan(counting)) == str(make_plan(cfg))
 
 

@@ -16,7 +16,7 @@ from redraft.distill.plan.counted_step import count_flops
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli.run import dispatch
-from redraft.recipes.plan.fleet import Config as Fleet
+from redraft.recipes.plan.fleet import FleetPlanConfig
 from redraft.recipes.plan.fleet_costs import (
     all_costs,
     count_learner,
@@ -45,7 +45,7 @@ def test_the_command_prints_the_tables_and_writes_the_costs(
     flags = ["--families", "standalone", "--traffic.prompt-tokens", "20"]
     flags += ["--traffic.output-tokens", "10", "--json", str(tmp_path / "costs.json")]
     assert dispatch(["plan", "fleet", "--tokens-per-s", "2e6", "--fraction", "0.5", *flags]) == 0
-    cfg = Fleet(tokens_per_s=2e6, fraction=0.5, families=("standalone",), traffic=SMALL)
+    cfg = FleetPlanConfig(tokens_per_s=2e6, fraction=0.5, families=("standalone",), traffic=SMALL)
     (cost,) = json.loads((tmp_path / "costs.json").read_text())
     assert cost == asdict(all_costs(cfg)[0])
     assert "\n".join(fleet_table(cfg, all_costs(cfg))) in capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_capture_is_counted_at_the_sizes_of_the_target(tmp_path: Path) -> None:
 
 
 def test_the_weights_that_a_token_meets_are_those_of_the_modules() -> None:
-    standalone, eagle1, eagle3 = all_costs(Fleet(traffic=SMALL))
+    standalone, eagle1, eagle3 = all_costs(FleetPlanConfig(traffic=SMALL))
     d, inner, keys = 4096, 14336, 8 * 128
     layer = 2 * d * d + 2 * d * keys + 3 * d * inner
     small = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
@@ -131,7 +131,7 @@ def test_hidden_states_are_nearly_all_of_a_heads_record() -> None:
 
 
 def test_a_fleets_row_is_the_tokens_times_its_rate() -> None:
-    cfg = Fleet(tokens_per_s=2e6, fraction=0.5, traffic=SMALL)
+    cfg = FleetPlanConfig(tokens_per_s=2e6, fraction=0.5, traffic=SMALL)
     found = all_costs(cfg)
     row = list(fleet_table(cfg, found))[2]
     assert f"{two(found[0].learner_flops * 1e6 / 1e12)} TFLOP/s" in row
@@ -139,7 +139,7 @@ def test_a_fleets_row_is_the_tokens_times_its_rate() -> None:
 
 @pytest.mark.parametrize(("family", "target"), [("mtp", "mimo-7b"), ("dspark", "qwen3-0.6b")])
 def test_every_family_that_learns_is_counted(family: str, target: str) -> None:
-    (cost,) = all_costs(Fleet(families=(family,), target=target, traffic=SMALL))
+    (cost,) = all_costs(FleetPlanConfig(families=(family,), target=target, traffic=SMALL))
     assert cost.learner_flops > 6 * passes() * cost.weights, (
         "more than the tokens of the answer are read"
     )

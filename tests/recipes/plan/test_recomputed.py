@@ -7,11 +7,11 @@ import pytest
 from redraft.distill.plan.counted_step import Counted, count_step
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.recipes.plan.count import make_plan
-from redraft.recipes.plan.plan import Config as Counting
+from redraft.recipes.plan.plan import PlanConfig
 
 
 def count(family: str, *, recomputed: bool) -> Counted:
-    asked = Counting(
+    asked = PlanConfig(
         family=family,  # type: ignore[arg-type]
         signal="endpoint",
         batch_size=1,

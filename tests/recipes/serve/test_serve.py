@@ -32,7 +32,7 @@ from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import (
     RAY_PREFIXES,
-    Config,
+    ServeConfig,
     keeps_states,
     list_notes,
     plugin_environment,
@@ -57,7 +57,7 @@ TENSORS = {
 
 
 def parse(*arguments):
-    return tyro.cli(Config, args=list(arguments))
+    return tyro.cli(ServeConfig, args=list(arguments))
 
 
 def write_draft(folder, kind="draft_model", **config):
@@ -213,7 +213,7 @@ def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(
     for command in (
         server_command(parse(str(tmp_path), "--draft", str(tmp_path), "--", "--dtype", "half")),
         serve_features.server_command(
-            serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4
+            serve_features.FeaturesConfig(target=str(tmp_path), vllm_args=("--dtype", "half")), 4
         ),
     ):
         given = [value for flag, value in itertools.pairwise(command) if flag == "--dtype"]

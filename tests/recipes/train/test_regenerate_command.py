@@ -16,7 +16,7 @@ from teachers import Teacher, teaching
 
 from redraft.engine.server import VllmServer
 from redraft.recipes.data import regenerate
-from redraft.recipes.data.regenerate import Config, main
+from redraft.recipes.data.regenerate import RegenerateConfig, main
 
 
 class Answering(Teacher):
@@ -54,7 +54,7 @@ def test_the_engine_is_started_for_a_target_and_stopped(
     monkeypatch.setattr(regenerate, "vllm_server", serve)
     output, limit = tmp_path / "answers.jsonl", 512
     main(
-        Config(
+        RegenerateConfig(
             prompts=str(source),
             output=output,
             target=str(random_target),
@@ -97,7 +97,7 @@ def test_answers_of_another_target_behind_the_same_name_are_not_continued(
             yield VllmServer(url=teacher.url, model=target, dtype="auto", num_speculative_tokens=0)
 
     def run(num: int, *args: str, **changes: Any) -> list[str]:
-        cfg = Config(
+        cfg = RegenerateConfig(
             prompts=str(source),
             output=output,
             target=str(target),
@@ -138,7 +138,11 @@ def test_a_running_server_is_asked_as_before(
 ) -> None:
     monkeypatch.setattr(regenerate, "vllm_server", None)
     with teaching(Answering()) as teacher:
-        main(Config(prompts=str(source), output=tmp_path / "answers.jsonl", url=teacher.url))
+        main(
+            RegenerateConfig(
+                prompts=str(source), output=tmp_path / "answers.jsonl", url=teacher.url
+            )
+        )
     assert read_answers(tmp_path / "answers.jsonl") == ["yes"]
 
 
@@ -147,7 +151,7 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
     with teaching(Answering()) as teacher:
         for limit in (5, 6):
             main(
-                Config(
+                RegenerateConfig(
                     prompts=str(source),
                     output=output,
                     url=teacher.url,
@@ -157,12 +161,14 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
             )
             assert [json.loads(line)["settings"]["max_tokens"] for line in output.open()] == [limit]
         with pytest.raises(ValueError, match="--overwrite"):
-            main(Config(prompts=str(source), output=output, url=teacher.url))
+            main(RegenerateConfig(prompts=str(source), output=output, url=teacher.url))
         text = source.read_text()
         other = tmp_path / "other.jsonl"
         other.write_text(text)
         with pytest.raises(ValueError, match="line 1"):
-            main(Config(prompts=str(source), output=other, url=teacher.url, overwrite=True))
+            main(
+                RegenerateConfig(prompts=str(source), output=other, url=teacher.url, overwrite=True)
+            )
     assert other.read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "answers.jsonl",
@@ -174,12 +180,12 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
 def test_answers_are_never_their_own_prompts(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     with teaching(Answering()) as teacher:
-        main(Config(prompts=str(source), output=output, url=teacher.url))
+        main(RegenerateConfig(prompts=str(source), output=output, url=teacher.url))
         text = output.read_text()
         (tmp_path / "link.jsonl").symlink_to(output)
         for prompts in (output, tmp_path / "link.jsonl"):
             for overwrite in (True, False):
-                cfg = Config(
+                cfg = RegenerateConfig(
                     prompts=str(prompts), output=output, url=teacher.url, overwrite=overwrite
                 )
                 with pytest.raises(ValueError, match="--prompts") as refused:
@@ -205,7 +211,7 @@ def test_old_answers_stay_until_the_server_has_answered(
             return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
 
     with teaching(Answering()) as teacher:
-        cfg = Config(
+        cfg = RegenerateConfig(
             prompts=str(source), output=output, url=teacher.url, overwrite=True, concurrency=1
         )
         main(cfg)
@@ -228,13 +234,15 @@ def test_old_answers_stay_until_the_server_has_answered(
 @pytest.mark.parametrize("name", ["answers.jsonl.gz", "answers.parquet", "answers"])
 def test_answers_have_the_name_of_their_format(source: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"\.jsonl"):
-        main(Config(prompts=str(source), output=tmp_path / name, url="http://127.0.0.1:1"))
+        main(
+            RegenerateConfig(prompts=str(source), output=tmp_path / name, url="http://127.0.0.1:1")
+        )
 
 
 def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--target\b.*--url"):
         main(
-            Config(
+            RegenerateConfig(
                 prompts=str(source),
                 output=tmp_path / "x.jsonl",
                 target="t",
@@ -250,7 +258,7 @@ def test_a_real_engine_answers(
 ) -> None:
     target, output = str(served_pair[0]), tmp_path / "answers.jsonl"
     main(
-        Config(
+        RegenerateConfig(
             prompts=str(source),
             output=output,
             target=target,

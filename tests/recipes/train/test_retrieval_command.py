@@ -13,7 +13,7 @@ from redraft.files.folder import fingerprint, tensor_files
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.families.retrieval import Retrieval
 from redraft.recipes.cli.run import dispatch
-from redraft.recipes.serve.serve import Config, speculative_config
+from redraft.recipes.serve.serve import ServeConfig, speculative_config
 
 TARGET = "tests/assets/tiny-target"
 
@@ -47,7 +47,9 @@ def test_counted_answers_are_a_draft_for_every_command(
     assert json.loads((folder / "provenance.json").read_text())["target"] == TARGET
     config = DraftSource.parse(str(folder)).speculative()
     assert (config["method"], config["retrieval"]) == ("ngram", str(folder))
-    served = speculative_config(Config(target=TARGET, draft=str(folder), num_speculative_tokens=6))
+    served = speculative_config(
+        ServeConfig(target=TARGET, draft=str(folder), num_speculative_tokens=6)
+    )
     assert served == {**config, "num_speculative_tokens": 6}
     # the doctor compares passes of models, and there is none
     assert dispatch(["doctor", "--target", TARGET, "--draft", str(folder)]) == 2

@@ -26,7 +26,7 @@ from waiting import wait_until
 from redraft.engine.settings import write_settings
 from redraft.files.artifact import publish
 from redraft.online.records.record import Record
-from redraft.recipes.rl_grpo import Config, main
+from redraft.recipes.rl_grpo import GrpoConfig, main
 
 ROOT = Path(__file__).parents[3]
 UPDATES = 3
@@ -78,7 +78,7 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         Session.base_url = f"http://127.0.0.1:{server.server_port}"
-        config = Config(
+        config = GrpoConfig(
             target=str(tiny_target),
             token_file=token,
             prompts=str(questions),
