@@ -123,7 +123,9 @@ class Config:
     prefix: int = 1425
     """Tokens that the requests of a session share, at most half of the target's context."""
     max_tokens: int = 48
-    """Maximum length of an answer, in tokens."""
+    """Length of each answer, in tokens: a model that ends a session at once would leave nothing to
+    time.
+    """
     output: Path = Path("outputs/overhead")
     """Folder for the report, the results of each part and the logs."""
 
@@ -370,7 +372,7 @@ def measure_block(
         learner.resume()
     before = count_cpu(tree), count_cpu(learner) if learner else 0.0, read_hits(server)
     try:
-        run = measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=1)
+        run = measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=1, ignore_eos=True)
         learned = count_cpu(learner) - before[1] if learner else 0.0
         cpu = count_cpu(tree) - before[0] - learned
     finally:

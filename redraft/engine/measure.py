@@ -99,6 +99,7 @@ def measure(
     max_tokens: int,
     sampling: Sampling | None = GREEDY,
     concurrency: int = 4,
+    ignore_eos: bool = False,
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
 
@@ -106,7 +107,7 @@ def measure(
     one call share the prefixes that their prompts have in common, as in production.
 
     Without `sampling`, requests set no parameter, so the server uses those of the target's
-    generation_config.json.
+    generation_config.json. With `ignore_eos`, every answer has `max_tokens` tokens.
 
     Raises:
         ValueError: there are no prompts, the engine refused a prompt, or another client used the
@@ -126,7 +127,9 @@ def measure(
     # Counters include the warm-up and whatever came before: only differences count.
     before = read_counters(server)
     outputs = asyncio.run(
-        complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts")
+        complete_all(
+            server, prompts, max_tokens, sampling, concurrency, "prompts", ignore_eos=ignore_eos
+        )
     )
     counts = None
     if server.num_speculative_tokens:
@@ -202,6 +205,8 @@ async def complete_all(
     sampling: Sampling | None,
     concurrency: int,
     label: str,
+    *,
+    ignore_eos: bool = False,
 ) -> list[Output]:
     """The output of every prompt, in order, `concurrency` requests at a time.
 
@@ -220,7 +225,9 @@ async def complete_all(
 
             async def one(prompt: Prompt) -> Output:
                 async with slots:
-                    output = await _complete(client, server, prompt, max_tokens, sampling, salt)
+                    output = await _complete(
+                        client, server, prompt, max_tokens, sampling, salt, ignore_eos=ignore_eos
+                    )
                 bar.update()
                 return output
 
@@ -239,11 +246,14 @@ async def _complete(
     max_tokens: int,
     sampling: Sampling | None,
     cache_salt: str,
+    *,
+    ignore_eos: bool,
 ) -> Output:
     request = {
         "model": server.model,
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
+        "ignore_eos": ignore_eos,
         "cache_salt": cache_salt,  # vLLM caches a prefix for requests of one salt
         # Ids, because decoded text may split into other tokens when it is encoded again.
         "return_token_ids": True,
