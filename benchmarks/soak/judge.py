@@ -27,7 +27,7 @@ to train.
 MIN_LIFE_S = 120.0
 """Shorter lives say nothing about growth."""
 
-MIN_TOLD = 8
+MIN_TOLD = 6
 """Fewest changes of phase by which a learner's memory is judged."""
 
 FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 64 << 20, 64
@@ -77,10 +77,10 @@ class LifeSeen:
         """The least memory of the last quarter against that of the first two, after the warm-up.
 
         The least, because a learner that trains holds more than one that waits; the larger of two
-        quarters, because it may begin to train in the second. A learner that told its memory often
-        enough is judged by that: then the median of the last half is compared with that of the
-        first, because phases differ. Descriptors are compared by their medians. None if the life
-        was too short.
+        quarters, because it may begin to train in the second. A learner that trains reports the
+        memory it keeps at each change of phase, and is judged by that: the median of the last half
+        is compared with that of the first, because phases differ. Descriptors are compared by their
+        medians. None if the life was too short, or had too few changes of phase.
         """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
@@ -94,9 +94,11 @@ class LifeSeen:
         )
         least = [min(size for _, size, _ in part) for part in (first, second, last)]
         before, after = max(least[:2]), least[2]
-        # A learner told the memory it held after giving freed blocks back: steadier than samples at
-        # any moment.
-        if (told := len(self.settled)) >= MIN_TOLD:
+        # Measured after freed blocks were given back. A sample may lie in a training step, which
+        # takes 70 MiB more than is kept.
+        if told := len(self.settled):
+            if told < MIN_TOLD:
+                return None
             before, after = (
                 int(statistics.median(half))
                 for half in (self.settled[: told // 2], self.settled[told // 2 :])

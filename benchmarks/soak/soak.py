@@ -245,22 +245,29 @@ class Shipper:
         self.writer = writer
         self.waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.shipped: set[str] = set()
-        """Ids of the records that are in the spool, or were."""
-        self.num_dropped = 0
-        """Records that a full disk refused: the sender knows, so they are not lost in silence."""
+        """Ids of the records that are in the spool, or were, and can be read there."""
+        self.dropped: set[str] = set()
+        """Ids of the records that a full disk refused, and of those that continue one: the sender
+        counts the first, and the learner the others, so none is lost in silence.
+        """
         threading.Thread(target=self._ship_forever, name="shipper", daemon=True).start()
 
     def _ship_forever(self) -> None:
         while True:
-            data = self.waiting.get()
-            ids = {
-                record.record_id for _, record in read_frames(data) if isinstance(record, Record)
-            }
-            try:
-                self.writer.write([data])
-                self.shipped |= ids
-            except OSError:
-                self.num_dropped += len(ids)
+            self.ship(self.waiting.get())
+
+    def ship(self, data: bytes) -> None:
+        records = [record for _, record in read_frames(data) if isinstance(record, Record)]
+        try:
+            self.writer.write([data])
+            is_written = True
+        except OSError:
+            is_written = False
+        for record in records:
+            # Without the text before it, which never came, a learner cannot read it.
+            is_cut = bool(record.context_begin) and record.previous_id in self.dropped
+            is_read = is_written and not is_cut
+            (self.shipped if is_read else self.dropped).add(record.record_id)
 
 
 # -------------------------------------------------------------------------------------------------------

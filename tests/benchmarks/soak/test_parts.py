@@ -16,6 +16,8 @@ import sys
 import time
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import psutil
 import pytest
 import zstandard
@@ -25,7 +27,7 @@ from waiting import in_event_loop, until
 from benchmarks.soak import poison
 from benchmarks.soak.disks import mounted, unmount_below
 from benchmarks.soak.faults import Fault, inject, shuffle
-from benchmarks.soak.soak import take_free
+from benchmarks.soak.soak import Shipper, take_free
 from benchmarks.soak.supervisor import Supervised
 from benchmarks.soak.witness import Witness, is_acknowledgement
 from redraft.engine.process import free_port
@@ -36,6 +38,7 @@ from redraft.online.records.record import (
     MAX_RECORD_BYTES,
     decode_record,
     encode_frame,
+    encode_record,
     read_frames,
 )
 
@@ -290,3 +293,34 @@ async def test_killing_a_process_and_its_engine_reaches_the_right_one(tmp_path):
         await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
         assert process.run.ended_s is None
         assert process.run.is_wanted
+
+
+def test_a_record_whose_text_a_full_disk_refused_is_not_one_that_the_learner_lost():
+    class Disk:
+        is_full = True
+
+        def write(self, frames):
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "full")
+
+    def segment(request, number):
+        record = poison.make_record(7, request_id=request, sequence=number)
+        if not number:
+            return record
+        begin = record.num_tokens + 6 * (number - 1)
+        rows = np.frombuffer(record.row_positions, "i4") + begin - 4
+        return msgspec.structs.replace(
+            record, context=b"", context_begin=begin, row_positions=rows.tobytes()
+        )
+
+    refused = [segment("cut", number) for number in range(3)]
+    whole = [segment("whole", number) for number in range(2)]
+    self_contained = poison.make_record(7, request_id="cut", sequence=4)
+    disk = Disk()
+    shipper = Shipper(disk)
+    shipper.ship(encode_record(refused[0]))
+    disk.is_full = False
+    for record in (*refused[1:], *whole, self_contained):
+        shipper.ship(encode_record(record))
+    assert shipper.dropped == {record.record_id for record in refused}
+    assert shipper.shipped == {record.record_id for record in (*whole, self_contained)}
