@@ -305,10 +305,8 @@ def top_k_rows(
         d_row = tl.exp(z_row - z_tail) * d_tail
         if NAME == "cross_entropy":
             d_row = tl.where(label >= 0, d_row - tl.where(columns == label, 1.0, 0.0), 0.0)
-        d_row *= _slope(z_row, inverse_cap)
-        tl.store(
-            row_ptr + columns, (scale * d_row).to(logits_ptr.dtype.element_ty), mask=columns < width
-        )
+        d_row = (scale * d_row * _slope(z_row, inverse_cap)).to(logits_ptr.dtype.element_ty)
+        tl.store(row_ptr + columns, d_row, mask=columns < width)
     tl.debug_barrier()
     if NAME == "cross_entropy":
         d = tl.where(label >= 0, d - tl.where(kept == label, 1.0, 0.0), 0.0)

@@ -77,6 +77,17 @@ class Telemetry:
         self._version = self._gauge(
             "server_draft_info", "1 for the draft version a server runs", "server", "version"
         )
+        self._make_of_buffer()
+        self._make_of_training()
+        # Created at 0: a counter appearing with the first event shows no increase.
+        for verdict in get_args(Verdict):
+            self._verdicts.labels(verdict)
+        for outcome in get_args(SwapOutcome):
+            self._swaps.labels(outcome)
+        for reason in DROP_REASONS:
+            self._dropped.labels(self._bounded("reason", reason))
+
+    def _make_of_buffer(self) -> None:
         self._records = self._gauge("buffer_records", "Records in the buffer")
         self._bytes = self._gauge("buffer_bytes", "Size of the buffer, in bytes")
         self._max_bytes = self._gauge("buffer_max_bytes", "Largest size of the buffer, in bytes")
@@ -91,6 +102,8 @@ class Telemetry:
         )
         self._lag_records = self._gauge("lag_records", "Records not trained on yet")
         self._dropped = self._counter("dropped_records", "Records dropped, by reason", "reason")
+
+    def _make_of_training(self) -> None:
         self._step = self._gauge("train_step", "Optimizer steps of the draft in training")
         self._loss = self._gauge(
             "train_loss_nats", "Loss of the last step, in nats per position; NaN if not finite"
@@ -141,13 +154,6 @@ class Telemetry:
             "last_entry_timestamp_seconds",
             "Time of the last journal entry, in seconds since the epoch",
         )
-        # Created at 0: a counter appearing with the first event shows no increase.
-        for verdict in get_args(Verdict):
-            self._verdicts.labels(verdict)
-        for outcome in get_args(SwapOutcome):
-            self._swaps.labels(outcome)
-        for reason in DROP_REASONS:
-            self._dropped.labels(self._bounded("reason", reason))
 
     def observe(self, entry: Entry) -> None:
         self._last_s.set(entry.time_s)

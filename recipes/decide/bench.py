@@ -102,15 +102,7 @@ def main(cfg: BenchConfig) -> None:
     require_served(sampling)
     # Requests that name their sampling have no penalties (`measure`).
     penalties = {} if names_sampling(cfg) else list_penalties(target.folder)
-    finished = list(finished_drafts(cfg))
-    if cfg.acceptance is not None:
-        if penalties:
-            raise ValueError(
-                f"{cfg.acceptance} has not the penalties of {target.name}: leave out --acceptance, "
-                "or benchmark requests without penalties with --temperature"
-            )
-        finished = give_acceptance(finished, cfg.acceptance, sampling)
-        finished = [drop_curve(candidate, cfg, name) for candidate in finished]
+    finished = read_finished(cfg, target, sampling, has_penalties=bool(penalties))
     questions = load_questions(cfg)
     first, rest = render_prompts(cfg, target, questions)
     making = prepare(cfg, target, questions)
@@ -178,6 +170,26 @@ def main(cfg: BenchConfig) -> None:
     page = write_bench(cfg.output, report)
     drop_previous(cfg.output / PREVIOUS)
     print(*compose_answer(report), f"report: {page}", sep="\n")
+
+
+def read_finished(
+    cfg: BenchConfig, target: TargetFolder, sampling: Sampling, *, has_penalties: bool
+) -> list[Candidate]:
+    """The drafts given by --draft, with the acceptance from --acceptance.
+
+    Raises:
+        ValueError: that acceptance was measured without the target's penalties.
+    """
+    finished = list(finished_drafts(cfg))
+    if cfg.acceptance is None:
+        return finished
+    if has_penalties:
+        raise ValueError(
+            f"{cfg.acceptance} has not the penalties of {target.name}: leave out --acceptance, "
+            "or benchmark requests without penalties with --temperature"
+        )
+    finished = give_acceptance(finished, cfg.acceptance, sampling)
+    return [drop_curve(candidate, cfg, target.name) for candidate in finished]
 
 
 def require_pace(cfg: BenchConfig, target: str) -> None:

@@ -65,18 +65,7 @@ def main(cfg: EvalConfig) -> None:
     if cfg.baseline:
         baseline = regression.read_baseline(cfg.baseline, opened.fingerprint, SCHEMA_VERSION)
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
-    for draft in drafts if cfg.engine else ():
-        require_runner(draft.speculative, way_out=", or forecast with --no-engine")
-    if not cfg.engine and (
-        unmeasured := [draft.name for draft in drafts if draft.forecast is None]
-    ):
-        raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
-    if not cfg.forecast and (
-        unserved := [draft.name for draft in drafts if draft.speculative is None]
-    ):
-        raise ValueError(
-            f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast"
-        )
+    require_measurable(cfg, drafts)
 
     # 2. prompts
     earlier = baseline.settings if baseline else {}
@@ -135,6 +124,22 @@ def main(cfg: EvalConfig) -> None:
     # Last: the report is there when a pipeline stops at the status.
     if comparison and comparison.num_fell:
         raise SystemExit(1)
+
+
+def require_measurable(cfg: EvalConfig, drafts: Sequence[NamedDraft]) -> None:
+    """Raise ValueError if a draft has no forecast or no proposer in vLLM, and only that is asked for."""
+    for draft in drafts if cfg.engine else ():
+        require_runner(draft.speculative, way_out=", or forecast with --no-engine")
+    if not cfg.engine and (
+        unmeasured := [draft.name for draft in drafts if draft.forecast is None]
+    ):
+        raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
+    if not cfg.forecast and (
+        unserved := [draft.name for draft in drafts if draft.speculative is None]
+    ):
+        raise ValueError(
+            f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast"
+        )
 
 
 def forecast_all(
