@@ -114,6 +114,7 @@ FAMILIES: tuple[Family, ...] = (
             optimizer="muon",
             lr=5e-4,
             loop={"steps": 20000, "sequence_length": 2048},
+            new_online={"optimizer": "muon", "lr": 2e-3, "warmup_steps": 5, "replay_per_step": 4},
         ),
     ),
     Family(

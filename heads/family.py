@@ -39,6 +39,9 @@ pass
 NUM_TOKENS = 3
 """Draft tokens a step of a server that is told no number."""
 
+RATE_TIMES_WIDTH = 1.15
+"""Largest learning rate times the width, for a new draft that the learner trains."""
+
 Decoder = Literal["v1", "v2"]
 """vLLM's model runners."""
 
@@ -83,6 +86,19 @@ class Training:
     max_grad_norm: float = 0.5
     loop: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the loop's settings that differ from the defaults."""
+    new_online: Mapping[str, Any] = field(default_factory=dict)
+    """The learner's settings for a new draft, which learns within minutes in many small steps. The
+    rate is that of narrow targets (`learn_new`).
+    """
+
+    def learn_new(self, width: int) -> dict[str, Any]:
+        """The learner's settings for a new draft of this width.
+
+        From a width of 575 on, the learning rate decreases with the width (Yang et al., 2022,
+        arXiv:2203.03466).
+        """
+        rate = min(self.new_online["lr"], RATE_TIMES_WIDTH / width)
+        return {**self.new_online, "lr": float(f"{rate:.1e}")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -322,14 +322,12 @@ port = {page_port}
 
 
 def list_training(head: DraftSource) -> list[str]:
-    """Settings with which a new head learns within minutes: many small steps with Muon.
-
-    The learning rate is 2e-3 for SmolLM2-135M and decreases with the width (Yang et al., 2022,
-    arXiv:2203.03466).
-    """
+    """The settings in the family's row for a new head, as lines of TOML."""
     assert head.folder is not None
-    lr = min(2e-3, 1.15 / read_config(head.folder)["hidden_size"])
-    return ['optimizer = "muon"', f"lr = {lr:.1e}", "warmup_steps = 5", "replay_per_step = 4"]
+    assert head.family.training is not None
+    width = read_config(head.folder)["hidden_size"]
+    settings = head.family.training.learn_new(width)
+    return [f"{name} = {render_value(value)}" for name, value in settings.items()]
 
 
 def make_new_head(
