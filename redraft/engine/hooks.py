@@ -123,40 +123,40 @@ TABLE = (
     Hook(
         names=("utils.cpu_triton_utils:_expand_kernel_impl",),
         feature="cpu_sampling",
-        by="engine.cpu_patches:replace_expand_kernel",
+        by="engine.patches:replace_expand_kernel",
         why="temperature, top-p and top-k of draft tokens are uninitialised memory",
         runner="V1",
     ),
     Hook(
         names=("v1.sample.ops.topk_topp_sampler:apply_top_k_only",),
         feature="cpu_sampling",
-        by="engine.cpu_patches:skip_no_rows",
+        by="engine.patches:skip_no_rows",
         why="top-k without top-p ends the engine in a step that verifies nothing",
         runner="V1",
     ),
     Hook(
         names=("distributed.device_communicators.shm_broadcast:sched_yield",),
         feature="engine_wait",
-        by="engine.wait:with_sleeps",
+        by="engine.patches:with_sleeps",
         why="a step begins a tick late if a learner or another thread wants the core",
     ),
     Hook(
         names=("_custom_ops:CPUDNNLGEMMHandler.__del__",),
         feature="gemm_release",
-        by="engine.cpu_patches:release_outside_traces",
+        by="engine.patches:release_outside_traces",
         why="a handle collected while torch traces an EAGLE draft overflows the stack",
     ),
     Hook(
         names=("_custom_ops:rms_norm",),
         feature="grouped_norm",
-        by="engine.cpu_patches:with_groups",
+        by="engine.patches:with_groups",
         why="layers after the first of a DFlash draft read wrong keys",
     ),
     # --- classes of every build
     Hook(
         names=("entrypoints.launchers.launcher:NoSignalServer.shutdown",),
         feature="ending",
-        by="engine.wait:shutdown_in_time",
+        by="engine.patches:shutdown_in_time",
         why="a server never ends after SIGTERM while a client sends half a request",
     ),
     Hook(

@@ -319,7 +319,7 @@ def read_threads(log: Path) -> int | None:
 def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
     """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
 
-    The engine core's loop needs a CPU core of its own (`engine.wait`).
+    The engine core's loop needs a CPU core of its own (`engine.patches`).
     """
     threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
     if (

@@ -41,7 +41,7 @@ for name, environment in json.loads(sys.argv[1]).items():
 
 COUNT_TURNS = """
 import os, sys, time
-from redraft.engine.wait import with_sleeps
+from redraft.engine.patches import with_sleeps
 wait = with_sleeps(os.sched_yield) if sys.argv[1] == "sleeps" else os.sched_yield
 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 neighbour = os.fork()

@@ -7,7 +7,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from redraft.engine.cpu_patches import release_outside_traces
+from redraft.engine.patches import release_outside_traces
 
 
 class Handle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from redraft.engine.cpu_patches import with_groups
+from redraft.engine.patches import with_groups
 
 
 def test_every_group_has_its_weights():

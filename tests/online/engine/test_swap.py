@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from redraft.engine.cpu_patches import expand_kernel
+from redraft.engine.patches import expand_kernel
 from redraft.engine.settings import write_settings
 from redraft.files.folder import fingerprint
 from redraft.heads.families.eagle3 import Config, Eagle3

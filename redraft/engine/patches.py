@@ -1,12 +1,33 @@
-"""Patches of vLLM's CPU build, of rows in `engine.hooks`."""
+"""Patches of vLLM for every server that redraft starts: most are of its CPU build.
 
-from collections.abc import Callable
+In vLLM, the engine core waits for its workers, and they for it, by calling `sched_yield` in a loop.
+If another thread of the same priority wants the core, each call gives it away until the next tick
+of the kernel: 4 ms at 250 Hz. On the two cores of a small machine such threads are the API server's
+and capture's. A thread of the same process may not even get the interpreter from such a loop, and
+requests are then served one after the other. A thread that sleeps is woken at once instead. It must
+not yield as well: Linux holds the turns it gave away against it.
+"""
+
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
+
+from redraft.engine.process import LIBC
+
+PR_SET_TIMERSLACK = 29  # Option of prctl(2).
+
+SLEEP_S = 20e-6  # The step is noticed half of it late: 0.1% of one of 10 ms.
+SLACK_NS = 1000
+"""Time by which Linux may end a sleep late; 50,000 by default."""
+
+ENDING_S = 5  # for connections to close after the engine's end; complete answers need ms
 
 
 def replace_expand_kernel(_: Any) -> Callable[..., None]:
@@ -101,3 +122,24 @@ def with_groups(rms_norm: RmsNorm) -> RmsNorm:
         out.copy_(normed.to(input.dtype) * weight.view(shape))
 
     return grouped
+
+
+def with_sleeps(_sched_yield: Callable[[], None]) -> Callable[[], None]:
+    """Replace `sched_yield` by a short sleep in this process."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_TIMERSLACK, SLACK_NS)  # later threads inherit it
+    return partial(time.sleep, SLEEP_S)
+
+
+def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
+    """Bound the time for which `shutdown` of vLLM's API server waits for connections.
+
+    Otherwise, the server never ends after SIGTERM while a client has sent only half a request or
+    does not read its response.
+    """
+
+    async def bounded(self: Any, sockets: Any = None) -> None:
+        self.config.timeout_graceful_shutdown = ENDING_S
+        await shutdown(self, sockets)
+
+    return bounded
