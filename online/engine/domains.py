@@ -13,7 +13,7 @@ domain than the other servers, or more lookups, would look better than it is. Th
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -44,20 +44,6 @@ class StepNotes(NamedTuple):
     """Draft tokens that were verified, by request; None if all were."""
 
 
-def note_foreign(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a scheduler's `update_from_output` to note the requests whose drafts do not count."""
-
-    def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        notes: StepNotes = getattr(model_runner_output, "redraft", StepNotes())
-        state = find_state(scheduler, SchedulerState)
-        state.foreign = notes.foreign | find_padded(scheduler_output)
-        state.admitted = leave_out(scheduler_output, notes.admitted)
-        state.load = find_load(len(scheduler_output.num_scheduled_tokens))
-        return update(scheduler, scheduler_output, model_runner_output)
-
-    return update_and_note
-
-
 def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict[str, int] | None:
     """The number of verified draft tokens of each request; None if all were verified.
 
@@ -76,30 +62,6 @@ def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict
         name: len(tokens) - verified[name] for name, tokens in drafts.items()
     }
     return verified
-
-
-def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a scheduler's `make_spec_decoding_stats` to count each verified draft by domain."""
-
-    def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        # vLLM passes everything by name. Counted here, because `observe` returns at once if
-        # statistics are off.
-        request_id, num_tokens = kwargs["request_id"], kwargs["num_draft_tokens"]
-        num_accepted, state = kwargs["num_accepted_tokens"], find_state(scheduler, SchedulerState)
-        num_admitted = num_tokens
-        if state.admitted is not None:
-            num_admitted = state.admitted.get(request_id, 0)
-        if num_tokens and is_counted(scheduler, request_id):
-            arguments = scheduler.requests[request_id].sampling_params.extra_args
-            domain = find_domain(state.domains, arguments)
-            if num_admitted:
-                add_draft(state.domains, domain, num_admitted, num_accepted)
-            if state.admitted is not None:
-                loads = state.loads.setdefault(domain, {})
-                add_load(loads.setdefault(state.load, [0]), num_tokens, num_accepted)
-        return observe(scheduler, *args, **kwargs)
-
-    return observe_and_count
 
 
 def answer_domains(engine: Any) -> Counts:

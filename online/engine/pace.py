@@ -19,13 +19,11 @@ the draft has read READ of it.
 
 import logging
 import math
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
-from redraft.engine.hooks import RunnerState, SchedulerState, find_state, hook
+from redraft.engine.hooks import SchedulerState, find_state
 from redraft.engine.settings import read_settings
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory
@@ -248,77 +246,6 @@ def is_paced() -> bool:
     return check_pace(read_settings().get("pace", "off")) != "off"
 
 
-def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a scheduler's `__init__` to let a `Pacer` choose, as the environment specifies."""
-    pace = check_pace(read_settings().get("pace", "off"))
-
-    def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        init(scheduler, *args, **kwargs)
-        install_pacer(scheduler, pace)
-
-    return init_and_pace
-
-
-def begin_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a scheduler's `schedule` to report the beginning of each step to the pacer."""
-
-    def schedule_and_begin(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(scheduler, *args, **kwargs)
-        if (pacer := scheduler.redraft.pacer) is not None:
-            pacer.begin(output, time.perf_counter())
-        return output
-
-    return schedule_and_begin
-
-
-def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a scheduler's `update_from_output` to report the end of each step to the pacer first."""
-
-    def end_and_update(scheduler: Any, output: Any, result: Any) -> Any:
-        if (pacer := scheduler.redraft.pacer) is not None:
-            pacer.end(output, result, scheduler.requests, time.perf_counter())
-        return update(scheduler, output, result)
-
-    return end_and_update
-
-
-def install_runner(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a worker's start-up so that its runner skips the draft at 0 draft tokens."""
-
-    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        initialize(wrapper, kv_cache_configs)
-        install(wrapper.worker.model_runner)
-
-    return initialize_and_install
-
-
-def take_drafts(call: Any) -> Any:
-    """Wrap an engine core's `post_step` to ask workers for drafts only after a step that drafts."""
-
-    @wraps(call)
-    def call_or_not(engine: Any, model_executed: bool) -> None:
-        pacer = find_pacer(engine)
-        if pacer is None or pacer.drafts:
-            call(engine, model_executed)
-
-    return call_or_not
-
-
-def note_swaps(call: Any) -> Any:
-    """Wrap an engine core's `collective_rpc` to tell the pacer of a changed draft or target."""
-
-    @wraps(call)  # vLLM converts the arguments of a utility call by the signature
-    def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = call(engine, method, *args, **kwargs)
-        pacer = find_pacer(engine)
-        if method in CHANGING and pacer is not None:
-            given = kwargs.get("args") or (args[1] if len(args) > 1 else ())
-            pacer.swapped(given[0] if method == "redraft_commit" and given else "")
-        return result
-
-    return call_and_note
-
-
 def install_pacer(scheduler: Any, pace: str) -> None:
     """Install a `Pacer` in this scheduler if possible, and log what chooses the draft tokens."""
     state = find_state(scheduler, SchedulerState)
@@ -396,57 +323,6 @@ def install(runner: Any) -> None:
         return
     if runner.vllm_config.use_v2_model_runner:
         from redraft.online.engine.runner_v2 import install_pace
-
-        install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
-        return
-    speculative = runner.speculative_config
-    most, has_keys, is_suffix = (
-        runner.num_spec_tokens,
-        keeps_keys(speculative),
-        speculative.method == "suffix",
-    )
-    drafts_all = is_suffix or speculative.parallel_drafting
-    lookup = find_state(runner, RunnerState).lookup
-
-    def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
-        def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
-            number = scheduled.num_spec_tokens_to_schedule
-            # Suffix decoding learns from every token.
-            if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
-                found = (
-                    [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
-                )
-            else:
-                # No lookup takes 0, and drafts of all tokens at once are of one shape.
-                asked = (
-                    most if drafts_all else max(1, number) if isinstance(sampled, list) else number
-                )
-                # The scheduler's output is a dataclass of twenty fields: copied only if it differs.
-                if asked != number:
-                    scheduled = replace(scheduled, num_spec_tokens_to_schedule=asked)
-                found = propose(scheduled, sampled, *rest)
-            if not number and lookup:
-                lookup.skip()  # live counts learn; no draft awaits a verdict
-            return (
-                [tokens[:number] for tokens in found]
-                if isinstance(found, list)
-                else found[:, :number]
-            )
-
-        return propose_or_not
-
-    hook(runner, "pace", propose_draft_token_ids=pace)
-
-
-def _skip(runner: Any, sampled_BK: Any) -> Any:
-    """Return no draft tokens, as a tensor [B, 0].
-
-    If steps are scheduled ahead, the runner learns the number of rejected tokens from the copy made
-    here.
-    """
-    if runner.valid_sampled_token_count_event is not None:
-        following, counts = runner.drafter.prepare_next_token_ids_padded(
-            sampled_BK, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
-        )
-        runner._copy_valid_sampled_token_count(following, counts)
-    return sampled_BK.new_empty((len(sampled_BK), 0)).long()
+    else:
+        from redraft.online.engine.runner_v1 import install_pace
+    install_pace(runner, has_keys=keeps_keys(runner.speculative_config))

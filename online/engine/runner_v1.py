@@ -7,6 +7,8 @@ sampled tokens of a step meet. Each hook calls the runner's method, keeps refere
 and returns the result unchanged.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +19,7 @@ from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.pace import reads_prompt
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
@@ -245,3 +248,54 @@ class _Hooks:
         if self.step_draft_probs_SV is None:
             return None
         return self.step_draft_probs_SV.gather(1, draft_ids_S[:, None].long())[:, 0]
+
+
+def install_pace(runner: Any, *, has_keys: bool) -> None:
+    """Skip the draft at 0 draft tokens, unless it must write the keys of a prompt."""
+    speculative = runner.speculative_config
+    most, is_suffix = runner.num_spec_tokens, speculative.method == "suffix"
+    drafts_all = is_suffix or speculative.parallel_drafting
+    lookup = find_state(runner, RunnerState).lookup
+
+    def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
+        def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
+            number = scheduled.num_spec_tokens_to_schedule
+            # Suffix decoding learns from every token.
+            if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
+                found = (
+                    [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
+                )
+            else:
+                # No lookup takes 0, and drafts of all tokens at once are of one shape.
+                asked = (
+                    most if drafts_all else max(1, number) if isinstance(sampled, list) else number
+                )
+                # The scheduler's output is a dataclass of twenty fields: copied only if it differs.
+                if asked != number:
+                    scheduled = replace(scheduled, num_spec_tokens_to_schedule=asked)
+                found = propose(scheduled, sampled, *rest)
+            if not number and lookup:
+                lookup.skip()  # live counts learn; no draft awaits a verdict
+            return (
+                [tokens[:number] for tokens in found]
+                if isinstance(found, list)
+                else found[:, :number]
+            )
+
+        return propose_or_not
+
+    hook(runner, "pace", propose_draft_token_ids=pace)
+
+
+def _skip(runner: Any, sampled_BK: Any) -> Any:
+    """Return no draft tokens, as a tensor [B, 0].
+
+    If steps are scheduled ahead, the runner learns the number of rejected tokens from the copy made
+    here.
+    """
+    if runner.valid_sampled_token_count_event is not None:
+        following, counts = runner.drafter.prepare_next_token_ids_padded(
+            sampled_BK, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
+        )
+        runner._copy_valid_sampled_token_count(following, counts)
+    return sampled_BK.new_empty((len(sampled_BK), 0)).long()

@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -406,43 +405,6 @@ def doubt_target(worker: Any) -> None:
     if (watch := worker.redraft.target_watch) is not None:
         watch.is_torn, watch.digest = True, ""
         settle(worker)
-
-
-def compare_ranks(call: Any) -> Any:
-    """Wrap an engine core's `collective_rpc` so that it compares the ranks afterwards.
-
-    If a load failed on only some of the ranks, no rank names its weights.
-
-    vLLM's own method stops at the first rank that fails, and would then return the answers of the
-    ranks after it as those of the next call.
-    """
-
-    @wraps(call)  # vLLM converts the arguments of a utility call by the signature
-    def call_and_compare(
-        engine: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if method not in LOADS or engine.vllm_config.parallel_config.world_size == 1:
-            return call(engine, method, timeout, args, kwargs)
-        ranks = call(engine, "redraft_update_rank", timeout, (method, args, kwargs or {}))
-        if len({state for _, _, state in ranks}) > 1:
-            call(engine, "redraft_doubt_target")
-        if errors := [error for _, error, _ in ranks if error]:
-            raise RuntimeError(
-                f"{method} failed on {len(errors)} of {len(ranks)} ranks: {errors[0]}"
-            )
-        return [result for result, _, _ in ranks]
-
-    return call_and_compare
-
-
-def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """Wrap an engine core's `set_weight_version` to pass a trainer's label on to the workers."""
-
-    def set_and_pass(engine: Any, weight_version: str) -> None:
-        set_version(engine, weight_version)
-        engine.collective_rpc("redraft_name_target", args=(weight_version,))
-
-    return set_and_pass
 
 
 def register_backend() -> None:

@@ -161,18 +161,6 @@ class WorkerState(Attached):
             self.forget_head()
 
 
-def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a worker's start-up to call `install` at its end."""
-
-    # vLLM calls this on every worker, after the target and the draft are loaded.
-    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        # vLLM's part first: rereading needs the attention groups. Warm-up comes later.
-        initialize(wrapper, kv_cache_configs)
-        install(wrapper.worker)
-
-    return initialize_and_install
-
-
 def install(worker: Any) -> None:
     """Set up the state of a worker that has loaded the models.
 

@@ -51,15 +51,6 @@ class AnswerCounter:
                 self._owners[name] = self.find_owner(request)
         return self._owners[name]
 
-    def watch(self, remove: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-        """Wrap V1's `_on_request_state_removed` so that the answer is queued afterwards."""
-
-        def remove_and_end(name: str, request: Any) -> None:
-            remove(name, request)
-            self.end(name, request)
-
-        return remove_and_end
-
     def end(self, name: str, request: Any) -> None:
         """Queue the answer of a finished request."""
         owner = None if request is None else self.owner(name, request)

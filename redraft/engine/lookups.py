@@ -1,4 +1,4 @@
-"""Proposers that look tokens up, installed in either model runner of vLLM.
+"""Proposers that look tokens up, for either model runner of vLLM (`engine.lookup_hooks`).
 
 Counted answers, and either lookup before a head. On V2 also n-grams alone: vLLM's kernel there
 takes the last occurrence, and fills up its drafts with tokens that it did not find.
@@ -8,19 +8,17 @@ of n-grams in place. B = requests of a step, T = tokens of the longest request.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from redraft.engine import lookup_first
 from redraft.engine.answer_counter import AnswerCounter
-from redraft.engine.hooks import RunnerState, around, find_state, hook
-from redraft.engine.live_file import LiveConfig, open_file
+from redraft.engine.live_file import LiveConfig
 from redraft.engine.lookup_first import SECTION
 from redraft.engine.settings import read_settings, write_settings
 from redraft.files.settings import convert, require_known
 from redraft.heads.families.retrieval import (
-    BEFORE_HEAD,
     FOLDER,
     LIVE,
     VERIFY_COST,
@@ -131,81 +129,3 @@ def needs_plugin(config: Mapping[str, Any]) -> bool:
 def depends_on_load(config: Mapping[str, Any]) -> bool:
     """Whether a draft with this config proposes fewer tokens in a step with more requests."""
     return FOLDER in config or "head_requests" in config
-
-
-def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Make workers look tokens up if the environment specifies it."""
-
-    # vLLM calls this on every worker, after the target and the draft are loaded
-    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        initialize(wrapper, kv_cache_configs)
-        # Does nothing without these settings, or with the proposer in place.
-        install(wrapper.worker.model_runner)
-
-    return initialize_and_install
-
-
-def install(runner: Any) -> None:
-    """Look tokens up from now on, if the environment specifies it.
-
-    vLLM does not start after an error.
-
-    Raises:
-        ValueError: a setting is invalid, this draft does not support a preceding lookup, or this is
-            neither of vLLM's model runners.
-        FileNotFoundError: the folder specified for counted answers does not exist.
-    """
-    state = find_state(runner, RunnerState)
-    if state.lookup is not None:
-        return
-    answers, ngrams = read_counted(), lookup_first.read_mix()
-    if not (answers or ngrams):
-        return
-    is_v2 = hasattr(runner, "speculator")
-    if is_v2 and runner.speculator is None:
-        return  # a stage of a pipeline that drafts nothing
-    if not is_v2 and not hasattr(runner, "drafter"):
-        raise ValueError(
-            "vLLM's V1 and V2 model runners look tokens up as redraft does, not "
-            f"{type(runner).__qualname__}"
-        )
-    is_mixed = bool(ngrams) and runner.vllm_config.speculative_config.method != "ngram"
-    if answers and is_mixed:
-        answers.least_first = BEFORE_HEAD
-    if is_v2:
-        from redraft.engine.lookups_v2 import HostTexts, LookupOnV2  # loads torch
-
-        texts = HostTexts(runner)
-        lookup = _make_lookup(texts, answers, ngrams, is_mixed)
-        state.lookup = LookupOnV2(runner, texts, lookup)
-        if counter := _find_counter(lookup):
-            state.counter, texts.on_end = counter, counter.end
-            _keep(runner, counter)
-    elif answers or is_mixed:  # V1 looks n-grams alone up by itself
-        state.lookup = lookup = _make_lookup(runner, answers, ngrams, is_mixed)
-        propose = around(lookup, "propose_by_head", lookup.propose)
-        hook(runner, "lookups", propose_draft_token_ids=propose)
-        if counter := _find_counter(lookup):
-            state.counter = counter
-            _keep(runner, counter)
-            hook(runner, "live_counts", _on_request_state_removed=counter.watch)
-
-
-def _make_lookup(
-    texts: Any, answers: Retrieval | None, ngrams: Mapping[str, int], is_mixed: bool
-) -> Any:
-    """The proposer for `texts`: a V1 runner, or `HostTexts`."""
-    counted = Counted(texts, answers) if answers else None
-    if is_mixed:
-        return lookup_first.make_proposer(texts, ngrams, counted)
-    return counted or lookup_first.Ngrams(texts, ngrams)
-
-
-def _keep(runner: Any, counter: AnswerCounter) -> None:
-    """Read the previous server's counts, and write those of this one."""
-    if folder := read_live().folder:
-        counter.file = open_file(folder, runner, counter.draft)
-
-
-def _find_counter(lookup: Any) -> AnswerCounter | None:
-    return getattr(getattr(lookup, "lookup", lookup), "counter", None)

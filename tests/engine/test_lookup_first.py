@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from redraft.engine.lookup_first import HeadLimits, is_mixed, mix, read_mix
-from redraft.engine.lookups import install, lookup_env
+from redraft.engine.lookup_hooks import install
+from redraft.engine.lookups import lookup_env
 from redraft.engine.server import DROPS_A_BLOCK, describe_hits, vllm_keys
 from redraft.engine.settings import write_settings
 from redraft.eval.forecast.ngram import Ngram

@@ -19,7 +19,8 @@ from run_runners import run_capture
 
 from redraft.engine.hooks import RunnerState
 from redraft.engine.lookup_first import HeadLimits, mix
-from redraft.engine.lookups import install, lookup_env
+from redraft.engine.lookup_hooks import install
+from redraft.engine.lookups import lookup_env
 from redraft.engine.server import vllm_keys
 from redraft.eval.forecast.draft_source import DraftSource
 from redraft.eval.forecast.ngram import Ngram

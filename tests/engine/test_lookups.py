@@ -17,7 +17,8 @@ import pytest
 from redraft.engine import answer_counter
 from redraft.engine.answer_counter import MOST_TOKENS, MOST_WAITING, cut_answer
 from redraft.engine.lookup_first import HeadLimits, LookupFirst, mix
-from redraft.engine.lookups import Counted, install, lookup_env, needs_plugin
+from redraft.engine.lookup_hooks import install
+from redraft.engine.lookups import Counted, lookup_env, needs_plugin
 from redraft.engine.server import vllm_keys
 from redraft.engine.settings import VARIABLE, write_settings
 from redraft.eval.forecast.draft_source import DraftSource

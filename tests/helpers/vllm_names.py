@@ -35,6 +35,8 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "runner.query_start_loc": ("v1.utils:CpuGpuBuffer",),
         "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
         "metadata": ("v1.spec_decode.metadata:SpecDecodeMetadata",),
+        "scheduled": ("v1.core.sched.output:SchedulerOutput",),
+        "speculative": (SPECULATIVE,),
         "output": ("v1.outputs:SamplerOutput",),
         "runner.drafter": ("v1.spec_decode.draft_model:DraftModelProposer",),
         "request": (CACHED_REQUEST,),
@@ -106,14 +108,16 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker.vllm_config": (VLLM_CONFIG,),
         "vllm_config": (VLLM_CONFIG,),
         "config": ("config.model:ModelConfig",),
-        "engine": ("v1.engine.core:EngineCore",),
     },
     "online/engine/weight_transfer.py": {
         "worker": (WORKER,),
         "worker.model_runner": (V1_RUNNER, V2_RUNNER),
         "self.worker.model_runner": (V1_RUNNER, V2_RUNNER),
     },
-    "online/engine/seeds.py": {
+    "online/engine/class_hooks.py": {
+        "engine": ("v1.engine.core:EngineCore",),
+        "wrapper.worker": (WORKER,),
+        "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
         "scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler.scheduler_config": ("config.scheduler:SchedulerConfig",),
         "request": ("v1.request:Request",),
@@ -152,10 +156,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "request": ("v1.request:Request",),
         "scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler.scheduler_config": ("config.scheduler:SchedulerConfig",),
-        "wrapper.worker": (WORKER,),
         "runner": (V1_RUNNER,),
-        "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
-        "runner.drafter": ("v1.spec_decode.draft_model:DraftModelProposer",),
     },
     "online/engine/pace_memory.py": {
         "vllm_config": (VLLM_CONFIG,),
@@ -180,15 +181,13 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "self.runner": (V1_RUNNER,),
         "batch": ("v1.worker.gpu_input_batch:InputBatch",),
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
-        "self.worker": (WORKER,),
-        "runner": (V1_RUNNER,),
     },
     "redraft/engine/live_file.py": {
         "runner.vllm_config": (VLLM_CONFIG,),
         "runner.vllm_config.model_config": ("config.model:ModelConfig",),
         "parallel": ("config.parallel:ParallelConfig",),
     },
-    "redraft/engine/lookups_v2.py": {
+    "redraft/engine/lookup_hooks.py": {
         "runner": (V2_RUNNER,),
         "self.runner": (V2_RUNNER,),
         "self.runner.req_states": ("v1.worker.gpu.states:RequestState",),

@@ -5,15 +5,14 @@ Test_fleet_engine.py compares them with a real engine's own counters.
 
 from types import SimpleNamespace
 
+from redraft.online.engine.class_hooks import count_drafts, note_foreign
 from redraft.online.engine.domains import (
     MAX_DOMAINS,
     OTHER,
     add_draft,
-    count_drafts,
     find_domain,
     find_load,
     mark_step,
-    note_foreign,
     sum_counts,
     sum_loads,
 )

@@ -26,6 +26,7 @@ from redraft.engine import hooks
 from redraft.engine.hooks import RunnerState, SchedulerState
 from redraft.engine.settings import VARIABLE
 from redraft.online.engine import pace as pace_hooks
+from redraft.online.engine.class_hooks import note_swaps, take_drafts
 from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.domains import is_counted
 from redraft.online.engine.engine_calls import EngineCalls
@@ -35,8 +36,6 @@ from redraft.online.engine.pace import (
     find_decider,
     install,
     install_pacer,
-    note_swaps,
-    take_drafts,
 )
 from redraft.online.engine.pace_memory import PaceMemory
 from redraft.online.engine.pace_status import PaceMetrics, describe_pace, read_gauges

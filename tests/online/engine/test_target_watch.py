@@ -18,12 +18,12 @@ from redraft.files.folder import lineage
 from redraft.files.target_folder import TARGET_VERSION
 from redraft.online.engine import swap, target_watch
 from redraft.online.engine.calibration import Calibration
+from redraft.online.engine.class_hooks import compare_ranks
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.swap_transaction import Move, Swaps
 from redraft.online.engine.target_watch import (
     TargetWatch,
-    compare_ranks,
     doubt_target,
     is_clear,
     load_target,

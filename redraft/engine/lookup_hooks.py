@@ -1,4 +1,4 @@
-"""Lookups on vLLM's V2 model runner, computed on the host as on V1.
+"""Lookups in either of vLLM's model runners; on V2 they are computed on the host as on V1.
 
 V2 keeps texts and draft tokens on the device, and its proposers return as many tokens for each
 request. So this follows the text of each request on the host, and hands the scheduler lists of any
@@ -14,8 +14,9 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from redraft.engine.hooks import around, hook
-from redraft.heads.families.retrieval import Ids
+from redraft.engine import lookup_first
+from redraft.engine.answer_counter import AnswerCounter
+from redraft.engine.hooks import RunnerState, around, find_state, hook
+from redraft.engine.live_file import open_file
+from redraft.engine.lookups import Counted, read_counted, read_live
+from redraft.heads.families.retrieval import BEFORE_HEAD, Ids, Retrieval
 
 
 @dataclass(kw_only=True)
@@ -188,3 +193,91 @@ class LookupOnV2:
         options = {**step.options, "num_speculative_tokens": number}
         drafted: Tensor = self._propose(*step.args, **options)
         return drafted[:, :number]
+
+
+def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Make workers look tokens up if the environment specifies it."""
+
+    # vLLM calls this on every worker, after the target and the draft are loaded
+    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(wrapper, kv_cache_configs)
+        # Does nothing without these settings, or with the proposer in place.
+        install(wrapper.worker.model_runner)
+
+    return initialize_and_install
+
+
+def install(runner: Any) -> None:
+    """Look tokens up from now on, if the environment specifies it.
+
+    vLLM does not start after an error.
+
+    Raises:
+        ValueError: a setting is invalid, this draft does not support a preceding lookup, or this is
+            neither of vLLM's model runners.
+        FileNotFoundError: the folder specified for counted answers does not exist.
+    """
+    state = find_state(runner, RunnerState)
+    if state.lookup is not None:
+        return
+    answers, ngrams = read_counted(), lookup_first.read_mix()
+    if not (answers or ngrams):
+        return
+    is_v2 = hasattr(runner, "speculator")
+    if is_v2 and runner.speculator is None:
+        return  # a stage of a pipeline that drafts nothing
+    if not is_v2 and not hasattr(runner, "drafter"):
+        raise ValueError(
+            "vLLM's V1 and V2 model runners look tokens up as redraft does, not "
+            f"{type(runner).__qualname__}"
+        )
+    is_mixed = bool(ngrams) and runner.vllm_config.speculative_config.method != "ngram"
+    if answers and is_mixed:
+        answers.least_first = BEFORE_HEAD
+    if is_v2:
+        texts = HostTexts(runner)
+        lookup = _make_lookup(texts, answers, ngrams, is_mixed)
+        state.lookup = LookupOnV2(runner, texts, lookup)
+        if counter := _find_counter(lookup):
+            state.counter, texts.on_end = counter, counter.end
+            _keep(runner, counter)
+    elif answers or is_mixed:  # V1 looks n-grams alone up by itself
+        state.lookup = lookup = _make_lookup(runner, answers, ngrams, is_mixed)
+        propose = around(lookup, "propose_by_head", lookup.propose)
+        hook(runner, "lookups", propose_draft_token_ids=propose)
+        if counter := _find_counter(lookup):
+            state.counter = counter
+            _keep(runner, counter)
+            hook(runner, "live_counts", _on_request_state_removed=partial(end_after, counter))
+
+
+def _make_lookup(
+    texts: Any, answers: Retrieval | None, ngrams: Mapping[str, int], is_mixed: bool
+) -> Any:
+    """The proposer for `texts`: a V1 runner, or `HostTexts`."""
+    counted = Counted(texts, answers) if answers else None
+    if is_mixed:
+        return lookup_first.make_proposer(texts, ngrams, counted)
+    return counted or lookup_first.Ngrams(texts, ngrams)
+
+
+def _keep(runner: Any, counter: AnswerCounter) -> None:
+    """Read the previous server's counts, and write those of this one."""
+    if folder := read_live().folder:
+        counter.file = open_file(folder, runner, counter.draft)
+
+
+def _find_counter(lookup: Any) -> AnswerCounter | None:
+    return getattr(getattr(lookup, "lookup", lookup), "counter", None)
+
+
+def end_after(
+    counter: AnswerCounter, remove: Callable[[str, Any], None]
+) -> Callable[[str, Any], None]:
+    """Wrap V1's `_on_request_state_removed` so that the answer is queued afterwards."""
+
+    def remove_and_end(name: str, request: Any) -> None:
+        remove(name, request)
+        counter.end(name, request)
+
+    return remove_and_end
