@@ -34,7 +34,7 @@ class Estimate:
 
     value: float
     error: float
-    """Standard error; infinite if only one prompt counts, which shows no spread."""
+    """Standard error; infinite if there is only one prompt, because its spread is unknown."""
     freedom: float
     """Degrees of freedom of the error, at least 1."""
 

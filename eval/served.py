@@ -21,13 +21,13 @@ CountsByTemperature = list[list[AcceptanceCounts]]  # [temperature][prompt], in 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     concurrency: int = 4
-    """Requests sent at a time."""
+    """Number of concurrent requests."""
     dtype: str | None = None
-    """Type of the weights; by default as `vllm_server` chooses."""
+    """Dtype of the weights; by default as chosen by `vllm_server`."""
     args: tuple[str, ...] = ()
-    """Further arguments of vLLM, e.g. --tensor-parallel-size 8."""
+    """Further arguments for vLLM, e.g. --tensor-parallel-size 8."""
     forecast: bool = True
-    """There are forecasts to compare the counts with."""
+    """Whether there are forecasts to compare the counts with."""
 
 
 def serve_and_count(

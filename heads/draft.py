@@ -39,14 +39,14 @@ class Batch:
     input_ids_BT: Tensor
     """int64; 0 on padding."""
     loss_mask_BT: Tensor
-    """bool; True if token t is a label, i.e. text of the assistant. Row t - 1 learns from it."""
+    """bool; True if token t is a label, i.e. assistant text. Row t - 1 learns from it."""
     document_BT: Tensor
     """int64, index of the token's document within the row, ascending from 0; -1 on padding."""
     position_ids_BT: Tensor
     """int64, consecutive in every document: from 0, or later if the beginning was cut off."""
     salt: int = 0
-    """Turns the choice of rows, for drafts that train a part of them: the epoch, or a number for
-    each step of the learner. Evaluation has 0.
+    """Varies the selection of rows for drafts that train on a subset: the epoch, or a number per
+    step of the learner. 0 in evaluation.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ class ExactTarget:
     """The target's full distribution at every row: p = softmax(rule(head @ hidden))."""
 
     hidden_BTD: Tensor
-    """After the final norm, exactly the input of the target's head."""
+    """States after the final norm, i.e. the input of the target's output head."""
     head_VD: Tensor
     rule: LogitRule = PLAIN
 
@@ -125,7 +125,7 @@ class TopKTarget:
     """
 
     ids_BTK: Tensor
-    """int64, distinct within a row. -1 in a row without a record, i.e. without a label."""
+    """int64, distinct within a row; -1 in a row without a record, i.e. without a label."""
     log_probs_BTK: Tensor
     """float32, natural logarithms under the full softmax at temperature 1."""
 
@@ -140,8 +140,8 @@ class TargetSignal:
     any final norm).
     """
     hidden_BTD: Tensor | None = None
-    """After the final norm, for heads that read it. Only beside a `TopKTarget`: an `ExactTarget`
-    holds it already.
+    """States after the final norm, for heads that read them. Only with a `TopKTarget`; an
+    `ExactTarget` already contains them.
     """
 
 
@@ -162,7 +162,7 @@ class DraftStep:
     """
 
     hidden_BTD: Tensor
-    """Input of the draft's head, after the draft's final norm if it has one."""
+    """Input of the draft's output head, after the draft's final norm if it has one."""
     head_WD: Tensor
     shift: int
     mask_BT: Tensor
@@ -179,9 +179,9 @@ class DraftStep:
     divergence.
     """
     bias: Bias | None = None
-    """Added to the logits (DSpark's Markov head)."""
+    """Low-rank bias that is added to the logits (DSpark's Markov head)."""
     rule: LogitRule = PLAIN
-    """The rule of the logits, the bias included."""
+    """Scale and cap of the logits, applied after the bias."""
     confidence_BT: Tensor | None = None
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with
     alpha by binary cross-entropy, masked and weighted like the divergence.
@@ -213,17 +213,17 @@ class Draft(Protocol):
     """
 
     is_autoregressive: bool
-    """One step serves for all: the row of step 0 that is j rows further on predicts the j-th draft
-    token.
+    """Whether one step serves all draft tokens: row j of step 0, counted from the current one,
+    predicts the j-th draft token.
     """
 
     is_block: bool
-    """All tokens come from one block, whose length changes them: a forecast of K tokens takes a
-    pass of K tokens.
+    """Whether all tokens come from one block whose length changes them, so that a forecast of K
+    tokens needs its own pass.
     """
 
     aux_layer_ids: tuple[int, ...]
-    """The target layers whose residual stream it reads, ascending; they become
+    """Target layers whose residual stream the draft reads, ascending; they become
     `TargetSignal.aux_BTLD`.
     """
 

@@ -51,13 +51,14 @@ class FixedTokens:
     """The keys of config.json with the number of draft tokens, which the checkpoint fixes."""
 
     keys: tuple[str, ...]
-    """Keys of config.json, of which the first one present counts. Dots lead into nested sections.
+    """Keys of config.json; the first one that is present is used. Dots lead into nested sections.
     """
     unused: int = 0
-    """Counted positions without a proposal, e.g. 1 for a block with the last known token in front.
+    """Number of counted positions without a proposal, e.g. 1 for a block that begins with the last
+    known token.
     """
     used_if: str = ""
-    """Key of config.json by which the unused positions propose too, unless it is false there."""
+    """Key of config.json; unless it is false, the unused positions propose tokens too."""
 
     def read(self, config: Mapping[str, Any]) -> int | None:
         """The maximum number of draft tokens under this config.json; None if no key is present."""
@@ -72,20 +73,21 @@ class Training:
     """How a family is trained: its choices and its defaults."""
 
     starts: tuple[str, ...] = ("random",)
-    """Initial weights to choose from (`distill.run.start`); the first is the default."""
+    """Supported initial weights (`distill.run.start`); the first is the default."""
     layouts: tuple[str, ...] = ("vllm",)
     """Formats of an export; the first is the default."""
     draft_vocab_size: int | None = None
-    """Default size of the draft's vocabulary; None for a family that has the target's."""
+    """Default size of the draft's vocabulary; None for a family that uses the target's vocabulary.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the family that differ from the defaults of its class."""
+    """Family options that differ from the defaults of its class."""
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     divergence: str = "lk_hybrid"
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float
     max_grad_norm: float = 0.5
     loop: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the loop's settings that differ from the defaults."""
+    """Loop settings that differ from the defaults."""
     new_online: Mapping[str, Any] = field(default_factory=dict)
     """The learner's settings for a new draft, which learns within minutes in many small steps. The
     rate is that of narrow targets (`learn_new`).
@@ -106,70 +108,79 @@ class Family:
     """One row of the table of draft families."""
 
     name: str
-    """In flags, TOML files and the `redraft` section of an exported config.json."""
+    """Name in flags, TOML files and the `redraft` section of an exported config.json."""
     title: str
-    """In reports."""
+    """Name in reports."""
     draft: str = ""
     """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which
     has no weights.
     """
     method: str
-    """vLLM's name for it in --speculative-config."""
+    """vLLM's method name in --speculative-config."""
     decoders: tuple[Decoder, ...]
-    """Those of vLLM's model runners that serve it."""
+    """The vLLM model runners that support the family."""
     last_vllm: str = ""
-    """The last vLLM that serves it, e.g. "0.32"; empty for a family that the newest one serves."""
+    """Last vLLM release that supports it, e.g. "0.32"; empty if the newest one does."""
     tensors: str = ""
     """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the
     table wins.
     """
     architectures: tuple[str, ...] = ()
-    """Names in `architectures` of config.json. No other family may use them."""
+    """Names in `architectures` of config.json. They must be unique to this family."""
     reads: Reads = "nothing"
-    """Input from the target. MTP layers of some targets read a stream instead of the last hidden
-    state.
+    """Input from the target. The MTP layers of some targets read a residual stream instead of the
+    last hidden state.
     """
     layers_key: str = ""
     """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
     layers_offset: int = 0
-    """Added to each of them: 1 if the checkpoint's k stands for the stream after k + 1 layers."""
+    """Offset added to each layer index: 1 if the checkpoint's k means the stream after k + 1
+    layers.
+    """
     speculators_layers_key: str = ""
-    """Key of the same list in the layout of the library `speculators`, whose k stands for the
-    stream after k layers; empty if it is `layers_key` there too.
+    """Key of the same list in the layout of the library `speculators`, where k means the stream
+    after k layers; empty if it equals `layers_key`.
     """
     fixed_tokens: FixedTokens | None = None
-    """The limit on draft tokens; None for a family without one."""
+    """Limit on the number of draft tokens; None if there is none."""
     is_parallel: bool = False
-    """vLLM must be told to draft all tokens in one pass: `parallel_drafting` beside the method."""
+    """Whether vLLM must be told to draft all tokens in one pass (`parallel_drafting` in the
+    config).
+    """
     varies_tokens: bool = True
-    """The number of draft tokens may change from step to step. If false, vLLM exits when it does.
+    """Whether the number of draft tokens may change from step to step. If false, vLLM exits when it
+    does.
     """
     chooses_locally: bool = False
-    """vLLM can choose the draft's most probable token among the draft's own vocabulary
-    (`use_local_argmax_reduction`), instead of copying the draft's logits into a row of the
-    target's vocabulary first.
+    """Whether vLLM can select the draft's most probable token within the draft's own vocabulary
+    (`use_local_argmax_reduction`), instead of first copying the draft's logits into a row of the
+    target's vocabulary.
     """
     keeps_cache: bool = False
-    """After a swap the keys of the draft before may stay in the cache: there are none, or a head of
-    one layer with the target's state of every token hardly depends on them. If false, they cost
-    acceptance as long as they stay.
+    """Whether the old draft's keys may stay in the cache after a swap: either there are none, or a
+    one-layer head that reads the target's state of every token hardly depends on them. If false,
+    old keys lower the acceptance as long as they stay.
     """
     can_sample: bool = False
-    """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
+    """Whether vLLM can sample draft tokens from q. If false, it always takes the most probable
+    token.
+    """
     learns_online: bool = False
     """`redraft learner` trains it from records."""
     trains_lm_head: bool = False
-    """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the
-    target's.
+    """Whether training changes `lm_head.weight`. As long as it equals the target's, vLLM shares the
+    target's tensor.
     """
     is_in_target: bool = False
-    """The weights lie in the target's folder, so vLLM gets a method and no model."""
+    """Whether the weights are in the target's folder, so that vLLM gets a method but no model."""
     parity: Parity | None = None
     """None if the doctor cannot compare the engine's passes with training."""
     checks: str = ""
-    """The doctor's static checks for this family only, as "module:TUPLE"."""
+    """Static doctor checks for this family only, as "module:TUPLE"."""
     options: str = ""
-    """The class of its options, as "module:Class"; empty for `Config` beside the draft's class."""
+    """Class of its options, as "module:Class"; empty for `Config` in the module of the draft's
+    class.
+    """
     training: Training | None = None
     """None for a lookup."""
 

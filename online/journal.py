@@ -61,7 +61,7 @@ class _Entry(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"
 ):
     time_s: float = 0.0
-    """Since the epoch, by `Journal.write`; the end of an entry's window."""
+    """End of the entry's window in seconds since the epoch; set by `Journal.write`."""
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
@@ -81,8 +81,8 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     accepted_at: tuple[float, ...] = ()  # Accepted tokens by draft position.
     tau: float | None  # 1 + accepted / drafts, bonus token included; None without drafts.
     served_drafts: float | None = None
-    """The engine's own counts of a server, those of /metrics: drafts, accepted tokens and tokens
-    generated, lookups included, and over how many seconds. None if they are unknown.
+    """Counts from the engine's own /metrics: drafts, accepted tokens and generated tokens, lookups
+    included, and the number of seconds. None if they are unknown.
     """
     served_accepted: float | None = None
     served_tokens: float | None = None
@@ -95,8 +95,8 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     max_bytes: int | None = None  # Size at which the oldest records are dropped.
     held_out: int  # Records to judge by.
     dropped: dict[Identifier, int] = {}
-    """Records since the learner started, by reason: duplicate, foreign, corrupt, expired, evicted,
-    queue_full, ...
+    """Records dropped since the learner started, by reason: duplicate, foreign, corrupt, expired,
+    evicted, queue_full, ...
     """
     oldest_s: float | None = None  # Age of the oldest record, in seconds.
     lag_s: float | None = None  # age of the oldest untrained record; None if there is none
@@ -109,8 +109,7 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     alpha: float | None = None
     alpha_greedy: float | None = None
     grad_norm: float | None = None
-    """Norm of the gradient before it was clipped; None if the step was skipped, because it was not
-    finite.
+    """Norm of the gradient before clipping; None if the step was skipped because it was not finite.
     """
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
@@ -205,7 +204,7 @@ Observer = Callable[[Entry], None]
 class Entries(NamedTuple):
     entries: list[Entry]
     offset: int
-    """Offset after the last entry, to read from next time."""
+    """Offset after the last entry, where the next read starts."""
 
 
 class Journal:

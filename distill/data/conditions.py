@@ -22,7 +22,7 @@ class Turn:
     answer: str
     """Includes the end of turn."""
     arguments: Arguments = field(default_factory=dict)
-    """Those of the request whose prompt this is."""
+    """Template arguments of the request with this prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +30,17 @@ class Content:
     """The parts of a conversation that must appear in a turn."""
 
     systems: tuple[str, ...] = ()
-    """Texts of the system prompts, also of those between two turns."""
+    """System prompts, including those between two turns."""
     question: str
-    """Text of the user's last message before the answer."""
+    """The user's last message before the answer."""
     results: tuple[str, ...] = ()
-    """Texts of the tools' results since then."""
+    """Tool results since that message."""
     thought: str
     said: str
     call_names: tuple[str, ...]
-    """Names of functions and arguments, as often as they must appear."""
+    """Names of functions and arguments, each repeated as often as it must appear."""
     is_ended: bool
-    """False for an answer cut at a length limit."""
+    """False if the answer was truncated at a length limit."""
 
 
 def broken_condition(

@@ -38,14 +38,14 @@ class Conversation(TypedDict):
     messages: list[Message]
     domain: str
     cut: NotRequired[bool]
-    """The last message stopped at a length limit: no end of turn follows."""
+    """Whether the last message was truncated at a length limit, so that no end of turn follows."""
     tools: NotRequired[list[Tool]]
     arguments: NotRequired[Arguments]
-    """Template arguments of the request, if the data has them."""
+    """Template arguments of the request, if the data contains them."""
     turns: NotRequired[list[StoredTurn]]
     """The token ids of each answer and of its prompt, as the server returned them."""
     split_key: NotRequired[str]
-    """Hash (hex) that decides, instead of its first user message's."""
+    """Hash (hex) used for the split instead of the hash of the first user message."""
 
 
 def split_held_out(
@@ -83,13 +83,13 @@ class Overlap:
     """Text that occurs twice in the training part, or in both parts, and is not trained on."""
 
     held_out_answers: int = 0
-    """Different held-out answers longer than MIN_SHARED_CHARS."""
+    """Number of distinct held-out answers longer than MIN_SHARED_CHARS."""
     shared_answers: int = 0
-    """Number of held-out answers found in training word for word."""
+    """Number of held-out answers that also occur word for word in the training data."""
     repeated: int = 0
-    """Training conversations equal to an earlier one, taken out."""
+    """Number of training conversations removed because they equal an earlier one."""
     sharing: int = 0
-    """Training conversations with a held-out answer, taken out."""
+    """Number of training conversations removed because they contain a held-out answer."""
 
     def __str__(self) -> str:
         found = (
@@ -231,7 +231,7 @@ def _text_rows(folder: Path, files: Iterable[Path]) -> Iterator[Row]:
 class Skipped:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
-    """Place and detail of the first row with each reason."""
+    """Location and details of the first row with each reason."""
 
     def add(self, place: str, error: UnusableRowError) -> None:
         self.counts[error.reason] += 1
@@ -257,9 +257,9 @@ class Loaded:
     columns: Columns = field(default_factory=Columns)
     skipped: Skipped = field(default_factory=Skipped)
     other_files: Counter[str] = field(default_factory=Counter)
-    """Files that are not read, by suffix."""
+    """Number of files that are not read, by suffix."""
     other_splits: Counter[str] = field(default_factory=Counter)
-    """Files of other splits, by split."""
+    """Number of files from other splits, by split."""
 
     def lines(self) -> Iterator[str]:
         if self.other_files:

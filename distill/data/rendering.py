@@ -337,7 +337,7 @@ class PackedTurn(NamedTuple):
 
     prompt: NDArray[np.int32]
     whole: NDArray[np.int32]
-    """Prompt and answer as one text."""
+    """Token ids of prompt and answer, tokenised as one text."""
     answer: str
 
 

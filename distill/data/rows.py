@@ -51,10 +51,10 @@ class UnusableRowError(ValueError):
 @dataclass(frozen=True)
 class Row:
     place: str
-    """Place in the source for messages: `row 7`, or `part.jsonl, line 7` in a folder."""
+    """Location in the source for messages: `row 7`, or `part.jsonl, line 7` in a folder."""
     values: dict[str, Any] | UnusableRowError
     domain: str = "all"
-    """The domain of a row. Without a domain column, it is the first folder below the source."""
+    """Domain of the row. Without a domain column, the first folder below the source."""
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:

@@ -44,12 +44,12 @@ on them in parallel, with some hundred bytes of memory for each token.
 class Sample:
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    """Token t is a label: the assistant's, or the end of turn."""
+    """True if token t is a label: an assistant token or the end of turn."""
     conversation: str
     """`conversation_hash` of the source."""
     domain: str
     arguments: str = "{}"
-    """The template's arguments of its first answer, as JSON."""
+    """Template arguments of the sample's first answer, as JSON."""
 
 
 @dataclass(kw_only=True)
@@ -59,35 +59,42 @@ class SampleStats:
     tokens: int = 0
     labels: int = 0
     cut: int = 0
-    """Conversations cut at a turn, because the next answer ends beyond the window."""
+    """Number of conversations truncated at a turn because the next answer ends beyond the window.
+    """
     truncated: int = 0
-    """Answers cut at the window, because there is no earlier turn to cut at."""
+    """Number of answers truncated at the window because there is no earlier turn to cut at."""
     left_out: int = 0
-    """Answers that end beyond the window, after others of the same conversation."""
+    """Number of answers left out because they end beyond the window, after others of the same
+    conversation.
+    """
     beyond_window: int = 0
-    """Conversations whose first answer begins beyond the window."""
+    """Number of conversations whose first answer begins beyond the window."""
     without_answer: int = 0
-    """Conversations without a non-empty assistant turn."""
+    """Number of conversations without a non-empty assistant turn."""
     unprompted: int = 0
-    """Answers at the beginning, with nothing before them to answer."""
+    """Number of answers at the start of a conversation, with no prompt before them."""
     lone_tokens: int = 0
-    """Last tokens of plain texts, alone in a window: nothing to learn."""
+    """Number of final tokens of plain texts left alone in a window, with nothing to learn."""
     refused_answers: Counter[str] = field(default_factory=Counter)
-    """By reason: read, not learned."""
+    """Number of answers that are used as context only, by reason."""
     examples: dict[str, str] = field(default_factory=dict)
-    """Each reason's first question."""
+    """The first question refused for each reason."""
     arguments: Counter[str] = field(default_factory=Counter)
-    """Answers by the arguments of the chat template (JSON) with which a server starts them."""
+    """Number of answers by the template arguments (JSON) with which a server starts them."""
     ends: Counter[str] = field(default_factory=Counter)
-    """By their stop token; empty: cut answers."""
+    """Number of answers by stop token; empty for truncated answers."""
     exact: int = 0
-    """Answers whose token ids, and those of their prompt, are the server's own."""
+    """Number of answers whose token ids, and those of their prompt, come from the server."""
     foreign_ids: int = 0
-    """Conversations whose token ids are not of this tokenizer: tokenised again from their text."""
+    """Number of conversations with another tokenizer's ids, which were tokenised again from their
+    text.
+    """
     marked_texts: int = 0
-    """Plain texts that contain special tokens: rendered chats would also train on the user's turns."""
+    """Number of plain texts that contain special tokens: a rendered chat would also train on user
+    turns.
+    """
     refusals: Counter[str] = field(default_factory=Counter)
-    """By the first line of the error."""
+    """Number of refused conversations, by the first line of the error."""
 
     def add(self, other: SampleStats) -> None:
         for name in COUNTS:

@@ -22,7 +22,7 @@ class TokenTurn(NamedTuple):
 
     prompt_P: NDArray[np.int32]
     answer_A: NDArray[np.int32]
-    """With the end of turn, unless the answer was cut."""
+    """Token ids of the answer, with the end of turn unless the answer was truncated."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,9 +33,9 @@ class StoredTurn(NamedTuple):
     """A turn in a session, stored as only the tokens that are new in it."""
 
     kept: int
-    """Number of tokens that the prompt shares with the beginning of the turn before."""
+    """Number of prompt tokens shared with the start of the previous turn."""
     prompt_P: NDArray[np.int32]
-    """The prompt's tokens after those."""
+    """The remaining prompt tokens."""
     answer_A: NDArray[np.int32]
 
     @property

@@ -111,7 +111,7 @@ class Content:
     train: Iterable[Sample]
     held_out: Iterable[Sample]
     prompts: Callable[[], list[Prompt]]
-    """Called after both parts are written."""
+    """Builds the held-out prompts; called after both parts are written."""
     stats: SampleStats
     say: Callable[[], list[str]]
 

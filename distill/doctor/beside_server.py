@@ -51,10 +51,10 @@ CURE = (
 class ServerCheck:
     server: RunningServer
     known_version: str
-    """The release that redraft's rules for the engine follow."""
+    """Engine version that redraft's rules follow."""
     num_speculative_tokens: int | None
     engine: EngineCheck
-    """Prompts and their number, length of answers, type."""
+    """The prompts and their number, the answer length and the dtype."""
 
 
 def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Iterator[Finding | str]:

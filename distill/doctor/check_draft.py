@@ -27,7 +27,7 @@ from redraft.heads.engines.table import find_engine
 class Checked:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Checks that were not possible, with the reason."""
+    """Checks that could not be run, with the reason."""
     facts: dict[str, str] = field(default_factory=dict)
 
     @property

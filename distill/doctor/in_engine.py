@@ -75,13 +75,14 @@ good one.
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck:
     folder: Path
-    """Folder for the engine's log and the dumps."""
+    """Folder for the engine's log and tensor dumps."""
     dtype: TargetDtype | None = None
-    """None: of the published forecast, if it computes here."""
+    """Dtype of the engine. None: the dtype of the published forecast, if this machine supports it.
+    """
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
-    """None: that of the published forecast, or DEFAULT_MAX_TOKENS."""
+    """Maximum answer length. None: that of the published forecast, or DEFAULT_MAX_TOKENS."""
     on_cpu: bool = ENGINE_IS_CPU
 
 
@@ -90,9 +91,10 @@ class Plan:
     run: EngineRun
     stored: StoredForecast | None
     are_held_out: bool
-    """The prompts come from the data of the draft's training, or from --prompts."""
+    """Whether the prompts come from the draft's training data or from --prompts."""
     num_long: int = 0
-    """Prompts in front that reach beyond the head's windows: compared, not counted."""
+    """Number of leading prompts longer than the head's windows, which are compared but not counted.
+    """
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -55,11 +55,11 @@ class Reading:
     problem: str
     cure: str
     change: Callable[[Any], None]
-    """Changes a copy of the head."""
+    """Applies the change to a copy of the head."""
     aux_layer_ids: tuple[int, ...] | None = None
-    """Target layers to feed; None for the head's."""
+    """Target layers to feed into the head; None for the head's own."""
     min_gain: float = MIN_GAIN
-    """Smallest gain that counts, as a share of the accepted tokens."""
+    """Minimum gain that counts, as a fraction of the accepted tokens."""
 
 
 def find_better_readings(

@@ -22,25 +22,25 @@ class Divergence:
     """The training loss."""
 
     name: str = "forward_kl"
-    """Divergence between target and draft: forward_kl, reverse_kl, jensen_shannon, total_variation,
-    neg_log_alpha or lk_hybrid, which learn from the target's distribution, or cross_entropy,
-    which learns from the text.
+    """Divergence between target and draft. forward_kl, reverse_kl, jensen_shannon, total_variation,
+    neg_log_alpha and lk_hybrid learn from the target's distribution; cross_entropy learns from the
+    text.
     """
     temperature: float = 1.0
-    """Temperature of both distributions: logits are divided by it. Must be 1 if the signal is
-    top-k.
+    """Temperature of both distributions; the logits are divided by it. Must be 1 with a top-k
+    signal.
     """
     beta: float = 0.5
     """Weight of the target in the mixture of jensen_shannon, between 0 and 1."""
     eta: float = 3.0
-    """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight
+    """Speed of lk_hybrid's transition from KL to total variation as alpha grows: KL is weighted by
     exp(-eta * alpha).
     """
 
     form: Literal["auto", "kernel", "plain", "compiled"] = "auto"
-    """Computed by a Triton kernel, or by PyTorch's operations (plain), or by these compiled. auto:
-    the kernel on a GPU with Triton; plain elsewhere, or compiled with --loop.compile. On ROCm a
-    top-k signal is always compared in the plain form.
+    """Implementation of the loss: a Triton kernel, PyTorch operations (plain), or compiled PyTorch
+    operations. auto: the kernel on a GPU with Triton; elsewhere plain, or compiled with
+    --loop.compile. On ROCm, a top-k signal always uses the plain form.
     """
 
     def __post_init__(self) -> None:

@@ -78,20 +78,19 @@ class DraftRows:
     accumulated once.
     """
     target_row_M: Tensor
-    """int64, index of the target row to compare each draft row with. In any order; rows may repeat.
-    """
+    """int64, index of the target row for each draft row, in any order; rows may repeat."""
     weight_M: Tensor
     draft_ids_W: Tensor | None = None
-    """int64, the target id of every draft id, ascending; None if both vocabularies are the same."""
+    """int64, the target id of every draft id, ascending; None if both vocabularies are equal."""
     bias: tuple[Tensor, Tensor] | None = None
-    """(code [M, E], head [W, E]): code @ head.T is added to the logits. The head as above, one
-    object for all steps.
+    """(code [M, E], head [W, E]): code @ head.T is added to the logits. `head` must be one tensor
+    object in all steps.
     """
     cap: float | None = None
-    """The logits are cap * tanh(logits / cap). One cap for all steps with the same head."""
+    """The logits become cap * tanh(logits / cap). All steps with the same head share one cap."""
     bounds: Sequence[int] | None = None
-    """For ascending and distinct target rows: the first draft row of each chunk, then the number of
-    rows. Without them a GPU waits for the target rows.
+    """For ascending, distinct target rows: the first draft row of each chunk, then the number of
+    rows. Without them, the host waits for the GPU to read the target rows.
     """
 
     @property
@@ -127,11 +126,11 @@ class FusedResult:
     loss_S: Tensor
     """Unweighted sum of the divergence over each step's rows."""
     alpha_S: Tensor
-    """Sum of alpha at the divergence's temperature. With a top-k target an upper bound: the tail is
-    one outcome.
+    """Sum of alpha at the divergence's temperature. An upper bound for a top-k target, whose tail
+    counts as one outcome.
     """
     alpha_greedy_S: Tensor
-    """Sum of p(argmax q). With a top-k target a lower bound: 0 for a row whose argmax q was not
+    """Sum of p(argmax q). A lower bound for a top-k target: 0 for a row whose argmax q was not
     recorded.
     """
     count_S: Tensor
@@ -233,9 +232,7 @@ class _Request:
     labels_N: Tensor | None
     chunk_tokens: int
     grad_enabled: bool
-    """Whether the caller runs under autograd: inside `Function.forward` it always reads as
-    disabled.
-    """
+    """Whether the caller runs under autograd. `Function.forward` cannot detect this itself."""
     scratch: Scratch = field(default_factory=Scratch)
 
     def logits(self, name: str, lefts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
@@ -418,9 +415,9 @@ class _Part:
     step: _Step
     rows_M: Tensor
     place_M: Tensor
-    """The row of the chunk to compare each with, ascending."""
+    """Row of the chunk to compare each draft row with, ascending."""
     is_distinct: bool
-    """No two rows of the step are compared with the same row of the target."""
+    """True if no two rows of the step are compared with the same target row."""
 
     def bounds(self, block_rows: int, num_rows: int) -> list[int]:
         """The part's first row in each block of the chunk's `num_rows` rows.
@@ -526,9 +523,9 @@ class _Group:
 
     parts: Sequence[_Part]
     lefts: Sequence[Tensor]
-    """The left factors of all parts' rows, one after another."""
+    """The left factors of the rows of all parts, concatenated."""
     logits_MW: Tensor
-    """In scratch memory, capped. The gradient before the cap takes the place of the logits."""
+    """Capped logits in scratch memory, later overwritten by the gradient before the cap."""
     draft_ids_W: Tensor | None
 
     @property

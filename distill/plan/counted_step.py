@@ -36,32 +36,32 @@ class Plan:
     target: Any
     """The text config of the target."""
     whole: Any = None
-    """The config around it, of a target with images."""
+    """The enclosing config, for a target with images."""
     head: Any
-    """The family's options; for a standalone draft, the text config of the draft."""
+    """The family's options; for a standalone draft, its text config."""
     draft_vocab_size: int = 0
-    """0 for the target's whole vocabulary."""
+    """Size of the draft's vocabulary; 0 for the target's whole vocabulary."""
     divergence: Divergence
     optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
     signal: SignalKind = "model"
-    """Whether the target runs in the step, or sends hidden states (for a standalone draft, its top
-    k).
+    """Whether the target runs within the step or sends hidden states (top k for a standalone
+    draft).
     """
     top_k: int = 32
     batch_size: int
     sequence_length: int
     documents: int = 1
-    """Conversations in each row."""
+    """Number of conversations per row."""
     dtype: torch.dtype = torch.bfloat16
-    """Type of the target's weights. The draft's are in float32."""
+    """Dtype of the target's weights. The draft's weights are in float32."""
     autocast: bool = True
     """Train in bfloat16."""
     keeps_gradients: bool = False
-    """Gradients stay between steps, as with several devices."""
+    """Whether gradients stay allocated between steps, as with several devices."""
     gradient_checkpointing: bool = False
     exact: bool = False
-    """A standalone draft gets hidden states instead of the top k."""
+    """Whether a standalone draft receives hidden states instead of the top k."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
@@ -84,9 +84,9 @@ class Plan:
 class Counted:
     operations: Counter[Operation]
     memory: Counter[str]
-    """Bytes by holder."""
+    """Bytes by owner."""
     signal_bytes: int = 0
-    """Bytes that reach the device from the target's servers or a cache."""
+    """Bytes that the device receives from the target's servers or a cache."""
 
 
 def count_step(

@@ -60,7 +60,7 @@ class Sharing:
 class DraftSize:
     weights: int
     matrices: int
-    """Those in matrices that Muon moves (`distill.train.muon.split`)."""
+    """Number of weights in matrices that Muon updates (`distill.train.muon.split`)."""
 
     @staticmethod
     def of(module: torch.nn.Module) -> DraftSize:

@@ -35,8 +35,8 @@ class Need:
     target: int
     draft: int
     host: int | None = None
-    """Bytes that one process of a launch reads into host memory, if the target is shared out. Else
-    every process reads the target.
+    """Bytes that one process reads into host memory if the target is sharded. None: every process
+    reads the target.
     """
 
 
@@ -44,7 +44,7 @@ class Need:
 class Room:
     device: str
     device_bytes: int | None
-    """None if the processes compute on the CPU."""
+    """Memory of the device in bytes; None if the processes compute on the CPU."""
     host_bytes: int
     processes: int
 

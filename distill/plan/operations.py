@@ -13,11 +13,11 @@ class Operation:
     """The work of one kernel."""
 
     part: str
-    """The part of the code that ran it, by `Count.begin`."""
+    """Part of the code that ran the operation, set by `Count.begin`."""
     kind: Kind
     flops: int
     num_bytes: int
-    """Read and written, if nothing is found in a cache."""
+    """Bytes read and written, assuming no cache hits."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Device:
 
     name: str
     flops_per_s: float
-    """Matrix products in bfloat16."""
+    """Peak rate of matrix products in bfloat16."""
     bytes_per_s: float
     memory_bytes: float
-    """Advertised: the chips have 2^30 each, the rest is for CUDA and NCCL."""
+    """Advertised memory. The chips have 2^30 bytes per GB; the difference is for CUDA and NCCL."""
 
 
 DEVICES = (

@@ -49,16 +49,16 @@ class Adaptation:
     """Folder of the draft for the earlier version of the target."""
     start: Start
     tau_old: float
-    """Forecast of the old draft, untrained."""
+    """Forecast of the old draft without further training."""
     tau_new_start: float | None
-    """Forecast of the new start, untrained; None if none can be made."""
+    """Forecast of the newly initialised draft before training; None if it could not be created."""
     tau_adapted: float
     gain: float
     """`tau_adapted` - `tau_old`."""
     interval: tuple[float, float]
     """95% interval of the gain, over prompts."""
     draft: str | None
-    """Folder of the published draft; None if the old draft stays."""
+    """Folder of the published draft; None if the old draft is kept."""
 
     @property
     def verdict(self) -> str:

@@ -198,7 +198,7 @@ class EngineProof:
     with_draft: Measurement
     lossless: Lossless
     runner: Decoder
-    """VLLM's model runner that served the draft."""
+    """The vLLM model runner that served the draft."""
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:

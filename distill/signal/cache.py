@@ -75,7 +75,7 @@ class HiddenStates:
     """
 
     layers: tuple[int, ...]
-    """Ascending."""
+    """Target layers, ascending."""
     hidden_size: int
     dtype: HiddenDtype = "bfloat16"
 

@@ -26,7 +26,7 @@ class Member:
     """Prompt tokens in flight."""
     is_dead: bool = False
     failures: int = 0
-    """Probes since the server's last answer."""
+    """Failed probes since the server's last answer."""
 
     @property
     def is_free(self) -> bool:

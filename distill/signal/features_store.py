@@ -69,11 +69,11 @@ class Description:
     dtype: Literal["float64", "float32", "bfloat16", "float16", "float8"]
     shape: tuple[Size, Size, Size]
     layers: tuple[int, ...]
-    """Ascending; k is the residual stream after k layers."""
+    """Layer indices, ascending; k is the residual stream after k layers."""
     crc32: int
     target: tuple[str, str, str | None] = ("", "", "")
-    """Lineage and fingerprint of the folder that the server loaded, and the version of weights that
-    have moved since (`online.engine.target_watch`). Empty: unknown, or not moved.
+    """Lineage and fingerprint of the folder that the server loaded, and the version of its weights
+    if they were updated (`online.engine.target_watch`). Empty: unknown or not updated.
     """
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ for draft and activations.
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes:
     outside: int
-    """Embeddings, final norm and head."""
+    """Size of the embeddings, final norm and output head."""
     layers: tuple[int, ...]
 
     @property

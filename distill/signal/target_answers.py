@@ -43,11 +43,11 @@ class Sampling:
     """How the target answers."""
 
     temperature: float | None = None
-    """Temperature of every request. By default that of the target's generation_config.json, else 1,
-    as vLLM.
+    """Sampling temperature of every request. Default: the value in the target's
+    generation_config.json, else 1, as in vLLM.
     """
     max_tokens: int = 2048
-    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this
+    """Maximum answer length in tokens. A conversation ends with an answer that is truncated at this
     length.
     """
     template_options: dict[str, bool | int | str] = field(default_factory=dict)
@@ -58,18 +58,20 @@ class Sampling:
 class RegenerationStats:
     done: int = 0
     already_there: int = 0
-    """Answered by an earlier run with the same output."""
+    """Number of conversations answered by an earlier run with the same output."""
     cut: int = 0
-    """Answered in this run, with a last answer cut at `max_tokens`."""
+    """Number of conversations whose last answer was truncated at `max_tokens` in this run."""
     without_question: int = 0
     departed: Counter[str] = field(default_factory=Counter)
-    """Answered in this run up to a call that the data's tool results do not fit, by reason."""
+    """Number of sessions that ended early because the data's tool results do not match the target's
+    call, by reason.
+    """
     tokens_kept: int = 0
-    """Tokens of this run whose hidden states were kept, each of a session once."""
+    """Number of tokens whose hidden states this run stored; each token of a session counts once."""
     states_lost: int = 0
-    """Answers of this run whose hidden states did not arrive."""
+    """Number of answers in this run whose hidden states did not arrive."""
     without_ids: int = 0
-    """Answered in this run by a server that returned no token ids."""
+    """Number of conversations answered by a server that returned no token ids."""
     refused: int = 0
     refusal: str = ""
 
@@ -95,7 +97,7 @@ class _Answer(NamedTuple):
     message: Message
     is_cut: bool
     turn: TokenTurn | None
-    """None if the server returned no token ids."""
+    """Token ids of the turn; None if the server returned none."""
     states_url: str
 
 
@@ -106,7 +108,7 @@ class _Session(NamedTuple):
     turns: list[TokenTurn | None]
     is_cut: bool = False
     departure: str = ""
-    """Why it ends before the data does; empty if it does not."""
+    """Why the session ended before the data did; empty if it did not."""
 
 
 def prompt_key(conversation: Conversation) -> str:

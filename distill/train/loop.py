@@ -59,7 +59,7 @@ class LoadedData:
     end_ids: tuple[int, ...]
     """Token ids that end an answer."""
     date: datetime.date = field(default_factory=datetime.date.today)
-    """For templates with today's."""
+    """Date for chat templates that contain today's date."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class TrainingCost:
     peak_rss_mib: float
     skipped_steps: int
     exported_step: int
-    """The step whose draft is exported: the last one, or the best evaluation's."""
+    """Step whose draft is exported: the last one, or that of the best evaluation."""
 
 
 def write_offline_unless_logged_in() -> None:

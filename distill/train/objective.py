@@ -101,17 +101,17 @@ class StepRows:
     """The labelled rows of a draft step, in ascending order."""
 
     place_M: Tensor
-    """Flat rows of the batch."""
+    """Row indices in the flattened batch."""
     target_row_M: Tensor
-    """The kept row of the target to compare each with, ascending and distinct."""
+    """Index of the kept target row for each draft row, ascending and distinct."""
     bounds: Sequence[int]
-    """The first row of each chunk of target rows, and the number of rows."""
+    """First draft row of each chunk of target rows, then the number of rows."""
 
 
 @dataclass(frozen=True)
 class Rows:
     kept_N: Tensor
-    """Flat rows of the target that some step is compared with."""
+    """Flattened indices of the target rows that some step uses."""
     of_steps: Sequence[StepRows]
 
 

@@ -12,32 +12,36 @@ class Optim:
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon` moves the matrices of the draft by Muon (kellerjordan.github.io/posts/muon), and
-    embeddings, output heads and norms by AdamW. It learns more from each label, for some more
-    work in each step. Every process needs whole matrices: one process or DDP.
+    """Optimizer. `muon` updates the draft's matrices with Muon (kellerjordan.github.io/posts/muon),
+    and embeddings, output heads and norms with AdamW. It learns more from each label at slightly
+    more compute per step. Every process must hold whole matrices: one process or DDP.
     """
     lr: float = 1e-4
-    """Peak learning rate, reached after the warm-up: about the change of a weight in a step."""
+    """Peak learning rate, reached after the warm-up; about the size of a weight change per step."""
     weight_decay: float = 0.0
-    """Weight decay: each step shrinks the weights by the learning rate times this."""
+    """Weight decay: each step shrinks the weights by this value times the learning rate."""
     beta1: float = 0.9
     """AdamW's decay rate for the running mean of the gradient."""
     beta2: float = 0.95
     """AdamW's decay rate for the running mean of the squared gradient."""
     momentum: float = 0.9
-    """Muon's decay rate for the sum of the gradients. For runs of some dozens of steps 0.8 is
-    better.
+    """Muon's momentum, the decay rate of the sum of gradients. Use 0.8 for runs of a few dozen
+    steps.
     """
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: down a cosine to `min_lr_fraction` of `lr`, or constant."""
+    """Learning rate schedule after the warm-up: cosine decay to `min_lr_fraction` of `lr`, or
+    constant.
+    """
     warmup_fraction: float = 0.03
-    """Share of the steps in which the learning rate rises linearly from zero, e.g. 0.03 for 3%."""
+    """Fraction of the steps in which the learning rate rises linearly from zero, e.g. 0.03 for 3%.
+    """
     min_lr_fraction: float = 0.1
-    """Learning rate at the end of the cosine, as a share of `lr`."""
+    """Final learning rate of the cosine schedule, as a fraction of `lr`."""
     max_grad_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to this norm before the optimizer's step."""
+    """Maximum gradient norm; larger gradients are scaled down to it before the optimizer step."""
     accumulation: int = 1
-    """Micro-batches per optimizer step. Raise it to train with larger batches than memory holds."""
+    """Number of micro-batches per optimizer step. Raise it for batches that do not fit into memory.
+    """
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):

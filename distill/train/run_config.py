@@ -41,37 +41,39 @@ class Data:
     """Text to train on, and held-out text to evaluate on."""
 
     source: str = "HuggingFaceH4/ultrachat_200k"
-    """Conversations to train on: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a
-    folder of such files or of text, or `stdlib` (code and prose from the Python installation).
-    Drafts learn best from answers of the target: see `redraft regenerate`.
+    """Training conversations: a hub name, a .jsonl, .json or .parquet file (the first two also as
+    .gz or .zst), a folder of such files or text files, or `stdlib` (code and prose from the Python
+    installation). Drafts learn best from the target's own answers: see `redraft regenerate`.
     """
     split: str = "train_sft"
-    """Split of a hub data set."""
+    """Split of the data set."""
     held_out: float = 0.01
-    """Share of the conversations, between 0 and 1, to evaluate the draft on and never train on. A
-    hash chooses them, so every run holds out the same ones, with all answers to the same first
-    question on one side.
+    """Fraction of the conversations, between 0 and 1, that is held out to evaluate the draft. The
+    choice is by hash, so every run holds out the same conversations, and all answers to the same
+    first question are on the same side.
     """
     num_prompts: int = 64
-    """Number of held-out prompts for the forecast and the engine, in equal parts from every domain.
+    """Number of held-out prompts for the forecast and the engine, divided equally between domains.
     """
     prompts: str | None = None
-    """Conversations whose last questions are the held-out prompts, in the forms of --data.source,
-    e.g. your evaluation set. By default the prompts are of the held-out conversations.
+    """Conversations whose last questions become the held-out prompts, in the formats of
+    --data.source, e.g. your evaluation set. By default, prompts come from the held-out
+    conversations.
     """
     max_prompt_tokens: int = 1024
-    """Longest held-out prompt, in tokens; longer ones are left out."""
+    """Maximum length of a held-out prompt in tokens; longer prompts are skipped."""
     date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's, such as Llama 3.2's. By default
-    the day on which the run began. Runs that share a cache of the target need the same.
+    """Date, as YYYY-MM-DD, for chat templates that contain today's date, such as Llama 3.2's.
+    Default: the day on which the run started. Runs that share a cache of the target must use the
+    same date.
     """
     cache: Path | None = None
-    """Folder of the tokenised data, for several runs to share; by default inside --output. Data,
-    template, tokenizer or date that change are noticed, and tokenised again.
+    """Folder for the tokenised data, which several runs can share; by default inside --output. If
+    data, template, tokenizer or date change, the data is tokenised again.
     """
     strict: bool = False
-    """End the run at the first row that cannot be used, instead of skipping such rows with a count
-    for each reason.
+    """Stop at the first row that cannot be used. By default, such rows are skipped and counted by
+    reason.
     """
 
     def __post_init__(self) -> None:
@@ -89,44 +91,44 @@ class Signal:
     """Source of the target's distribution, which the draft learns to match."""
 
     kind: Literal["model", "cache", "endpoint"] = "model"
-    """Source of the target's predictions. `model`: run the target in this process; exact.
-    `endpoint`: ask the vLLM servers in --signal.url at each step, without loading the target
-    here. `cache`: compute them once before training, here or on those servers, and read them
-    from disk. From a server or a cache, a standalone draft gets the top k probabilities; a head
-    gets hidden states, which give the exact distribution.
+    """Source of the target's predictions. `model`: run the target in this process (exact).
+    `endpoint`: query the vLLM servers in --signal.url in each step; the target is not loaded here.
+    `cache`: compute the predictions once before training, here or on those servers, and read them
+    from disk. With a server or a cache, a standalone draft receives the top-k probabilities; a head
+    receives hidden states, which give the exact distribution.
     """
     k: int = 32
-    """Number of most probable tokens kept for each position, for a standalone draft with endpoint
-    or cache. The rest of the probability becomes one bucket.
+    """Number of most probable tokens kept per position, for a standalone draft with endpoint or
+    cache. The remaining probability is one bucket.
     """
     shard: bool = False
-    """Share the layers of a target in these processes out over them (FSDP2), instead of a whole
-    copy in each. Only the first process reads the files. Needs --prove.no-engine.
+    """Shard the target's layers over the processes (FSDP2) instead of loading a full copy in each.
+    Only the first process reads the files. Needs --prove.no-engine.
     """
     exact: bool = False
-    """For a standalone draft with endpoint or cache: read hidden states, as a head does, which give
-    the exact distribution. The servers are then those of `redraft serve-features`, and faster:
-    without `prompt_logprobs`.
+    """Use hidden states for a standalone draft with endpoint or cache. They give the exact
+    distribution. The servers must be started with `redraft serve-features`; they are faster because
+    they do not compute `prompt_logprobs`.
     """
     url: tuple[str, ...] = ()
     """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy
-    one, and a failed server is skipped until it is back. For a head, start them with `redraft
-    serve-features`; for a standalone draft, with --max-logprobs of at least k.
+    server; a failed server is skipped until it recovers. For a head, start the servers with
+    `redraft serve-features`; for a standalone draft, with --max-logprobs of at least k.
     """
     storage: str = DEFAULT_STORAGE
-    """Folder or fsspec URL from which hidden states are read, for a head with servers: the
-    `--storage` of `redraft serve-features`. Nothing outside of it is read, whatever a server
-    answers.
+    """Folder or fsspec URL from which hidden states are read, for a head with servers; must equal
+    the `--storage` of `redraft serve-features`. Paths outside it are never read, whatever a server
+    returns.
     """
     kept: str = ""
-    """Folder or fsspec URL with the hidden states that `redraft regenerate --keep-states` has kept,
-    for a head with servers. The servers compute only those of other texts.
+    """Folder or fsspec URL with hidden states stored by `redraft regenerate --keep-states`, for a
+    head with servers. The servers compute only the states of other texts.
     """
     cache: Path | None = None
-    """Folder of the cache, for several runs to share; by default inside --output."""
+    """Folder of the cache, which several runs can share; by default inside --output."""
     cache_dtype: HiddenDtype = "bfloat16"
-    """Type of cached hidden states. bfloat16 is exact for a target in bfloat16. float8 takes half
-    of the space: 8-bit floats with a scale for each state.
+    """Format of cached hidden states. bfloat16 is exact for a target in bfloat16. float8 (8-bit
+    floats with a scale per state) halves the size.
     """
 
     def __post_init__(self) -> None:
@@ -162,44 +164,44 @@ class Loop:
     steps: int = 2000
     """Number of optimizer steps."""
     minutes: float | None = None
-    """Length of training in minutes, instead of --loop.steps. The number of steps follows from the
+    """Training time in minutes, instead of --loop.steps. The number of steps is derived from the
     speed of the first ones; a resumed run keeps it. Evaluations and checkpoints are not counted.
     """
     epochs: float | None = None
-    """Passes over the data, instead of --loop.steps."""
+    """Number of passes over the data, instead of --loop.steps."""
     batch_size: int = 8
     """Rows of --loop.sequence-length tokens per process and micro-batch."""
     sequence_length: int = 4096
-    """Tokens per row. Train at the length you serve: a draft is poor beyond the positions it was
-    trained on.
+    """Tokens per row. Train at the context length that you serve: a draft is poor beyond the
+    positions it was trained on.
     """
     log_every: int = 10
-    """Steps between two lines of metrics; the last step always has one."""
+    """Number of steps between log lines of metrics; the last step is always logged."""
     eval_every: int = 200
-    """Steps between two evaluations on held-out text (alpha and tau), and one at the end; 0 turns
-    them off.
+    """Number of steps between evaluations on held-out text (alpha and tau); there is also one at
+    the end. 0 disables them.
     """
     eval_batches: int = 8
-    """Batches of held-out text per evaluation, the same ones each time."""
+    """Number of held-out batches per evaluation; they are always the same."""
     save_every: int = 500
-    """Steps between two checkpoints, and one at the end; 0 turns them off."""
+    """Number of steps between checkpoints; there is also one at the end. 0 disables them."""
     stop_by: Literal["steps", "acceptance"] = "steps"
-    """`steps` trains all --loop.steps and exports the last one. `acceptance` ends as soon as the
-    held-out tau has not risen for --loop.patience evaluations, and exports the draft of the best
-    evaluation: acceptance may fall long before the loss on the training text rises. The learning
-    rate follows --loop.steps in both cases.
+    """When to stop. `steps` trains for --loop.steps and exports the last draft. `acceptance` stops
+    when the held-out tau has not risen for --loop.patience evaluations, and exports the draft of
+    the best evaluation; acceptance may fall long before the training loss rises. The learning rate
+    follows --loop.steps in both cases.
     """
     patience: int = 3
-    """Number of evaluations (--loop.eval-every) without a higher tau after which --loop.stop-by
-    acceptance ends.
+    """Number of evaluations (--loop.eval-every) without a higher tau before --loop.stop-by
+    acceptance stops the training.
     """
     seed: int = 0
     """Random seed for data order and initial weights."""
     compile: bool = False
-    """Compile the layers of the draft, and of a target that is whole in this process, with
-    `torch.compile`: fewer and larger kernels between the matrix products. The first step and the
-    first evaluation take a minute or two longer, and results differ in rounding. Needs a C++
-    compiler; not for DeepSpeed.
+    """Compile the draft's layers with `torch.compile`, and the target's layers if this process
+    holds the whole target. This fuses the operations between matrix products. The first step and
+    the first evaluation take one or two minutes longer, and results differ by rounding. Needs a C++
+    compiler; not available with DeepSpeed.
     """
 
     def __post_init__(self) -> None:
@@ -231,29 +233,28 @@ class Prove:
     """Evaluation of the trained draft: a forecast, then a real vLLM with and without it."""
 
     engine: bool = True
-    """After training, serve the target in a real vLLM with the draft and without it, and compare
-    their answers. Without this, the report holds only the forecast. `redraft bench` measures the
-    speed.
+    """After training, serve the target in vLLM with and without the draft, and compare the answers.
+    If disabled, the report contains only the forecast. Use `redraft bench` to measure speed.
     """
     ce_baseline: bool = False
-    """Also train the same draft by plain cross-entropy on the text, for as many steps, to compare
-    with. Doubles the training time; only `redraft train standalone` does it.
+    """Also train the same draft with plain cross-entropy for the same number of steps, as a
+    baseline. Doubles the training time; only for `redraft train standalone`.
     """
     num_speculative_tokens: int = NUM_TOKENS
-    """Draft tokens per step in held-out metrics, forecast and engine. A head cannot draft more than
-    it was trained for.
+    """Number of draft tokens per step in held-out metrics, forecast and engine. A head cannot draft
+    more tokens than it was trained for.
     """
     max_tokens: int = 128
-    """Longest answer to a held-out prompt, in tokens."""
+    """Maximum length of an answer to a held-out prompt, in tokens."""
     concurrency: int = 4
     """Number of requests in flight at once."""
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Once
-    for each argument.
+    """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Repeat
+    the flag for each argument.
     """
     reference: Path | None = None
-    """Folder for several runs to share results that depend only on the target and the prompts: the
-    target's answers, and the engine's answers without a draft. By default, --output.
+    """Folder in which several runs share results that depend only on target and prompts: the
+    target's answers, and the engine's answers without a draft. Default: --output.
     """
 
     def __post_init__(self) -> None:
@@ -265,11 +266,11 @@ class TrainConfig:
     """Settings of every family."""
 
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    """Model on your server, for the draft to speed up: a folder or a hub name."""
+    """Target model that the draft will speed up: a folder or a hub name."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, here and in the engine of the proof. By default as stored
-    on a GPU. On a CPU bfloat16 if it is stored so and the CPU has instructions for bfloat16,
-    else float32, in which outputs with and without a draft are compared token for token.
+    """Dtype of the target, here and in vLLM. Default on a GPU: the checkpoint's dtype. Default on a
+    CPU: bfloat16 if the checkpoint uses it and the CPU has bfloat16 instructions, else float32. In
+    float32, outputs with and without a draft are compared token for token.
     """
     data: Data = field(default_factory=Data)
     signal: Signal = field(default_factory=Signal)
@@ -278,23 +279,22 @@ class TrainConfig:
     loop: Loop = field(default_factory=Loop)
     prove: Prove = field(default_factory=Prove)
     output: Path = Path("outputs/draft")
-    """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the
-    report.
-    """
+    """Output folder of the run: config, metrics, checkpoints, exported draft and report."""
     overwrite: bool = False
-    """Replace the run in --output. It is kept in --output/.previous until the new one is complete.
-    Otherwise a run with the same settings, target and data continues from its newest checkpoint,
-    and another is refused.
+    """Replace the run in --output. The old run is kept in --output/.previous until the new one is
+    complete. Without this flag, a run with the same settings, target and data resumes from its
+    newest checkpoint, and a different run is refused.
     """
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Precision of training; by default bf16 on a GPU with bfloat16 units, elsewhere as `accelerate
-    config` says. bf16 keeps the weights in float32.
+    """Mixed precision for training. Default: bf16 on a GPU with bfloat16 units, elsewhere the
+    setting of `accelerate config`. With bf16, the weights stay in float32.
     """
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, by layer or (EAGLE, MTP) by draft step: slower,
-    with far less memory. Not for Medusa."""
+    """Recompute activations in the backward pass, per layer or (EAGLE, MTP) per draft step. This is
+    slower and needs far less memory. Not available for Medusa.
+    """
     wandb: str | None = None
-    """Weights & Biases project to log to, or ENTITY/PROJECT; by default none. Without a login the
+    """Weights & Biases project to log to, or ENTITY/PROJECT; off by default. Without a login, the
     log is kept offline.
     """
 
@@ -305,27 +305,27 @@ class HeadConfig(TrainConfig, Generic[Options]):
 
     head: Options
     start_from: Path | None = None
-    """Continue training this head, a folder or a hub name, instead of a new one. It must be of the
-    same family and target; the options in it replace those of --head.
+    """Continue training this head (a folder or hub name) instead of a new one. It must have the
+    same family and target; its options replace those of --head.
     """
     init: str = ""
-    """Initial weights; empty takes the first that the family has. `last_layer`, `last_layers`:
-    copies of the target's last layers. `least_squares` (EAGLE-3): the best linear prediction of
-    the target's next state, which drafts before the first step; it needs --head.fc-norm.
-    `native` (MTP): the layer that the target ships. `random`: random weights. If the target is
-    in shards or on servers, layers are read from its files.
+    """Initial weights; by default the first that the family supports. `last_layer`, `last_layers`:
+    copy the target's last layers. `least_squares` (EAGLE-3): the best linear prediction of the
+    target's next state, which makes useful proposals before the first step; needs --head.fc-norm.
+    `native` (MTP): the target's own layer. `random`: random weights. If the target is sharded or on
+    servers, the layers are read from its files.
     """
     init_tokens: int = 65536
-    """Tokens that --init least_squares is fitted to: several times the hidden size times the number
-    of target layers that are read. For a target of 8B the fit takes about 10 GB of the device's
-    memory, before training.
+    """Number of tokens for the fit of --init least_squares: several times the hidden size times the
+    number of target layers read. For an 8B target, the fit takes about 10 GB of device memory
+    before training.
     """
     draft_vocab_size: int = 0
-    """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes
-    a draft step faster; 0 keeps all of the target's. For EAGLE-3, P-EAGLE, DFlash and DSpark.
+    """Size of the head's vocabulary: the most frequent labels. A smaller vocabulary makes draft
+    steps faster; 0 keeps the target's whole vocabulary. For EAGLE-3, P-EAGLE, DFlash and DSpark.
     """
     layout: Literal["vllm", "speculators"] = "vllm"
-    """Format of the exported checkpoint: vLLM's, or that of the library `speculators`. vLLM serves
+    """Format of the exported checkpoint: vLLM's or that of the library `speculators`. vLLM loads
     both. For EAGLE-3, P-EAGLE, DFlash and DSpark.
     """
 

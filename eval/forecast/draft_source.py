@@ -68,9 +68,11 @@ class Lookups:
 
     ngram: Ngram = field(default_factory=Ngram)
     verify_cost: float | None = None
-    """Cost of verifying one more token, for counted answers. None takes the folder's."""
+    """Cost of verifying one more token, for counted answers. None: the value stored in their
+    folder.
+    """
     head_requests: int | None = None
-    """Most in a step for which the head drafts; None: any."""
+    """Maximum batch size at which the head drafts; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,11 @@ class DraftSource:
     """A draft, by name; with `lookup`, a head that drafts if the lookup finds nothing."""
 
     source: str
-    """Folder, hub name, or name of a draft without a folder; with `lookup`, the head's."""
+    """Folder, hub name, or name of a draft without a folder. With `lookup`, this is the head."""
     lookup: str | None = None
     """`ngram`, `live`, or the folder of counted answers."""
     head_tokens: int | None = None
-    """Most of the head in a step; None: as many as the lookup."""
+    """Maximum number of draft tokens from the head per step; None: as many as from the lookup."""
     given_name: str | None = None
 
     @staticmethod

@@ -39,17 +39,17 @@ SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 class NamedDraft:
     name: str
     source: str
-    """Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`."""
+    """Folder, hub name, `ngram`, `suffix` or a combination such as `ngram+FOLDER`."""
     family: str
     fingerprint: str
     forecast: Forecastable | None
-    """None if it can only be measured in the engine."""
+    """None if the draft can only be measured in the engine."""
     speculative: Mapping[str, Any] | None
-    """VLLM's, without num_tokens; None: vLLM has no proposer."""
+    """vLLM's speculative config without the number of tokens; None if vLLM has no such proposer."""
     folder: Path | None = None
-    """The folder with the weights; None for a lookup."""
+    """Folder with the weights; None for a lookup."""
     served: Path | None = None
-    """The folder to serve as the target, if the draft lies in one."""
+    """Folder to serve as the target, if it contains the draft."""
     notes: tuple[str, ...] = ()
 
     def serves(self, num_speculative_tokens: int) -> bool:

@@ -41,9 +41,9 @@ class Continuation:
 
     prompt: Prompt
     output_ids: list[int]
-    """As the engine returns it: up to the end token (included) or to `max_tokens`."""
+    """Answer as the engine returns it: up to the end token (included) or `max_tokens`."""
     beyond_ids: list[int]
-    """The target's tokens after the end. The engine's last block reaches past the end and counts in
+    """The target's tokens after the end. The engine's last block extends past the end and counts in
     full.
     """
 
@@ -79,7 +79,7 @@ class ForecastSummary:
     tau: float
     """Tokens per target step at temperature 0."""
     acceptance_per_position: list[float]
-    """Share of drafts whose first j + 1 tokens are accepted, at temperature 0."""
+    """Fraction of drafts whose first j + 1 tokens are accepted, at temperature 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,12 +380,12 @@ class QuickMetrics:
     alpha: float
     alpha_greedy: float
     tau: float
-    """1 + sum_j c_j with the positions below. Every row starts a block here, so it only comes near
-    the forecast.
+    """1 + sum_j c_j with the positions below. Every row starts a block here, so this only
+    approximates the forecast.
     """
     acceptance_per_position: list[float]
-    """Share of rows whose first j + 1 draft tokens are the target's most probable ones, given the
-    text.
+    """Fraction of rows whose first j + 1 draft tokens are the target's most probable tokens, given
+    the text.
     """
 
 

@@ -18,7 +18,7 @@ class Ngram:
     min: int = 2
     """Shortest run of tokens to look up."""
     max: int = 4
-    """Longest run of tokens to look up; tried first."""
+    """Longest run of tokens to look up; longer runs are tried first."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:

@@ -32,7 +32,7 @@ class TargetRows:
 
     p_NM: Tensor
     ids_NM: Tensor | None = None
-    """Token of each column, distinct in a row; None: the vocabulary."""
+    """Token id of each column, distinct within a row; None: the columns are the vocabulary."""
 
     def probability(self, token_N: Tensor) -> Tensor:
         """p(token), [N]; 0 if the token was not kept."""
@@ -74,7 +74,7 @@ class StepRates:
     target: TargetRows
     q_NW: Tensor
     draft_ids_W: Tensor | None
-    """Int64, target ids by draft id, ascending; None: they are equal."""
+    """int64, target ids by draft id, ascending; None: both vocabularies are equal."""
 
     @functools.cached_property
     def token(self) -> Tensor:
@@ -154,7 +154,7 @@ class ComparedRows:
     alpha_BT: Tensor
     alpha_greedy_BT: Tensor
     agree_BT: Tensor
-    """Bool, argmax q = argmax p."""
+    """bool, whether argmax q = argmax p."""
     token_BT: Tensor
     """int64, argmax q as a token id."""
 

@@ -27,10 +27,10 @@ class StoredForecast:
 
     num_speculative_tokens: int
     max_tokens: int
-    """Longest answer, in tokens."""
+    """Maximum answer length in tokens."""
     end_ids: tuple[int, ...]
     by_prompt: Mapping[str, tuple[int, int]]
-    """Drafts and accepted tokens, by the prompt's digest."""
+    """Number of drafts and accepted tokens, by the prompt's digest."""
     dtype: str | None = None
     """The target's dtype. None if a server does not report it."""
 

@@ -52,25 +52,29 @@ class Forecastable:
     """A draft with a forecast: a module with draft steps, or n-grams."""
 
     fingerprint: str
-    """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
+    """Identifies the draft in cached results, e.g. a folder's fingerprint."""
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
-    """The draft steps for a number of draft tokens."""
+    """Computes the draft steps for a number of draft tokens."""
     first: Lookup | None = None
-    """Before the steps: a block is its tokens, if there are any."""
+    """Lookup that runs before the steps: if it finds tokens, they form the block."""
     head_tokens: int | None = None
-    """Most by the steps after a lookup; None: as the lookup."""
+    """Maximum number of draft tokens from the steps after a lookup; None: as many as from the
+    lookup.
+    """
     is_autoregressive: bool = False
     is_block: bool = False
-    """The number of draft tokens changes all: each takes a pass."""
+    """Whether each number of draft tokens needs its own pass, because it changes all predictions.
+    """
     aux_layer_ids: tuple[int, ...] = ()
     is_sampled: bool = False
-    """Above temperature 0 serving draws from q, not the best token."""
+    """Whether serving above temperature 0 samples from q instead of taking the most probable token.
+    """
     can_sample: bool = False
-    """Serving could draw from q (`draft_sample_method: probabilistic`)."""
+    """Whether serving can sample from q (`draft_sample_method: probabilistic`)."""
     max_tokens: int | None = None
-    """Largest number of draft tokens; None if there is no limit."""
+    """Maximum number of draft tokens; None if there is no limit."""
     module: Any = None
-    """Computes `steps`, for a caller that moves it to another device."""
+    """Module that computes `steps`, for callers that move it to another device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +84,20 @@ class PromptRows:
     num_output_tokens: int
     num_rows: int
     alpha_sum: float
-    """Sum over the rows of alpha at a block's first token, with p and q as sampled."""
+    """Sum of alpha over the first tokens of all blocks, with p and q as sampled."""
     alpha_greedy_sum: float
     counts: dict[int, ExpectedCounts]
     """Counts by number of draft tokens."""
     other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
-    """The counts with vLLM's other `draft_sample_method`; empty if that changes nothing."""
+    """Counts with vLLM's other `draft_sample_method`; empty if it makes no difference."""
     block_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
-    """The counts with sampled drafts and block verification; empty as `other_counts`."""
+    """Counts with sampled drafts and block verification; empty under the same condition as
+    `other_counts`.
+    """
     adaptive: list[AdaptivePoint] = field(default_factory=list)
-    """With the most draft tokens, by threshold of adaptive verification; empty for lookups."""
+    """Results with the maximum number of draft tokens, by threshold of adaptive verification; empty
+    for lookups.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +111,7 @@ class Protocol:
     seed: int
     batch_size: int
     filters: Sampling = field(default_factory=Sampling)
-    """Sampling filters of the answers, at every temperature."""
+    """Sampling filters of the answers, used at every temperature."""
 
     @property
     def most_tokens(self) -> int:

@@ -54,7 +54,7 @@ class Labels:
     target_rows_N: Tensor
     ids_N: Tensor
     length: int
-    """T, the number of rows of one sequence of the batch."""
+    """T, the number of rows per sequence of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +62,17 @@ class VerifiedLabels:
     """The rates of one draft step at every label, float32 on the CPU, [N] each."""
 
     accept_greedy_N: Tensor
-    """P(label drafted and accepted), with the most probable token."""
+    """P(label drafted and accepted) when the most probable token is drafted."""
     ratio_sampled_N: Tensor
-    """r(label) / p(label) with a token sampled from q; at 0 and for lookups as
-    `accept_greedy_N`, which leads to the same counts.
+    """r(label) / p(label) for a token sampled from q. At temperature 0 and for lookups it equals
+    `accept_greedy_N`, which gives the same counts.
     """
     alpha_N: Tensor
-    """sum_v min(p, q), with p and q as the text was sampled."""
+    """sum_v min(p, q), with the p and q from which the text was sampled."""
     alpha_greedy_N: Tensor
-    """p(argmax q), with p and q as the text was sampled."""
+    """p(argmax q), with the p and q from which the text was sampled."""
     confidence_N: Tensor
-    """The draft's confidence in its token, as adaptive verification reads it; 1 of a lookup."""
+    """The draft's confidence in its token, as adaptive verification uses it; 1 for a lookup."""
 
 
 Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]

@@ -34,12 +34,12 @@ class Pass:
     """One forward pass of a drafter over the rows at `positions_N`."""
 
     ids_N: Tensor | None
-    """None if the head reads no tokens."""
+    """Token ids that the head reads; None if it reads no tokens."""
     positions_N: Tensor
     feature_ND: Tensor | None
-    """The target's state as fed in; None on the draft's own state."""
+    """Target state fed into the head; None if the head reads its own state."""
     hidden_ND: Tensor
-    """The input of the draft's head."""
+    """Input of the draft's output head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Trained:
     """Logits of every drafted token, [W] each."""
     draft_ids_W: Tensor | None
     confidence: list[float]
-    """Estimated acceptance of each token; empty without estimates."""
+    """Estimated acceptance of each token; empty if the head has no estimates."""
 
 
 def compare(

@@ -80,11 +80,11 @@ class Change:
     high: float
     """Upper end of the same interval."""
     is_paired: bool
-    """Both taus are from the same prompts."""
+    """Whether both taus were measured on the same prompts."""
     num_prompts: int
-    """Number of prompts compared."""
+    """Number of compared prompts."""
     fell: bool = False
-    """Proven, and by more than is allowed."""
+    """Whether the loss is proven and larger than allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)

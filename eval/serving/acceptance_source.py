@@ -20,12 +20,12 @@ FILTERS = ("top_p", "top_k", "min_p")
 class Acceptance:
     draft: str
     per_position: list[float]
-    """Share of the steps that accept up to each position."""
+    """Fraction of the steps that accept up to each position."""
     sampling: Sampling
     is_sampled: bool
-    """Drafts were sampled (`draft_sample_method: probabilistic`), not greedy."""
+    """Whether drafts were sampled (`draft_sample_method: probabilistic`) instead of greedy."""
     curve: Sequence[AdaptivePoint] = ()
-    """With adaptive verification; empty if the report has none."""
+    """Results with adaptive verification; empty if the report has none."""
 
 
 def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:

@@ -50,19 +50,20 @@ class Baseline:
     mode: Mode
     tokens_s: float
     threads: int | None
-    """OpenMP threads that compute; None if vLLM binds none."""
+    """Number of OpenMP compute threads; None if vLLM binds none."""
     step_ms: float
     """Median time of a step without a prefill."""
     limit_share: float | None
-    """Time to read the weights once, as a share of the step, if known."""
+    """Time to read the weights once, as a fraction of the step time, if known."""
     speeds: int
-    """Over all rounds, apart by the factor `CHANGED`; 1 is sound."""
+    """Number of distinct speeds over all rounds, which differ by the factor `CHANGED`; should be 1.
+    """
     repeated: int
-    """Loads that were measured again because a server changed speed."""
+    """Number of loads that were measured again because a server changed speed."""
     modes: Mapping[Mode, float]
-    """Tokens/s of the rounds that chose; empty if the user did."""
+    """Tokens/s of the rounds that chose the mode; empty if the user chose it."""
     not_default: str | None
-    """Arguments of the server that are not vLLM's defaults, by its log."""
+    """Server arguments that differ from vLLM's defaults, according to its log."""
 
 
 def choose_mode(

@@ -35,33 +35,36 @@ class DraftReport:
     name: str
     title: str
     parameters: int | None
-    """In its files; None if it has none."""
+    """Number of parameters in the draft's files; None if it has none."""
     tau_forecast: float | None
-    """By its training, on the prompts of the first rounds."""
+    """Forecast from its training, on the prompts of the first rounds."""
     is_lookup: bool
     chooses_length: bool
-    """It decides at every step how many tokens to propose."""
+    """Whether the draft chooses the number of tokens in every step."""
     num_speculative_tokens: int
-    """Most draft tokens of a step in the first rounds."""
+    """Maximum number of draft tokens per step in the first rounds."""
     measured: ByLoad
     is_acceptance_given: bool
-    """By --acceptance; else it is the measured one."""
+    """Whether --acceptance gives the acceptance; otherwise it was measured."""
     token_ms: Mapping[int, float]
-    """Time of a draft token, by requests in flight."""
+    """Time per draft token, by number of concurrent requests."""
     by_tokens: Mapping[int, Sequence[Prediction]]
-    """For 0, 1, 2, ... tokens, by requests in flight."""
+    """Predictions for 0, 1, 2, ... tokens, by number of concurrent requests."""
     best: Mapping[int, int]
-    """The fastest number of tokens, by requests in flight."""
+    """The fastest number of tokens, by number of concurrent requests."""
     predicted: Mapping[int, float]
-    """The speed-up with it."""
+    """The speed-up with that number of tokens."""
     advice: str
-    """The best number of tokens at each batch size, in words."""
+    """The best number of tokens at each batch size, as text."""
     serve: str
     """Arguments to append to `vllm serve TARGET`, after the variables to set."""
     adaptive: Mapping[int, AdaptivePrediction]
-    """The speed with vLLM's adaptive verification, by requests in flight; empty without a forecast."""
+    """Speed with vLLM's adaptive verification, by number of concurrent requests; empty without a
+    forecast.
+    """
     confirmed: ByLoad | None
-    """In the last rounds, as advised; None if it did not take part."""
+    """Results of the last rounds with the recommended settings; None if the draft was not in them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +75,16 @@ class LosslessReport:
     lossless: bool
     differences: Sequence[Difference]
     num_parted_alone: int
-    """Outputs of the target alone that other batch sizes change."""
+    """Number of outputs of the target alone that differ between batch sizes."""
     widest_gap_alone: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     loads: Sequence[int]
-    """Requests in flight, in ascending order."""
+    """Numbers of concurrent requests, ascending."""
     rounds: int
-    """Number of the last rounds."""
+    """Number of confirmation rounds."""
     max_tokens: int
     sampling: Sampling
     penalties: Mapping[str, float]
@@ -98,12 +101,12 @@ class BenchReport:
     command: str
     baseline: Baseline
     plain: ByLoad
-    """The target alone in the last rounds."""
+    """Results of the target alone in the last rounds."""
     drafts: Sequence[DraftReport]
     served: str | None
     """Name of the draft to serve; None for none."""
     lossless: LosslessReport | None
-    """None if requests are sampled, or no draft should be served."""
+    """None if requests are sampled or no draft is recommended."""
     settings: Settings
     environment: Mapping[str, str]
     duration_s: float

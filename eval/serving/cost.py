@@ -53,11 +53,11 @@ class StepCosts:
     """
 
     target_s: Mapping[int, Mapping[int, float]]
-    """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step
-    without a draft.
+    """target_s[b][k]: time of a target step that verifies k + 1 rows for each of b requests; k = 0
+    is a step without a draft.
     """
     draft_s: Mapping[int, float]
-    """draft_s[b]: proposing one more token for each of b requests."""
+    """draft_s[b]: time to propose one more token for each of b requests."""
 
     def __post_init__(self) -> None:
         if (
@@ -163,14 +163,14 @@ def _line(points: Mapping[int, float], x: float) -> float:
 class Prediction:
     batch_size: int
     num_speculative_tokens: int
-    """0 for no speculation."""
+    """Number of draft tokens; 0 without speculation."""
     tau: float
-    """Tokens per request in a step."""
+    """Tokens per request and step."""
     step_s: float
     tokens_per_s: float
-    """Output tokens per second of all requests together."""
+    """Output tokens per second of all requests."""
     speedup: float
-    """Ratio of tokens_per_s to no speculation at the same batch size."""
+    """Ratio of tokens_per_s to that without speculation at the same batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ class Range:
 class Advice:
     acceptance_per_position: tuple[float, ...]
     table: tuple[Prediction, ...]
-    """For every measured batch size and number of draft tokens."""
+    """Predictions for every measured batch size and number of draft tokens."""
     schedule: tuple[Range, ...]
     """Best number of draft tokens by batch size, as measured."""
 

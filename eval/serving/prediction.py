@@ -31,17 +31,17 @@ class Candidate:
     name: str
     title: str
     config: Mapping[str, Any]
-    """VLLM's --speculative-config without the number of tokens."""
+    """vLLM's --speculative-config without the number of tokens."""
     num_speculative_tokens: int
-    """Draft tokens of a step in the first rounds: the most to consider."""
+    """Number of draft tokens per step in the first rounds, the maximum to consider."""
     parameters: int | None = None
-    """In the draft's files; None if it has none."""
+    """Number of parameters in the draft's files; None if it has none."""
     tau_forecast: float | None = None
-    """By its training, on the prompts of the first rounds."""
+    """Forecast from its training, on the prompts of the first rounds."""
     given: Sequence[float] | None = None
-    """Acceptance by position, in place of the counted one."""
+    """Acceptance by position, used instead of the measured acceptance."""
     curve: Sequence[AdaptivePoint] = ()
-    """With adaptive verification, by forecast; empty if it is not known."""
+    """Forecast with adaptive verification; empty if unknown."""
 
     def __post_init__(self) -> None:
         if self.given is not None and not self.has_one_acceptance:
@@ -75,18 +75,20 @@ class Candidate:
 class Choice:
     candidate: Candidate
     measured: Mapping[int, Compared]
-    """By requests in flight."""
+    """Measurements by number of concurrent requests."""
     costs: StepCosts
     by_tokens: Mapping[int, Sequence[Prediction]]
-    """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if others
-    cannot be known.
+    """Predictions by number of concurrent requests, for 0, 1, 2, ... draft tokens; only for 0 and
+    the measured number if others cannot be predicted.
     """
     advice: str
-    """The best number of tokens at each batch size, in words."""
+    """The best number of tokens at each batch size, as text."""
     speculative_config: Mapping[str, Any]
-    """To serve, with the best numbers of tokens."""
+    """Speculative config to serve, with the best numbers of tokens."""
     adaptive: Mapping[int, AdaptivePrediction] = field(default_factory=dict)
-    """With adaptive verification, by requests in flight; empty without a forecast of it."""
+    """Predictions with adaptive verification, by number of concurrent requests; empty without a
+    forecast.
+    """
 
     @property
     def best(self) -> dict[int, Prediction]:

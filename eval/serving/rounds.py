@@ -40,14 +40,14 @@ USED_MEMORY = 0.9  # of a GPU by all servers together; the rest is for CUDA cont
 class Plan:
     rounds: int
     prompts: Mapping[int, int]
-    """Number of prompts in a round, by requests in flight."""
+    """Number of prompts per round, by number of concurrent requests."""
     max_tokens: int
     sampling: Sampling | None = GREEDY
-    """None: as the target's generation_config.json says."""
+    """Sampling parameters; None: those in the target's generation_config.json."""
     first: int = 0
-    """Number of the first round, which chooses its prompts."""
+    """Index of the first round, which determines its prompts."""
     most_repeats: int = MOST_REPEATS
-    """Maximum number of repeats of a load in which a server changes speed."""
+    """Maximum number of times a load is measured again because a server changed speed."""
 
 
 @contextlib.contextmanager
@@ -279,23 +279,23 @@ class Compared:
 
     ratio: float
     interval: tuple[float, float] | None
-    """95%, over rounds; None with fewer than 6."""
+    """95% interval over rounds; None with fewer than 6."""
     ratios: list[float]
     ideal: float
-    """The ratio if every draft token were accepted in steps as long as these."""
+    """Ratio if every draft token were accepted and steps took the same time."""
     tokens_per_s: float
     ttft_ms: float | None
-    """Mean time to the first token."""
+    """Mean time to first token."""
     tau: float
     acceptance_per_position: list[float]
     accepted_per_s: float
-    """Accepted draft tokens of all requests together."""
+    """Accepted draft tokens per second of all requests."""
     rows_per_token: float
-    """Rows that the target verified per output token; 1 without a draft. Of a server whose vLLM
-    verifies adaptively, this is what a token costs.
+    """Rows that the target verified per output token; 1 without a draft. With adaptive
+    verification, this is the cost of a token.
     """
     step_ms: float
-    """With a share of the prefills."""
+    """Mean step time, including prefills."""
     tokens_per_request: float
 
 

@@ -33,7 +33,7 @@ class Finding:
     problem: str
     cure: str
     is_doubt: bool = False
-    """Unusual, may be meant: printed, and does not fail the check."""
+    """Whether this is unusual but may be intended: it is printed but does not fail the check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Pair:
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the draft's tensors, by name."""
     dtypes: Mapping[str, str]
-    """By tensor, as safetensors spells them (F32, BF16, I64)."""
+    """Dtypes by tensor name, in safetensors spelling (F32, BF16, I64)."""
     family: Family
     provenance: Provenance
 

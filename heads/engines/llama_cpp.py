@@ -96,7 +96,7 @@ class Rotation:
     """How a llama.cpp architecture rotates queries and keys."""
 
     neighbours: bool
-    """Pairs of neighbours instead of halves."""
+    """Whether rotary embeddings pair neighbouring dimensions instead of the two halves."""
     kinds: tuple[str, ...] = (PLAIN,)
 
 

@@ -28,9 +28,9 @@ class Export:
 
     pair: Pair
     output: Path
-    """Published folder; the draft's own if nothing has to be written."""
+    """Published folder; the draft's own folder if no files have to be written."""
     num_tokens: int
-    """Draft tokens a step, for families that do not fix their number."""
+    """Number of draft tokens per step, for families that do not fix it."""
     gguf: Path | None = None
     """The target's GGUF file, for llama.cpp."""
 
@@ -66,19 +66,20 @@ class Engine:
     """One row of the table of engines."""
 
     name: str
-    """On the command line."""
+    """Name on the command line."""
     title: str
-    """In sentences."""
+    """Name in messages."""
     version: str
-    """Release, or date of the sources, that the rules follow."""
+    """Release, or date of the sources, on which the rules are based."""
     is_run: bool
-    """Exports are served by the engine in tests. If false, its loaders were read and not run."""
+    """Whether tests serve exports in the engine. If false, the rules come from reading its loaders.
+    """
     module: str
-    """Module with the functions of `Rules`."""
+    """Module that implements `Rules`."""
     package: str = ""
-    """Distribution to compare `version` with; empty for an engine with checks of its own."""
+    """Package whose version is compared with `version`; empty for an engine with its own checks."""
     unserved: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by family. An engine serves every family that is not named here."""
+    """Reason by family that is not supported. All other families are supported."""
 
     @property
     def proof(self) -> str:

@@ -389,7 +389,9 @@ class Checkpoint:
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    """The first layer is `midlayer`; no embeddings and maps."""
+    """Tensors by name. The first layer is `midlayer`; embeddings and vocabulary maps are not
+    included.
+    """
     draft_ids_W: Tensor | None
     shape: LlamaShape
 

@@ -24,21 +24,21 @@ from torch import Tensor, nn
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     model: str
-    """Module in `transformers.models` and prefix of its classes: "module:Prefix"."""
+    """Module in `transformers.models` and prefix of its class names: "module:Prefix"."""
     prefix: str
-    """Prefix of the layer's tensors. {n} stands for the target's number of layers."""
+    """Prefix of the layer's tensor names. {n} stands for the target's number of layers."""
     names: Mapping[str, str]
-    """Names in the checkpoint, by the names of our modules."""
+    """Checkpoint names by the names of our modules."""
     embedding_first: bool
-    """The embedding comes before the hidden state in the concatenation."""
+    """Whether the embedding comes before the hidden state in the concatenation."""
     zero_at_start: bool
-    """The embedding at position 0, of a second token, becomes zeros."""
+    """Whether the embedding of the second token, at position 0, is set to zero."""
     reads_normed: bool
-    """The first feature is the state after the target's final norm."""
+    """Whether the first feature is the state after the target's final norm."""
     count_key: str = "num_nextn_predict_layers"
     """Config key for the number of MTP layers."""
     engine_output: int = 0
-    """Output of vLLM's drafter after the final norm, from 0."""
+    """Index of the output of vLLM's drafter that is taken after the final norm."""
 
     def block(self, config: Any) -> nn.Module:
         """Build the decoder layer, which uses a `Memory` for attention."""

@@ -66,13 +66,14 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep. Each takes 44 bytes of server memory; in live counts, 16."""
+    """Maximum number of runs to keep. Each takes 44 bytes of server memory; in live counts, 16."""
     min_texts: int = 1
-    """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
-    stands in one conversation only is left out."""
+    """Minimum number of conversations in which a run must be followed by its token. With 2 or more,
+    runs that occur in only one conversation are left out.
+    """
     verify_cost: float = 0.05
-    """Cost of verifying one more token, in target steps of one request. With n requests in a step,
-    a token is drafted if its probability of acceptance is at least n times this.
+    """Cost of verifying one more token, in target steps of one request. At batch size n, a token is
+    drafted if its acceptance probability is at least n times this cost.
     """
 
     def __post_init__(self) -> None:
@@ -92,9 +93,9 @@ class Text:
 
     ids: Ids
     is_label: NDArray[np.bool_]
-    """Tokens written by the target."""
+    """Whether the target wrote each token."""
     owner: bytes = b""
-    """The name of its owner. Names have one length, and no owner is drafted another's text."""
+    """Name of the owner. All names have the same length; drafts never use another owner's text."""
 
 
 class Retrieval:

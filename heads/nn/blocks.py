@@ -25,7 +25,7 @@ class BlockMask:
     prefixes: Prefixes
     num_slots: int
     is_causal: bool = False
-    """A slot sees itself and earlier ones only."""
+    """Whether a slot attends only to itself and earlier slots."""
 
     @staticmethod
     def make(

@@ -42,11 +42,11 @@ class LlamaShape:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
     attention_bias: bool = False
-    """Whether the projections have a bias. Only heads of other trainers have one."""
+    """Whether the projections have a bias, which only occurs in heads of other trainers."""
     qk_norm: bool = False
-    """Whether queries and keys are normed, as in Qwen3. Only heads of other trainers are."""
+    """Whether queries and keys are normed, as in Qwen3; only occurs in heads of other trainers."""
     logit_scale: float = 1.0
-    """Factor of the head's logits, as in the target's; vLLM reads it."""
+    """Scale factor of the head's logits, equal to the target's; vLLM applies it."""
 
     @property
     def rule(self) -> LogitRule:

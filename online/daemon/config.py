@@ -20,35 +20,38 @@ from redraft.online.records.nats_config import Nats, StreamLimits, parse_address
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     target: Path = field(metadata={"example": "models/llama-3.1-70b"})
-    """Folder of the target that the servers serve. Only fingerprint, tokenizer and config are read,
-    and the embeddings if the draft is a head. The model itself is never loaded.
+    """Folder of the target that the servers run. The learner reads only its fingerprint, tokenizer
+    and config, and the embeddings if the draft is a head. It never loads the model.
     """
     registry: Path = field(metadata={"example": "drafts/llama-3.1-70b"})
-    """Folder with the versions of the draft: the servers' --registry. One learner owns it."""
+    """Folder with the draft versions; must be the --registry of the servers. A registry belongs to
+    one learner.
+    """
     spool: Path | None = field(default=None, metadata={"example": "spool"})
-    """Folder the servers write records to: the --capture.spool of `redraft serve`. Set either this
-    or `ingest`.
+    """Folder to which the servers write records; must be the --capture.spool of `redraft serve`.
+    Set either `spool` or `ingest`.
     """
     ingest: str = field(default="", repr=False)
-    """Log the servers send records to instead: the --capture.ingest of `redraft serve`, e.g.
-    nats://HOST:4222. Separate several addresses with commas; use tls:// for TLS. Remove `spool`
-    if you set this.
+    """NATS log to which the servers send records instead; must be the --capture.ingest of `redraft
+    serve`, e.g. nats://HOST:4222. Separate several addresses with commas; use tls:// for TLS.
+    Remove `spool` if you set this.
     """
     folder: Path = Path("learner")
-    """Folder for the learner's state, checkpoints, journal and buffer. It holds users' text."""
+    """Folder for the learner's state, checkpoints, journal and buffer. It contains users' text."""
     anchors: Path | None = None
-    """File of offline records, mixed into every step against forgetting (`redraft data anchors`).
+    """File with offline records that are mixed into every training step against forgetting
+    (`redraft data anchors`).
     """
     zero_retention: bool = False
     """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart
     loses all records and continues from the served version.
     """
     keep_versions: int = 20
-    """Number of versions to keep in the registry. The current version, the one before it, those a
-    server still has and the one that training began from are always kept.
+    """Number of versions to keep in the registry. The current version, the previous one, versions
+    that a server still runs and the one from which training started are always kept.
     """
     wandb: str | None = None
-    """Weights & Biases project to log to; logs offline if nobody is logged in."""
+    """Weights & Biases project to log to. Without a login, the log is kept offline."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)

@@ -37,7 +37,7 @@ class Standing:
     is_asleep: bool
     steps_saved: int
     failed_rounds: dict[str, int]
-    """Failures of the tasks beside the cycle, by task."""
+    """Number of failures of background tasks, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class WentBack:
 
     version: str
     behind: str = ""
-    """The servers that are not there yet, for people; empty if all are."""
+    """Message that lists the servers that have not swapped yet; empty if all have."""
 
 
 @dataclass(frozen=True, kw_only=True)

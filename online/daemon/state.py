@@ -89,26 +89,28 @@ class Move(NamedTuple):
 
     event: Event
     candidate: str | None = None
-    """The new candidate, if the event brings one."""
+    """The new candidate, if the event creates one."""
     reason: str = ""
-    """Why it happened, for people."""
+    """Reason for the event, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     phase: Phase = Phase.IDLE
     candidate: str | None = None
-    """A checkpoint until published, then a version."""
+    """A checkpoint until it is published, then a version."""
     reason: str = ""
-    """Reason of the last event, for people."""
+    """Reason for the last event, as text."""
     num_looks: int = 0
-    """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs
-    more evidence at every look, so a kill must not begin the count again.
+    """Number of verdicts of the gate on held-out requests since the last rollout. The gate needs
+    more evidence with every verdict, so the count must survive a kill.
     """
     has_gone_back: bool = False
-    """An alarm has taken back a version since the last rollout."""
+    """Whether an alarm has rolled back a version since the last rollout."""
     is_by_person: bool = False
-    """The running rollout: the draft in training does not descend from the candidate."""
+    """Whether a person started the current rollout, so that the draft in training does not descend
+    from the candidate.
+    """
 
     @property
     def is_rolling_out(self) -> bool:

@@ -23,8 +23,8 @@ class ServerSample(Sample):
     """The recorded part of a server's traffic."""
 
     hidden_format: HiddenFormat = "bfloat16"
-    """Format of the recorded hidden states. With float8 they take half of the space; a learner of
-    an earlier release cannot read them.
+    """Format of the recorded hidden states. float8 halves their size; learners of earlier releases
+    cannot read it.
     """
 
 
@@ -33,9 +33,9 @@ class CaptureConfig(ServerSample, Recording):
     """Settings of the plugin's capture."""
 
     hidden_states: bool = False
-    """Also record the hidden states of the target; a draft head such as EAGLE learns from them.
-    Size per token: 2 bytes times the hidden size times the number of layers read. Lower
-    --capture.fraction to record less.
+    """Also record the target's hidden states, which draft heads such as EAGLE learn from. Size per
+    token: 2 bytes times the hidden size times the number of layers read. Reduce --capture.fraction
+    to record less.
     """
 
     @property
@@ -75,11 +75,11 @@ class SwapConfig:
     """Settings for swaps."""
 
     cache: SwapCache = "auto"
-    """Fate of cached keys and values at a swap. `clear`: target and draft read everything again.
-    `draft`: the target's stay, and the new draft reads the text again; for standalone drafts
-    only. `keep`: those of running requests stay, and later ones find no block that another version
-    of the draft has written. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft` for a
-    standalone draft that can read again, else `clear`.
+    """Handling of the KV cache at a swap. `clear`: prefill everything again, for target and draft.
+    `draft`: keep the target's keys and values, and prefill the text again with the new draft; for
+    standalone drafts only. `keep`: keep those of running requests; later requests do not reuse
+    blocks that another version wrote. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft`
+    for standalone drafts that support it, otherwise `clear`.
     """
 
 
@@ -88,26 +88,30 @@ class Settings:
     """Keys of the JSON object in REDRAFT_SETTINGS. Paths are absolute."""
 
     registry: Path | None = None
-    """Folder of the draft's versions (v000001, ...). Without it no draft can be swapped."""
+    """Folder with the draft versions (v000001, ...). Without it, drafts cannot be swapped."""
     targets: tuple[Path, ...] = ()
-    """Folders from within which a trainer may load target weights."""
+    """Folders from which a trainer may load target weights."""
     token_file: Path | None = None
-    """File with the bearer token; without it the variable REDRAFT_TOKEN holds the token. Without a
-    token the routes refuse every request.
+    """File with the bearer token. Without it, the token is read from the variable REDRAFT_TOKEN.
+    Without a token, the routes refuse every request.
     """
     allow_remote: bool = False
-    """The routes answer other machines too."""
+    """Accept requests to the routes from other machines as well."""
     pace: str = "off"
-    """`auto` chooses the number of draft tokens of each step, a number is that one, and `off` leaves
-    it to vLLM.
+    """Number of draft tokens per step. `auto`: choose it in each step; a number: use this number;
+    `off`: leave it to vLLM.
     """
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)
     live: LiveConfig = field(default_factory=LiveConfig)
     lookup: dict[str, Any] = field(default_factory=dict)
-    """Counted answers and lookups before a head, as `redraft serve --draft` writes them."""
+    """Settings of counted answers and of lookups before a head, as written by `redraft serve
+    --draft`.
+    """
     engine_wait: bool = False
-    """Only the patches for engines that redraft starts itself, without the rest of the plugin."""
+    """Install only the patches for engines that redraft starts itself, without the rest of the
+    plugin.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

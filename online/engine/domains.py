@@ -39,9 +39,9 @@ class StepNotes(NamedTuple):
     """A worker's notes for the scheduler, pickled with the output of a step."""
 
     foreign: frozenset[str] = frozenset()
-    """Requests whose draft tokens are not the served version's."""
+    """Requests whose draft tokens were not proposed by the served version."""
     admitted: Mapping[str, int] | None = None
-    """Draft tokens that were verified, by request; None if all were."""
+    """Number of verified draft tokens, by request; None if all were verified."""
 
 
 def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict[str, int] | None:

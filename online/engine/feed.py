@@ -34,20 +34,22 @@ class Batch:
     """The requests of a step in the runner's order, with the numbers available on the host."""
 
     infos: Sequence[RequestInfo | None]
-    """None for a request that is not recorded."""
+    """Request information; None for a request that is not recorded."""
     first_reads: Sequence[int]
-    """Each request's first token among those read; one end more."""
+    """Index of each request's first token among the tokens read, with the total at the end."""
     num_drafts: Sequence[int]
     proposers: Sequence[int]
-    """By request: 0 if the served version drafted, or LOOKUP or PADDING."""
+    """Proposer of each request's draft tokens: 0 for the served version, otherwise LOOKUP or
+    PADDING.
+    """
     first_rows: Sequence[int]
     """Index of each request's first row of logits."""
     first_drafts: Sequence[int]
-    """Index of each request's first draft in the step's draft ids."""
+    """Index of each request's first draft token in the step's draft ids."""
     starts: Sequence[int]
     """Index in prompt + output of the first token that each request samples."""
     is_partial: Sequence[bool]
-    """Reads a part of a prompt, not its end, and samples nothing."""
+    """Whether the request reads part of a prompt but not its end, and samples nothing."""
 
 
 class Feed:

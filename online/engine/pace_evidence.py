@@ -40,9 +40,9 @@ class Cell(NamedTuple):
     """A group of steps that are treated as alike."""
 
     requests: int
-    """Decoding requests, rounded up."""
+    """Number of decoding requests, rounded up."""
     context: int
-    """Mean length of their texts in tokens, rounded up."""
+    """Mean text length in tokens, rounded up."""
 
 
 def list_requests(most: int) -> list[int]:
@@ -68,11 +68,11 @@ class Probe:
     cell: Cell
     tokens: int
     base: int
-    """The number of draft tokens before and after the probe."""
+    """Number of draft tokens before and after the probe."""
     log_ratio: float
     """log x[tokens] - log x[base]."""
     variance: float
-    """It grows with the probe's age."""
+    """Variance of the ratio, which grows with the probe's age."""
 
 
 class StepTimes:
@@ -175,7 +175,7 @@ class Tally:
 
     tried: list[float]
     hit: list[float]
-    """Drafts with this token and all before it accepted."""
+    """Number of drafts in which this token and all earlier ones were accepted, by position."""
 
     def scale(self, factors: Sequence[float]) -> None:
         for counts in (self.tried, self.hit):
@@ -195,7 +195,7 @@ class Acceptance:
     """The share of drafts that are accepted up to each position, by cell."""
 
     most: int
-    """The number of positions."""
+    """Number of positions."""
     contexts: Sequence[int]
     tallies: dict[Row, Tally] = field(default_factory=dict)
     _found: dict[Cell, list[tuple[float, float]]] = field(default_factory=dict)

@@ -66,9 +66,9 @@ class Running:
 
     arm: int
     before: float
-    """Mean residual of the steps before."""
+    """Mean residual of the preceding steps."""
     residuals: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
-    """Those of the steady steps, by cell and base."""
+    """Residuals of the steady steps, by cell and base."""
     num_steps: int = 0
     is_over: bool = False
 
@@ -83,7 +83,7 @@ class Speed:
 
     mean: float
     error: float
-    """Standard error, relative."""
+    """Relative standard error."""
 
     def at(self, errors: float) -> float:
         return self.mean * (1 + errors * self.error)
@@ -104,7 +104,7 @@ class Times:
     spent_s: float = 0.0
     off_s: float = 0.0
     error_s: float = 0.0
-    """Standard error of `off_s`, as if all steps erred in the same direction."""
+    """Standard error of `off_s`, assuming that all steps have the same error."""
 
     def add(self, spent_s: float, off_s: float, error_s: float = 0.0) -> None:
         self.spent_s += spent_s
@@ -126,7 +126,7 @@ class Known:
 
     probes: list[Probe]
     accepted: list[tuple[int | None, int | None, list[float], list[float]]]
-    """Row, drafts tried, and drafts accepted, by position."""
+    """Row, number of drafts tried, and number accepted, by position."""
 
 
 class Policy:

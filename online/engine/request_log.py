@@ -41,8 +41,8 @@ class RequestInfo:
     adapter: str = ""
     template_arguments: str = ""
     text_begin: int = 0
-    """Index of the first token after the last image. The states of earlier ones are left out: a
-    head reads the image's embeddings with them, which no record has.
+    """Index of the first token after the last image. Earlier states are left out, because a head
+    would also need the image's embeddings, which records do not contain.
     """
 
 
@@ -69,7 +69,7 @@ class States:
     begin: int
     """Index of the first token in prompt + output."""
     words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
-    """Bfloat16 (numpy has none) or float8 bits."""
+    """bfloat16 bits (numpy has no such type) or float8 bits."""
 
     @property
     def end(self) -> int:
@@ -127,7 +127,7 @@ class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_probs: NDArray[np.float32]
     num_accepted: int
     proposer: int = 0
-    """LOOKUP or PADDING if the draft tokens are not the served version's."""
+    """LOOKUP or PADDING if the served version did not propose the draft tokens."""
     rows: Rows
 
     @property
@@ -142,32 +142,32 @@ class RequestLog:
 
     info: RequestInfo
     max_bytes: int
-    """Maximum size of a record. Of a longer text, only the newest tokens keep their states."""
+    """Maximum size of a record. If a text is too long, only its newest tokens keep their states."""
     kept_states: int = KEPT_STATES
-    """Number of states that a segment repeats for the first rows of the next."""
+    """Number of states that a segment repeats for the first rows of the next one."""
     output: list[int] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
     draft_version: str = ""
     """The version that proposed the draft tokens of the next record."""
     target_version: str = ""
-    """Version of the weights that verified them."""
+    """Version of the weights that verified the draft tokens."""
     next_version: str = ""
-    """Loaded in the newest step: proposed the step to come."""
+    """Version loaded in the newest step, which proposes tokens for the next one."""
     sequence: int = 0
     num_shipped: int = 0
-    """Output tokens before the next segment."""
+    """Number of output tokens before the next segment."""
     num_sent: int = 0
-    """Tokens of prompt and output that earlier records brought."""
+    """Number of tokens of prompt and output in earlier records."""
     is_complete: bool = False
-    """The request has ended."""
+    """Whether the request has ended."""
     is_closed: bool = False
-    """Nothing more of it can be recorded: it ended, or a step was lost."""
+    """Whether nothing more can be recorded, because the request ended or a step was lost."""
     num_rows: int = 0
-    """Rows in `verified`, including any forgotten after a preemption."""
+    """Number of rows in `verified`, including those dropped after a preemption."""
     _num_state_bytes: int = 0
     _num_new_bytes: int = 0
-    """Bytes of the states since the segment's first row."""
+    """Size of the states since the segment's first row, in bytes."""
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
         """Add one step.

@@ -33,7 +33,7 @@ class _Request:
     blocks: list[int]
     prompt_ids: Sequence[int] | None
     num_fresh: int = 0
-    """Blocks at the beginning whose keys are those of the served draft."""
+    """Number of leading blocks whose keys were written by the served draft."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Share:
     slices: Slices = field(default_factory=dict)
     rank: int = 0
     num_ranks: int = 1
-    """Ranks that share out the comparing. 1: this rank compares every file."""
+    """Number of ranks that divide the checksum work. 1: this rank checks every file."""
 
 
 class HostMemory:
@@ -145,19 +145,19 @@ class Part:
 
     name: str
     whole: Sequence[int]
-    """Shape of the tensor in the file."""
+    """Shape of the whole tensor in the file."""
     slice: Slice | None
     dtype: torch.dtype
     rows: int
     row_bytes: int
     first_byte: int
-    """The part's first byte in each row."""
+    """Offset of the part's first byte in each row."""
     num_bytes: int
-    """The part's bytes in each row."""
+    """Number of the part's bytes in each row."""
     begin: int
-    """In the file's data."""
+    """Offset in the file's data."""
     at: int
-    """In memory."""
+    """Offset in memory."""
 
     @property
     def end(self) -> int:

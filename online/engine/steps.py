@@ -41,18 +41,18 @@ REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call beco
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request: RequestInfo
     start: int
-    """Index in prompt + output of the first token the step sampled."""
+    """Index in prompt + output of the first token that the step sampled."""
     sampled_row: int | None
-    """Row of `EngineStep.sampled_BK`. None if the step read a part of a prompt."""
+    """Row of `EngineStep.sampled_BK`. None if the step read only part of a prompt."""
     num_drafts: int
     proposer: int = 0
-    """LOOKUP or PADDING if the draft tokens are not the served version's."""
+    """LOOKUP or PADDING if the served version did not propose the draft tokens."""
     first_row: int
     """First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it."""
     first_draft: int
     """First entry in `EngineStep.draft_ids_S`."""
     num_read: int = 0
-    """Tokens the target read: context tokens, then the `num_drafts` draft tokens."""
+    """Number of tokens that the target read: context tokens, then the `num_drafts` draft tokens."""
     first_read: int = 0
     """Index of the request's first token among all tokens read in the step."""
 
@@ -73,7 +73,7 @@ class DeviceRanges(NamedTuple):
     rows_B1: Tensor
     reads_B1: Tensor
     num_tokens: int
-    """Read by all requests."""
+    """Number of tokens read by all requests."""
 
 
 class Largest(NamedTuple):
@@ -93,38 +93,40 @@ class EngineStep:
 
     draft_version: str
     target_version: str | None = ""
-    """Version of the weights that verified. None if it is unclear."""
+    """Version of the weights that verified the draft tokens; None if it is unknown."""
     parts: list[StepPart]
     finished: list[str]
     """Ids of the requests that ended before this step."""
     sampled_BK: Tensor | None = None
-    """By request, padded with -1, or by `num_sampled_B`."""
+    """Sampled tokens by request, padded with -1 or limited by `num_sampled_B`."""
     num_sampled_B: Tensor | None = None
-    """How many of them are valid."""
+    """Number of valid tokens of each request."""
     starts_B: Tensor | None = None
-    """StepPart.start, where only the device knows it."""
+    """`StepPart.start`, if only the device has the value."""
     ranges: DeviceRanges | None = None
-    """Set if the device chose how many draft tokens of each request it verifies. The states are
-    then those of all tokens of the step.
+    """Set if the device chose how many draft tokens of each request to verify. The states are then
+    those of all tokens of the step.
     """
     confidences_BJ: Tensor | None = None
     """The draft's confidence in its tokens, with adaptive verification."""
     logits_RV: Tensor | None = None
-    """Logits before any sampling parameter. None if no request sampled, and with `largest`."""
+    """Logits before sampling parameters are applied. None if no request sampled, or if `largest` is
+    set.
+    """
     largest: Largest | None = None
-    """The recorded part of the logits, if the hook has taken it."""
+    """The recorded part of the logits, if the hook has already extracted it."""
     draft_ids_S: Tensor | None = None
-    """Draft ids of all requests, possibly with others in between."""
+    """Draft ids of all requests, possibly with other entries in between."""
     draft_probs_S: Tensor | None = None
-    """None if drafting is greedy."""
+    """Draft probabilities; None if drafting is greedy."""
     states_NLD: Tensor | None = None
-    """Copied bfloat16 states of `parts`' tokens, in order."""
+    """bfloat16 copies of the states of the tokens in `parts`, in order."""
     num_new_tokens: int = 0
-    """Prompt tokens of the requests recorded since the step before. The steps of an ended request
-    hold its prompt.
+    """Number of prompt tokens of the requests recorded since the previous step. The steps of an
+    ended request keep its prompt in memory.
     """
     computed: torch.cuda.Event | None = None
-    """On the engine's stream; None on a CPU."""
+    """Event on the engine's stream after the computation; None on a CPU."""
 
     def read_sampled(self) -> list[list[int]]:
         """The tokens that each request sampled. Waits for the device."""

@@ -39,12 +39,12 @@ class Layout:
 
     folder: Path
     settings: Mapping[str, Any]
-    """The content of config.json, without the keys that change nothing."""
+    """Contents of config.json, without keys that have no effect."""
     tensors: Mapping[str, str]
-    """Shape and kind of every tensor, by name."""
+    """Shape and dtype of every tensor, by name."""
     shared: Mapping[str, tuple[str, list[int], str]] | None = None
-    """Type, shape and SHA-256 of the tensors for modules shared with the target; None until they
-    are read.
+    """Dtype, shape and SHA-256 of the tensors that may be shared with the target's modules; None
+    until they are read.
     """
 
     @staticmethod

@@ -48,9 +48,9 @@ logger = logging.getLogger("vllm.redraft")
 class Asked:
     version: str
     manifest_sha256: str = ""
-    """Empty if it may be any."""
+    """Required hash of the manifest; empty if any is accepted."""
     registry: str = ""
-    """The id; empty if it may be any."""
+    """Required registry id; empty if any is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,60 +93,60 @@ class WorkerState(Attached):
 
     server_id: str
     runner: str = ""
-    """VLLM's model runner, and why it is that one, in a line."""
+    """vLLM's model runner and the reason for its choice, as one line."""
     capture_off: str = ""
-    """Why nothing is recorded, although it is configured; empty otherwise."""
+    """Why recording is off although it is configured; empty otherwise."""
     swap_off: str = ""
-    """Why no draft can be swapped; empty if one can."""
+    """Why drafts cannot be swapped; empty if they can."""
     swap_cache: SwapCache | Literal[""] = ""
-    """Fate at a swap; empty on a rank without a draft."""
+    """Handling of the cache at a swap; empty on a rank without a draft."""
     rereader: Rereader | None = None
-    """Only with `swap_cache` "draft"."""
+    """Set only if `swap_cache` is "draft"."""
     target_fingerprint: str = ""
     target_lineage: str = ""
     target_checksum: str = ""
     target_version: str | None = ""
-    """Version of the target's weights: "" at the start, None if unclear."""
+    """Version of the target's weights: "" at startup, None if unknown."""
     is_target_intact: bool = True
-    """False once a swap has overwritten a part of it."""
+    """False once a swap has overwritten part of the target."""
     target_source: tuple[str, str, str | None] = (
         "",
         "",
         None,
     )
-    """Model, object storage, revision before a load."""
+    """Model, object storage and revision before a load."""
     target_watch: TargetWatch | None = None
-    """None if the target weights move by themselves."""
+    """None if the target's weights change without redraft."""
     target_tensors: dict[str, str] = field(default_factory=dict)
-    """Shapes and kinds of the target's tensors, by name; empty if they are not known."""
+    """Shapes and dtypes of the target's tensors, by name; empty if unknown."""
     draft_version: str = ""
     draft: Layout | None = None
     """The last good draft; None if the server runs without a draft."""
     draft_bytes: dict[str, int] = field(default_factory=dict)
-    """By rank: weights, as in its files, and KV cache."""
+    """Bytes by rank: the weights as stored in the files, and the KV cache."""
     loaded_version: str = ""
-    """Version of `draft`. The served version differs after a trainer has pushed one."""
+    """Version of `draft`. The served version differs after a trainer has pushed weights."""
     is_draft_intact: bool = True
-    """False from a load's beginning to its end on all ranks, or undo."""
+    """False from the start of a load until all ranks have completed or undone it."""
     manifest_sha256: str = ""
     """Hash of the last good draft's manifest. Empty outside a registry."""
     staging: Staging | None = None
-    """The draft being read, or in memory."""
+    """The draft that is being read or is in memory."""
     memory: HostMemory = field(default_factory=HostMemory)
     share: Share = field(default_factory=Share)
     """The part of a draft that this rank reads."""
     swapper: str = ""
-    """Id of the API process that swaps, of maybe several; empty if none."""
+    """Id of the API process that is swapping; empty if none is."""
     swapped_from_s: float = 0.0
-    """Beginning of that swap by the monotonic clock."""
+    """Start time of that swap by the monotonic clock."""
     stuck: list[Staging] = field(default_factory=list)
-    """Reads given up whose threads still run."""
+    """Abandoned reads whose threads are still running."""
     asleep: set[str] = field(default_factory=set)
-    """Parts of the memory that are asleep."""
+    """Parts of the memory that are in sleep mode."""
     num_swaps: int = 0
     capture: Capture | None = None
     forget_head: Callable[[], None] | None = None
-    """Makes a lookup before a head forget its measurements of the head."""
+    """Makes a lookup before a head discard its measurements of the head."""
 
     def name_draft(self, version: str) -> None:
         """Set the version of the draft that proposes from the next step on."""

@@ -37,26 +37,25 @@ AnyServer = TypeVar("AnyServer", bound=FleetServer)
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
     servers: tuple[str, ...] = ()
-    """Addresses of the vLLM servers, e.g. ["http://10.0.0.5:8000"]. The first one to answer is the
-    canary.
+    """Addresses of the vLLM servers, e.g. ["http://10.0.0.5:8000"]. The first one that answers is
+    the canary.
     """
     file: Path | None = None
-    """fleet.toml, a list of servers. Changes to it are picked up while the learner runs.
-    """
+    """Path of fleet.toml, a list of servers. Changes are picked up while the learner runs."""
     name: str = ""
-    """Host name with port, e.g. http://vllm.default.svc:8000. Every address it resolves to is a
-    server, as with a headless Kubernetes service.
+    """Host name with port, e.g. http://vllm.default.svc:8000. Every address to which it resolves is
+    a server, as with a headless Kubernetes service.
     """
     token_file: Path | None = None
-    """File with the bearer token for the servers' /redraft/ routes. The alternative is the
+    """File with the bearer token for the servers' /redraft/ routes. Alternatively, set the
     environment variable REDRAFT_TOKEN.
     """
     poll_s: float = 10
-    """Seconds between two looks at every server: version, target and acceptance."""
+    """Seconds between polls of every server for its version, target and acceptance."""
     shares_cores: bool = False
-    """The servers compute on this machine's CPU. The learner then pauses before each micro-batch while
-    one of them answers requests, for at most three times as long as it computed since the last
-    pause. The servers need --enable-server-load-tracking.
+    """Set this if the servers compute on this machine's CPU. The learner then pauses before each
+    micro-batch while a server has running requests, for at most three times as long as it has
+    computed since the last pause. The servers need --enable-server-load-tracking.
     """
 
     def __post_init__(self) -> None:
@@ -94,7 +93,7 @@ def _has_port(url: str) -> bool:
 class ListedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     token_file: str = ""
-    """Bearer token's, relative to fleet.toml; empty: the learner's."""
+    """File with the bearer token, relative to fleet.toml; empty: the learner's token."""
 
     def __post_init__(self) -> None:
         require_address(self.url)

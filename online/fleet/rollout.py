@@ -90,43 +90,43 @@ than a long request.
 @dataclass(frozen=True, kw_only=True)
 class RolloutPolicy:
     warm_up_s: float = 30
-    """Seconds after a swap that are not counted: running requests still hold the keys and values of
-    the previous draft.
+    """Seconds after a swap that are not counted, because running requests still use keys and values
+    of the previous draft.
     """
     min_drafts: int = 5000
-    """Drafts each group must have made before the groups are first compared."""
+    """Minimum number of drafts in each group before the first comparison."""
     window_timeout_s: float = 900
-    """Seconds to compare the groups. If they cannot be told apart until then, e.g. because traffic
-    was too light, the rollout is inconclusive.
+    """Maximum time to compare the groups, in seconds. If there is no result by then, for example
+    because traffic was too light, the rollout is inconclusive.
     """
     keep_inconclusive: bool = False
-    """Leave an inconclusive candidate on the canary, and compare until there is a result. By
-    default the canary returns to the incumbent.
+    """Leave an inconclusive candidate on the canary and continue to compare until there is a
+    result. By default, the canary returns to the incumbent.
     """
     confidence: float = 0.995
-    """Confidence of the interval of the loss. The canary passes if the whole interval is below
-    `max_loss`, and is taken back if all of it is above. If it is narrower than `max_loss`, the
-    estimate decides.
+    """Confidence level of the interval of the loss. The canary passes if the whole interval is
+    below `max_loss`, and is rolled back if the whole interval is above it. If the interval is
+    narrower than `max_loss`, the estimate decides.
     """
     poll_s: float = 5
-    """Seconds between two readings of the counters while groups are compared."""
+    """Seconds between reads of the counters while groups are compared."""
     max_loss: float = 0.1
-    """The canary passes if tau (mean tokens per step) is at most this much below the control
-    group's. The gate has proven the gain; the canary only guards against harm.
+    """Maximum loss in tau (mean tokens per step) of the canary against the control group. The gate
+    has already proven the gain; the canary only guards against harm.
     """
     waves: tuple[float, ...] = (0.1, 0.5, 1.0)
-    """Share of the fleet with the candidate after each wave. Must rise to 1.0."""
+    """Fraction of the fleet that runs the candidate after each wave. Must increase to 1.0."""
     watch_s: float = 30
-    """Seconds to watch for alarms after each wave but the last: the remaining servers are the
+    """Seconds to watch for alarms after each wave except the last. The remaining servers are the
     control group.
     """
     swap_timeout_s: float = 120
-    """Seconds since the last answer of a silent server until the rollout goes on without it."""
+    """Seconds without a response after which the rollout continues without a server."""
     rollback_timeout_s: float = 300
-    """Seconds to keep trying to bring every server back when a rollout failed."""
+    """Seconds to keep trying to return every server to the old version after a failed rollout."""
     max_absent_share: float = 0.1
-    """The rollout is taken back if more than this share of the servers does not answer: then the
-    draft is a likely cause. One absent server is always tolerated, unless it is the only one.
+    """Maximum fraction of servers that may stop responding. Above it, the draft is a likely cause,
+    and the rollout is reverted. One absent server is always tolerated, unless it is the only one.
     """
 
     def __post_init__(self) -> None:
@@ -148,16 +148,16 @@ class RolloutPolicy:
 class Outcome:
     passed: bool
     version: str
-    """That the fleet should serve now: `reconcile` brings it from here on."""
+    """Version that the fleet should serve now; `reconcile` maintains it from here on."""
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of answering servers with another version. They need a person."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of silent servers. `reconcile` will bring them along."""
-    is_inconclusive: bool = False
-    """Not passed, but only because traffic did not decide in time: nothing is said against the
-    candidate.
+    """Last error by address, of servers that respond but run another version. They need manual
+    action.
     """
+    absent: dict[str, str] = field(default_factory=dict)
+    """Last error by address, of servers that do not respond. `reconcile` will update them later."""
+    is_inconclusive: bool = False
+    """Whether the candidate failed only because traffic did not give a result in time."""
 
 
 async def try_canary(

@@ -137,11 +137,11 @@ class Served(NamedTuple):
     """The engine's own counters since it started."""
 
     counts: AcceptanceCounts
-    """Acceptance counts of every proposer."""
+    """Acceptance counts of all proposers."""
     tokens: float
-    """Generated."""
+    """Number of generated tokens."""
     time_s: float
-    """Time of the reading, by the monotonic clock."""
+    """Time of the measurement by the monotonic clock."""
 
     def since(self, first: Served) -> Served | None:
         """Return the counts and seconds since an earlier reading; None if a count has fallen."""
@@ -179,11 +179,16 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
         tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)
     ] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
-    """Drafts, draft tokens, and by position the drafts whose token was accepted."""
+    """Number of drafts, number of draft tokens, and number of drafts with an accepted token by
+    position.
+    """
     positions: Annotated[dict[_Domain, _Positions], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
-    """By domain and position, tried and accepted. Earlier releases do not send it."""
+    """Tokens tried and accepted, by domain and position. Earlier releases do not send this field.
+    """
     loads: Annotated[dict[_Domain, _OfLoads], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
-    """With adaptive verification, by domain and load, drafts and the accepted by position."""
+    """With adaptive verification: number of drafts and accepted tokens by position, by domain and
+    load.
+    """
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)
@@ -205,34 +210,34 @@ class Status:
     """The answer to GET /redraft/status."""
 
     boot: str
-    """Id of this run of the server; it changes at every start."""
+    """Id of this run of the server; changes at every start."""
     draft_version: str
     is_intact: bool
-    """True if draft and target are as they were loaded, on all ranks."""
+    """Whether draft and target are as they were loaded, on all ranks."""
     target_fingerprint: str
     target_version: str | None = ""
-    """LABEL@DIGEST; "" for the initial weights, None in an update."""
+    """LABEL@DIGEST; "" for the initial weights, None during an update."""
     drafting: Drafting | None = None
-    """None if it has no draft."""
+    """Draft settings; None if the server has no draft."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """Records lost by capture, by reason."""
+    """Number of records lost by capture, by reason."""
     manifest_sha256: str = ""
     """Hash of the draft's manifest; empty if it has none."""
     capture_off: str = ""
-    """Why the server records nothing although it should; empty otherwise."""
+    """Why the server records nothing although recording is configured; empty otherwise."""
     swap_off: str = ""
-    """Why no draft can be swapped; empty if one can."""
+    """Why drafts cannot be swapped; empty if they can."""
     notes: Sequence[str] = ()
-    """Flags of the server, probably mistakes."""
+    """Server flags that are probably mistakes."""
     pace: str = ""
-    """Draft tokens by batch size, of a server that chooses them live."""
+    """Draft tokens by batch size, for a server that chooses them at run time."""
     total: AcceptanceCounts | None = None
-    """Since the start, no lookups; None without a draft."""
+    """Acceptance since startup, without lookups; None without a draft."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
-    """The same by domain."""
+    """Acceptance by domain."""
     by_load: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
-    """With adaptive verification, by domain and load, all drafts. A token that was left out counts
-    as rejected: at equal load, that is what users get.
+    """With adaptive verification: acceptance of all drafts by domain and load. Tokens that were not
+    verified count as rejected, because at equal load this is what users get.
     """
 
     @property
@@ -268,7 +273,8 @@ class FleetServer:
     """
 
     registry: Registry | None = field(default=None, repr=False, compare=False, kw_only=True)
-    """The registry whose versions it is to serve. None: a version is known by its name alone."""
+    """Registry whose versions the server should run. None: versions are identified by name alone.
+    """
 
     @property
     def answered_s(self) -> float:
@@ -570,9 +576,9 @@ class Convergence:
 
     version: str
     refused: dict[str, str] = field(default_factory=dict)
-    """Last error by address, they answer."""
+    """Last error by address, of servers that respond."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Last error by address, they are silent."""
+    """Last error by address, of servers that do not respond."""
 
     @property
     def is_complete(self) -> bool:
@@ -656,11 +662,11 @@ class WindowCounts(NamedTuple):
 
     total: AcceptanceCounts
     by_domain: Mapping[str, AcceptanceCounts]
-    """By domain and load with adaptive verification. Empty if the server does not count so, or
-    miscounts.
+    """Acceptance by domain and, with adaptive verification, by load. Empty if the server does not
+    report it, or reports inconsistent counts.
     """
     target: str | None = ""
-    """Digest at the end; "" for the start's weights, None in an update."""
+    """Digest at the end; "" for the initial weights, None during an update."""
     is_paced: bool = False
     """`Status.is_paced`."""
 

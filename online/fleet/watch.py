@@ -34,17 +34,19 @@ SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
 class Observation:
     server: FleetServer
     status: Status | None
-    """None if it did not answer in time, or not with a status."""
+    """None if the server sent no valid status in time."""
     fault: str = ""
-    """One of SERVER_FAULTS; empty if it answered as it should."""
+    """One of SERVER_FAULTS; empty if the response was valid."""
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     served: Served | None = None
-    """Since the previous look."""
+    """Tokens served since the previous poll."""
     lost: Counter[str] = field(default_factory=Counter)
-    """By reason, since the previous look."""
+    """Records lost since the previous poll, by reason."""
     is_alarming: bool | None = None
-    """Hardly a token was accepted over ALARM_DRAFTS drafts; None until they end."""
+    """Whether almost no tokens were accepted over ALARM_DRAFTS drafts; None until that many are
+    counted.
+    """
 
 
 class Watch:
@@ -151,7 +153,7 @@ class JournaledServer(FleetServer):
 
     journal: Journal = field(repr=False, compare=False)
     versions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """`seen`: the version it was last seen with. A dict, because a frozen dataclass cannot change a
+    """The last version seen on each server. A dict, because a frozen dataclass cannot change a
     field.
     """
     answers: dict[str, float] = field(

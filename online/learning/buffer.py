@@ -80,18 +80,19 @@ class BufferStatus:
     num_bytes: int
     num_files: int
     num_training: dict[str, int]
-    """Records to train on, by domain."""
+    """Number of training records, by domain."""
     num_held_out: dict[str, int]
-    """Records to judge by, by domain."""
+    """Number of held-out records, by domain."""
     num_foreign: int
-    """Records kept aside: of another target, of weights that no longer count, or of another domain.
+    """Number of unused records: of another target, of weights that are no longer valid, or of
+    another domain.
     """
     oldest_s: float | None
-    """Arrival of the oldest record, seconds since the epoch."""
+    """Arrival time of the oldest record, in seconds since the epoch."""
     counts: dict[str, int]
-    """Records since this process began, by fate: stored, duplicate, foreign, other_adapter,
+    """Records since this process started, by outcome: stored, duplicate, foreign, other_adapter,
     stateless, textless, forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
-    reason of a `CorruptRecordError`: corrupt, oversized, ... Plus the number of damaged_files.
+    reason of a `CorruptRecordError` (corrupt, oversized, ...). Also the number of damaged_files.
     """
 
 
@@ -99,11 +100,11 @@ class BufferStatus:
 class TenantRecords:
     num_records: int
     first_seq: int | None
-    """Number of the first record that trains; None if there is none."""
+    """Number of the first training record; None if there is none."""
     num_examples: int
-    """Examples in the quarantine, whoever sent them."""
+    """Number of examples in the quarantine, of all tenants."""
     num_later_files: int
-    """Files of a later release, which may hold anybody's records."""
+    """Number of files from later releases, which may contain any tenant's records."""
 
 
 class Buffer(AbstractContextManager["Buffer"]):

@@ -74,21 +74,23 @@ class Row(NamedTuple):
 
     record_id: str
     time_s: float
-    """Arrival at the learner, seconds since the epoch."""
+    """Arrival time at the learner, in seconds since the epoch."""
     domain: str
     tenant: str
     target: str
-    """`Record.target`; without versions a fingerprint, other weights another target."""
+    """`Record.target`. For targets without versions it is a fingerprint; other weights are another
+    target.
+    """
     draft_version: str
     num_drafted: int
-    """Draft tokens verified by the target."""
+    """Number of draft tokens that the target verified."""
     num_wrong: int
-    """Verified draft tokens refused by the target."""
+    """Number of verified draft tokens that the target rejected."""
     held_out: bool
     prompt: int
     """Keyed hash of the prompt."""
     request: int
-    """Keyed hash of prompt and request id, the same in all its segments."""
+    """Keyed hash of prompt and request id, equal in all segments of a request."""
 
 
 class BufferFile:

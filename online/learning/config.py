@@ -11,73 +11,77 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     family: str = "standalone"
-    """Family of the draft: standalone, eagle1, eagle3, peagle, mtp, dflash or dspark. A head learns
-    from the target's hidden states, so for all but a standalone draft the servers must run with
-
+    """Draft family: standalone, eagle1, eagle3, peagle, mtp, dflash or dspark. Heads learn from the
+    target's hidden states, so for all families except standalone the servers must run with
     --capture.hidden-states.
     """
     initial: Path | None = None
-    """Folder of the draft to start from. It becomes version v000001, and is needed only while the
-    registry is empty. For an MTP layer in the target's weights, the target's folder.
+    """Folder of the initial draft. It becomes version v000001 and is needed only while the registry
+    is empty. For an MTP layer in the target's weights, use the target's folder.
     """
     adapter: str = ""
-    """Name of the LoRA adapter whose requests train the draft; by default those without an adapter.
-    The records of others are counted as `other_adapter`, and not stored.
+    """LoRA adapter whose requests train the draft; by default, requests without an adapter. Records
+    of other adapters are counted as `other_adapter` and not stored.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` moves the matrices of the draft by Muon, and everything else by AdamW. Not for sharded
-    ranks.
+    """Optimizer. `muon` updates the draft's matrices with Muon and everything else with AdamW. Not
+    available for sharded ranks.
     """
     lr: float = 1e-4
-    """Learning rate; constant after the warm-up."""
+    """Learning rate, which is constant after the warm-up."""
     warmup_steps: int = 20
-    """Steps over which the learning rate rises from 0, each time the optimizer starts afresh."""
+    """Number of steps over which the learning rate rises from 0, each time the optimizer is reset.
+    """
     weight_decay: float = 0.0
-    """Weight decay: each step shrinks the weights by the learning rate times this."""
+    """Weight decay: each step shrinks the weights by this value times the learning rate."""
     max_grad_norm: float = 1.0
-    """The gradient is scaled down to this norm if it is larger."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     divergence: str = "forward_kl"
     """Training loss: forward_kl, reverse_kl, jensen_shannon, total_variation, neg_log_alpha or
     lk_hybrid.
     """
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Precision of the forward and backward pass; by default bf16 on a GPU with bfloat16 units,
-    elsewhere as `accelerate launch` says. "no" is float32. Weights and optimizer stay in
-    float32.
+    """Precision of the forward and backward pass. Default: bf16 on a GPU with bfloat16 units,
+    elsewhere the setting of `accelerate launch`. "no" is float32. Weights and optimizer state stay
+    in float32.
     """
     fresh_per_step: int = 4
-    """New records in each optimizer step, in order of arrival. Every record is new once."""
+    """Number of new records per optimizer step, in order of arrival. Each record is used as new
+    once.
+    """
     replay_per_step: int = 28
-    """Older records drawn again for each optimizer step, in addition to the new ones."""
+    """Number of older records drawn again for each optimizer step, in addition to the new ones."""
     sequence_length: int = 4096
-    """Longest text in tokens; a longer one loses the beginning. Use the served length: a draft
-    trained on shorter texts fails beyond them.
+    """Maximum text length in tokens; longer texts lose their beginning. Use the served length: a
+    draft trained on shorter texts fails beyond them.
     """
     accumulation: int = 1
-    """Micro-batches per optimizer step. Raise it if a step does not fit into memory."""
+    """Number of micro-batches per optimizer step. Raise it if a step does not fit into memory."""
     records_per_candidate: int = 128
-    """New records to train on before a candidate is judged."""
+    """Number of new records to train on before a candidate is judged."""
     max_lag_records: int = 4096
-    """Largest backlog of new records. If more wait, the oldest are never trained as new, but can
-    still be replayed.
+    """Maximum backlog of new records. If more are waiting, the oldest are never trained as new, but
+    can still be replayed.
     """
     max_skipped_share: float = 0.1
-    """A candidate is thrown away if more than this share of the steps had a non-finite loss or
+    """Discard a candidate if more than this fraction of its steps had a non-finite loss or
     gradient.
     """
     patience: int = 3
-    """After this many candidates that were rejected, or did not seem to gain `gate.min_gain`,
-    training begins again from the served version, after a sleep if `sleep.enabled`. A promotion
-    starts the count afresh.
+    """Number of candidates that are rejected, or do not seem to gain `gate.min_gain`, before
+    training restarts from the served version, after a sleep if `sleep.enabled`. A promotion resets
+    the count.
     """
     save_every_s: float = 600
-    """Seconds between checkpoints while a candidate is in training. The end always makes one."""
+    """Seconds between checkpoints while a candidate is trained. There is always a checkpoint at the
+    end.
+    """
     seed: int = 0
-    """Seed of the replay's draws and of packing."""
+    """Random seed for replay and packing."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -99,48 +103,52 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Judging:
     num_speculative_tokens: int = 3
-    """Number of tokens drafted per step. Used only while no server says how many it drafts."""
+    """Number of draft tokens per step. Used only until a server reports its own number."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """How draft tokens are picked: "greedy" takes the most probable one, "probabilistic" samples.
-    Used only while no server says how it drafts.
+    """How draft tokens are chosen: "greedy" takes the most probable token, "probabilistic" samples.
+    Used only until a server reports its own method.
     """
     held_out_per_domain: int = 200
-    """A candidate is judged on this many held-out requests per domain, the newest ones. A prompt
-    counts once, however often it was sent.
+    """Number of held-out requests per domain, the newest ones, on which a candidate is judged. A
+    prompt counts once, however often it was sent.
     """
     domains: tuple[str, ...] = ()
-    """Domains to judge by themselves in any case. Clients can
-    invent domains, so another one is judged by itself only if at least two tenants send it, or
-    if there is just one tenant; the rest counts as one domain, `other`.
+    """Domains that are always judged separately. Because clients can invent domains, another domain
+    is judged separately only if at least two tenants send it, or if there is only one tenant. All
+    others count as one domain, `other`.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
     folder: Path | None = field(default=None, metadata={"listed": False})
-    """Folder of the buffer's files. None: records stay in this process's memory and end with it."""
+    """Folder of the buffer's files. None: records are kept in this process's memory and are lost
+    when it ends.
+    """
     max_bytes: int = 8 << 30
-    """Total size of the buffer's files, in bytes. Beyond it the oldest records go, first those that a
-    tenant has beyond `tenant_share` of the bytes.
+    """Total size of the buffer's files in bytes. Above it, the oldest records are deleted, starting
+    with those of tenants that exceed `tenant_share` of the bytes.
     """
     max_age_s: float = 7 * 86400
-    """Records are deleted at the latest this many seconds after they arrived at the learner."""
+    """Maximum age of a record in seconds since it arrived at the learner; older records are
+    deleted.
+    """
     max_read_bytes: int = 192 << 20
-    """Size limit of the records that are in memory at once, in bytes: a step's new ones, and as
-    much of replayed ones. Only records with hidden states come near it. If they do, a step has
-    fewer records than `training` asks for: raise this to `training.replay_per_step` times the
-    size of a record, at 2 bytes per number.
+    """Maximum size in bytes of new records in memory during a step; replayed records may take the
+    same again. Only records with hidden states reach it. A step then uses fewer records than
+    `training` asks for: raise this value to `training.replay_per_step` times the size of a record,
+    at 2 bytes per number.
     """
     held_out_fraction: float = 0.2
-    """Share of all prompts whose records judge candidates and are never trained. A secret key in
-    the folder decides which, so that no client can choose. With 0.2, the gate can give its first
-    verdict within 200 requests; a fleet of thousands of requests an hour can do with less.
+    """Fraction of all prompts whose records are held out to judge candidates. A secret key in the
+    folder selects them, so that clients cannot. With 0.2, the gate can give its first verdict
+    within 200 requests; a fleet with thousands of requests per hour can use less.
     """
     tenant_share: float = 0.2
-    """Largest share of one tenant (X-Redraft-Tenant) among the held-out requests that judge a
-    candidate, among replayed records, and of the bytes of a full buffer. All requests without a
-    tenant are one tenant's. If there are fewer than 1 / tenant_share tenants, each may have an
-    equal part, so a single one has everything. Set this to 1 if you trust all your tenants.
+    """Maximum share of one tenant (X-Redraft-Tenant) of the held-out requests that judge a
+    candidate, of replayed records, and of the bytes of a full buffer. All requests without the
+    header count as one tenant. If there are fewer than 1 / tenant_share tenants, each may have an
+    equal share, so a single one has everything. Set this to 1 if you trust all tenants.
     """
 
     def __post_init__(self) -> None:
@@ -167,10 +175,10 @@ class Replay:
     """
 
     half_life_s: float = 3600
-    """A record is drawn half as often once it is this many seconds older."""
+    """Age difference in seconds that halves the probability of drawing a record."""
     surprise: float = 4
-    """Preference for records the draft got wrong: one whose draft tokens were all rejected is drawn
-    up to (1 + this) times as often as one whose draft tokens were all accepted.
+    """Preference for records that the draft predicted badly: a record whose draft tokens were all
+    rejected is drawn up to (1 + this) times as often as one whose tokens were all accepted.
     """
     anchor_share: float = 0.25
-    """Share of `anchors` records among the replayed ones, against forgetting."""
+    """Fraction of `anchors` records among replayed records, against forgetting."""

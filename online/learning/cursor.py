@@ -32,7 +32,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     """The content of both files; forgotten.json contains only the tenants."""
 
     trained: tuple[Commit, ...] = ()
-    """Newest first."""
+    """Commits of trained records, newest first."""
     forgotten: dict[str, float] = {}
     past: frozenset[str] = frozenset()
 

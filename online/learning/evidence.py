@@ -36,13 +36,13 @@ class EvidenceLimits:
     """Limits on the requests that judge a draft."""
 
     per_domain: int
-    """Largest number of requests of one domain."""
+    """Maximum number of requests per domain."""
     tenant_share: float = 1.0
-    """Largest share of one tenant, see `take_fairly`."""
+    """Maximum share of one tenant; see `take_fairly`."""
     at_least: int = 0
-    """The share yields if it would leave fewer requests than this."""
+    """The share is exceeded if fewer requests than this would remain."""
     at_least_of_domain: int = 0
-    """The same within a domain."""
+    """The same limit within a domain."""
     since_s: float = -math.inf
     """Use only records that arrived after this time, in seconds since the epoch."""
 

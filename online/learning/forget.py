@@ -38,16 +38,16 @@ class Forgotten:
 
     buffer: int
     arriving: int
-    """In the spool or the log, dropped on arrival."""
+    """Records in the spool or the log, which are dropped on arrival."""
     anchors: int
     unattributed: int
-    """Anybody's, unreadable: quarantine, later layouts, torn files."""
+    """Unreadable data that may belong to any tenant: quarantine, later layouts, truncated files."""
     learned: tuple[str, ...]
-    """Versions that may have learned from the records in the buffer."""
+    """Versions that may have learned from the tenant's records in the buffer."""
     is_in_training: bool
-    """Whether the draft in training may have learned from them too."""
+    """Whether the draft in training may also have learned from them."""
     clean: str | None
-    """Newest current version whose training ended before these arrived."""
+    """Newest published version whose training ended before these records arrived."""
 
     @property
     def num_records(self) -> int:
@@ -66,7 +66,7 @@ class Reach:
     through: int = 0
     """Position of the draft in training."""
     now_s: Callable[[], float] = time.time
-    """Clock of the arrivals and ages in the buffer."""
+    """Clock for arrival times and ages in the buffer."""
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete the tenant's records; nothing else may read the spool or the log meanwhile.

@@ -47,28 +47,28 @@ class Policy:
     """
 
     min_gain: float = 0.02
-    """Promote a candidate only if the gain in tau (mean tokens per step, bonus token included) is
-    above this, by the lower confidence bound.
+    """Minimum gain in tau (mean tokens per step, bonus token included). A candidate is promoted
+    only if the lower confidence bound of its gain is above this.
     """
     max_domain_loss: float = 0.1
-    """Promote a candidate only if no judged domain loses more tau than this, by the lower
-    confidence bound of its own look. Over ten looks, a candidate that loses just this in a
-    domain of 20 to 100 requests passes in 8% to 27% of the cases, and one that loses twice as
-    much in none (`benchmarks/decisions.py`).
+    """Maximum loss of tau in any judged domain. A candidate is promoted only if the lower
+    confidence bound of each domain is within it. Over ten looks, a candidate that loses exactly
+    this much in a domain of 20 to 100 requests passes in 8% to 27% of the cases, and one that loses
+    twice as much in none (`benchmarks/decisions.py`).
     """
     confidence: float = 0.95
-    """Confidence that no candidate is promoted without the gain, over all candidates judged since
-    the last promotion. The more candidates were judged since then, the more evidence the next
-    one needs.
+    """Confidence that no candidate without a gain is promoted, over all candidates since the last
+    promotion. The more candidates have been judged since then, the more evidence the next one
+    needs.
     """
     min_requests: int = 24
-    """Smallest number of held-out requests for a verdict. Bounds say little about fewer. With 24, a
-    true gain of 0.1 in tau is proven at the first look in half of the cases, one of 0.2 nearly
+    """Minimum number of held-out requests for a verdict; bounds on fewer are too wide. With 24, a
+    true gain of 0.1 in tau is proven at the first look in half of the cases, and one of 0.2 nearly
     always (`benchmarks/decisions.py`).
     """
     min_domain_requests: int = 20
-    """Smallest number of held-out requests to judge a domain by itself. A domain with fewer is only
-    named in the reason; otherwise one rare domain would block every candidate.
+    """Minimum number of held-out requests to judge a domain separately. Smaller domains are only
+    mentioned in the reason, because otherwise a single rare domain would block every candidate.
     """
 
     def __post_init__(self) -> None:

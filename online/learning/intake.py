@@ -54,9 +54,9 @@ MAX_SUMS = 256
 class Taken:
     num_files: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """By fate, as of `Buffer.append`."""
+    """Records by outcome, as in `Buffer.append`."""
     accepted: Sums = field(default_factory=dict)
-    """Over all records of our target."""
+    """Acceptance over all records of this learner's target."""
 
     def __add__(self, other: Taken) -> Taken:
         accepted = dict(self.accepted)

@@ -66,15 +66,15 @@ class PromptKey:
 class OpenedKey:
     key: PromptKey
     rehash_through: int
-    """Records up to here had another key: new hashes at every start."""
+    """Records up to this number used another key and get new hashes at every start."""
     damage: tuple[str, ...]
-    """A sentence for every file that was damaged or missing."""
+    """A message for every damaged or missing file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
     key_sha256: str
-    """Empty while a lost key is being replaced: then no key fits."""
+    """Hash of the key; empty while a lost key is being replaced, when no key matches."""
     rehash_through: int
 
 

@@ -34,7 +34,7 @@ class TrainingSequence:
     topk_ids_RK: NDArray[np.int32]
     topk_log_probs_RK: NDArray[np.float32]
     position: int = 0
-    """Position of the first token. It is not 0 for the rest of a text that was cut."""
+    """Position of the first token, which is not 0 if the beginning of the text was cut off."""
     hidden_begin: int = 0
     hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
     """bfloat16 states of the tokens from `hidden_begin` on."""

@@ -112,9 +112,9 @@ class RequestScore:
     counts: AcceptanceCounts
     """Sum over the request's segments."""
     target: str = ""
-    """Weights that verified its last segment, as `Record.target`."""
+    """Weights that verified the last segment, as in `Record.target`."""
     mode: str = ""
-    """`name_mode` of its template's arguments."""
+    """`name_mode` of the template arguments."""
     tenant: str = ""
 
 

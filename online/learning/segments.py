@@ -29,9 +29,9 @@ its stored segment.
 
 class Text(NamedTuple):
     ids: bytes
-    """Int32, context and output."""
+    """int32 ids of context and output."""
     frame_bytes: int
-    """Size of the frame that brought it."""
+    """Size of the frame that contained the segment."""
 
 
 class Segments:

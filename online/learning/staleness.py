@@ -40,17 +40,19 @@ class SleepPolicy:
 
     enabled: bool = True
     """Stop training after `training.patience` candidates in a row without a proven gain. The
-    learner goes on storing records and looks at the served draft again after every
+    learner continues to store records, and checks the served draft after every
     `training.records_per_candidate` new ones.
     """
     confidence: float = 0.99
-    """Training begins again when acceptance on new held-out requests is below that at the promotion
-    with this confidence. A false alarm costs some training; no draft is served because of it.
+    """Confidence with which acceptance on new held-out requests must be below that at the promotion
+    before training resumes. A false alarm only costs some training; it does not change the served
+    draft.
     """
     longest: int = 16
-    """Longest pause between two attempts to find a gain, in multiples of
-    `training.records_per_candidate`. After the first attempt without a gain the pause is 4 of
-    them, and it doubles with every further one. If acceptance has fallen, the pause begins at 1.
+    """Maximum pause between two attempts to find a gain, in multiples of
+    `training.records_per_candidate`. After the first attempt without a gain, the pause is 4 of
+    these, and it doubles with every further attempt. If acceptance has fallen, the first pause is
+    1.
     """
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class Staleness:
     num_requests: int
     """Number of new held-out requests."""
     reason: str
-    """The proof that the draft is stale; empty if there is none."""
+    """Proof that the draft is stale; empty if there is none."""
 
     def __str__(self) -> str:
         return (
@@ -223,19 +225,19 @@ class Sleep:
     """
 
     version: str = ""
-    """That `then` was measured for; empty before the first time."""
+    """Version for which `then` was measured; empty before the first time."""
     drafting: str = ""
-    """With which: tau depends on the number of draft tokens."""
+    """Draft settings of the measurement: tau depends on the number of draft tokens."""
     through: int = 0
-    """Newest held-out record of the reference: newer is independent."""
+    """Newest held-out record of the reference. Newer records are independent of it."""
     then: tuple[Row, ...] = ()
     is_asleep: bool = False
     num_attempts: int = 0
-    """Trainings that led nowhere since the promotion; pauses double."""
+    """Number of training attempts without a gain since the promotion; each doubles the pause."""
     num_passed: int = 0
-    """Records passed over since the learner fell asleep."""
+    """Number of records skipped since the learner fell asleep."""
     num_saved: int = 0
-    """Records passed over in all."""
+    """Total number of skipped records."""
 
     def is_asleep_at(self, version: str) -> bool:
         """Whether the learner is asleep while `version` is served.

@@ -44,13 +44,15 @@ def _number(checkpoint_id: str) -> int:
 @dataclass(kw_only=True)
 class Progress:
     through: int = 0
-    """Records up to this number were trained as new, or skipped."""
+    """Records up to this number were trained as new or skipped."""
     records: int = 0
-    """Trained as new, also by drafts given up; without a checkpoint 0."""
+    """Number of records trained as new, including those of discarded drafts; 0 without a
+    checkpoint.
+    """
     skipped: int = 0
-    """Because training was slower than traffic, counted as `records`."""
+    """Number of records skipped because training was slower than traffic; included in `records`."""
     until_s: float = 0.0
-    """Time of the last step: no record that arrived later was trained."""
+    """Time of the last step. Records that arrived later have not been trained."""
 
 
 class Trainer:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Page:
     host: str = "127.0.0.1"
-    """Address on which the live page and /metrics listen. They have no login: leave this at a
-    loopback address, or put a proxy with a login in front.
+    """Address on which the live page and /metrics listen. They have no login: keep a loopback
+    address, or put a proxy with a login in front.
     """
     port: int = 8400
     """Port of the live page and /metrics; 0 disables both."""
     hosts: tuple[str, ...] = ()
-    """Names under which browsers and Prometheus may ask, besides IP addresses, names without a dot,
-    and those below .svc, .cluster.local, .internal and .localhost. Name that of your proxy here.
+    """Additional host names under which browsers and Prometheus may access the page, such as that
+    of your proxy. IP addresses, names without a dot, and names below .svc, .cluster.local,
+    .internal and .localhost are always accepted.
     """

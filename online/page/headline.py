@@ -33,16 +33,16 @@ class ServedDraft:
 
     version: str
     entries: list[AcceptanceEntry]
-    """Entries of this version in the last RECENT_S with traffic."""
+    """Entries of this version with traffic, from the last RECENT_S."""
     before: list[AcceptanceEntry]
-    """Acceptance of the version before, over RECENT_S. Empty if unknown."""
+    """Acceptance of the previous version over RECENT_S; empty if unknown."""
     servers: dict[str | None, str]
     """The last known version of every server."""
     tokens_per_s: float | None
-    """Tokens per second of all servers in the last RECENT_S with traffic."""
+    """Tokens per second of all servers, over the last RECENT_S with traffic."""
     shares: tuple[float, float] | None
-    """Shares of all servers' tokens that lookups drafted, and that the versions drafted. A draft
-    that has not read the text counts as a lookup. None if unknown.
+    """Fractions of all servers' tokens drafted by lookups and by the versions. A draft that has not
+    read the text counts as a lookup. None if unknown.
     """
     last_s: float
 

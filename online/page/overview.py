@@ -49,10 +49,10 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tau: float
-    """Tau over the last RECENT_S of the curve, for the newest version."""
+    """tau over the last RECENT_S of the curve, for the newest version."""
     points: list[Point]
     target_version: str
-    """Newest weights of a server's target; empty for those of its folder."""
+    """Newest target weights of a server; empty for those of its folder."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,32 +66,32 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 class Positions(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     shares: list[float]
-    """Share of the drafts accepted up to each position."""
+    """Fraction of the drafts accepted up to each position."""
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     begin_s: float
-    """Start of the curves."""
+    """Start time of the curves."""
     width_s: float
     gap_s: float
-    """Points further apart than this are not joined."""
+    """Points that are further apart than this are not connected."""
     headline: Headline
     state: StateEntry | None
     servers: list[Curve]
     paces: dict[str, str]
-    """Draft tokens by batch size, of each server that chooses them live."""
+    """Draft tokens by batch size, for each server that chooses them at run time."""
     domains: list[Curve]
     marks: list[Mark]
     positions: list[Positions]
     """Positions of the served version, then of the previous one."""
     buffer: list[BufferEntry]
     drops: list[tuple[float, dict[str, int]]]
-    """Since the previous point, by reason."""
+    """Records dropped since the previous point, by reason."""
     training: list[TrainingEntry]
     gates: list[GateEntry]
     staleness: StalenessEntry | None
-    """The newest comparison with itself at its promotion."""
+    """The newest comparison of the draft with its own acceptance at promotion."""
     swaps: list[SwapEntry]
     faults: list[FaultEntry]
 

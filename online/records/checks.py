@@ -57,7 +57,7 @@ EXPONENT = 0x7F80  # Exponent bits of a bfloat16. All of them set means NaN or a
 
 class Fault(NamedTuple):
     reason: str
-    """The reason that the record is counted under: a label of the metrics."""
+    """Reason under which the record is counted, a label of the metrics."""
     sentence: str
 
 

@@ -22,18 +22,21 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and blanks mean something 
 @dataclass(frozen=True, kw_only=True)
 class Nats:
     fleet: str = "default"
-    """Name of the fleet: the servers of one learner. Fleets on the same NATS have separate streams.
+    """Name of the fleet, i.e. the servers of one learner. Fleets on the same NATS server have
+    separate streams.
     """
     credentials: Path | None = None
-    """Credentials for NATS: a .creds file, or a file with an NKey seed, which others cannot read. A
-    user and password can be in the address instead.
+    """Credentials for NATS: a .creds file, or a file with an NKey seed. Other users must not be
+    able to read it. Alternatively, put user and password into the address.
     """
     ca: Path | None = None
-    """PEM file with the CA certificates for the server. Needed only if no public authority signed
-    it.
+    """PEM file with the server's CA certificates. Needed only if the certificate is not signed by a
+    public authority.
     """
     certificate: Path | None = None
-    """PEM file with our certificate and key, for a server that requires client certificates."""
+    """PEM file with the client's certificate and key, for a server that requires client
+    certificates.
+    """
 
     def __post_init__(self) -> None:
         if not self.fleet or _UNFIT.search(self.fleet):
@@ -62,11 +65,13 @@ class StreamLimits:
     """Limits on records that no learner has taken yet. Beyond them, the log drops the oldest."""
 
     max_bytes: int = 8 << 30
-    """Size of the log in bytes at which the oldest records are dropped."""
+    """Maximum size of the log in bytes. Above it, the oldest records are dropped."""
     max_age_s: float = 86400
-    """Seconds after which a record is dropped from the log, although no learner has taken it."""
+    """Maximum age of a record in seconds. Older records are dropped from the log, even if no
+    learner has read them.
+    """
     replicas: int = 1
-    """Copies kept by a NATS cluster, each on another server: 1, 3 or 5."""
+    """Number of copies in a NATS cluster, each on another server: 1, 3 or 5."""
 
     def __post_init__(self) -> None:
         if self.max_bytes <= 0 or self.max_age_s <= 0 or self.replicas < 1:

@@ -22,9 +22,9 @@ class Origin(NamedTuple):
     domain: str = ""
     opt_out: bool = False
     cache_salt: str = ""
-    """`hash_salt` of vLLM's: requests of other salts share no text."""
+    """`hash_salt` of vLLM's cache salt: requests with different salts share no text."""
     arguments: str = ""
-    """`pack_arguments` of the request."""
+    """`pack_arguments` of the request's template arguments."""
 
 
 OPT_OUT_NO = ("", "0", "false", "no")

@@ -21,12 +21,13 @@ class Sample:
     """Fraction of all requests to record, from 0 to 1."""
     tenants: tuple[str, ...] = ()
     """Record only requests whose X-Redraft-Tenant header is one of these; empty records all
-    tenants. A request with X-Redraft-Opt-Out: 1 is never recorded. Live counts heed both.
+    tenants. A request with X-Redraft-Opt-Out: 1 is never recorded. Both rules also apply to live
+    counts.
     """
     logprobs: int = 32
-    """Token probabilities to record at every position."""
+    """Number of token probabilities recorded per position."""
     spool_bytes: int = 1 << 30
-    """Size limit of the spool, in bytes (default 1 GiB). Above it the oldest records are dropped.
+    """Maximum size of the spool in bytes (default 1 GiB). Above it, the oldest records are dropped.
     """
 
     def __post_init__(self) -> None:
@@ -48,8 +49,8 @@ class Recording(Sample):
     both.
     """
     ingest: str = field(default="", repr=False)
-    """Address of the NATS server to send records to: nats://HOST:4222, or tls://HOST:4222 for TLS.
-    Separate the servers of a cluster by commas. Set spool or ingest, not both.
+    """Address of the NATS server to which records are sent: nats://HOST:4222, or tls://HOST:4222
+    for TLS. Separate the servers of a cluster with commas. Set spool or ingest, not both.
     """
     nats: Nats = field(default_factory=Nats)
 

@@ -102,7 +102,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 and -1 keep all tokens."""
+    """Top-k filter; 0 and -1 keep all tokens."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -121,7 +121,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     server_id: str
-    """New at every start of a server."""
+    """Id of the server process; changes at every start."""
     request_id: str
     sequence: int
     """Number of the segment within the request, from 0."""
@@ -131,24 +131,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     target_fingerprint: str
     target_version: str = ""
-    """LABEL@DIGEST of the weights that verified: the trainer's name for them, which may be empty,
-    and 12 hex digits of their checksum. Empty: the weights of the target's folder, whose
-    fingerprint is given.
+    """LABEL@DIGEST of the weights that verified the draft tokens: the trainer's name for them,
+    which may be empty, and 12 hex digits of their checksum. Empty: the weights in the target's
+    folder, whose fingerprint is given.
     """
     draft_version: str = ""
-    """Version that proposed the draft tokens, apart from those marked in `row_proposers`."""
+    """Version that proposed the draft tokens, except those marked in `row_proposers`."""
     sampling: Sampling
     constraints: tuple[Constraint, ...] = ()
-    """Rules by which the engine changed the target's logits after these were recorded. The rows
-    hold the target's distributions before them. `output` and `row_accepted` are of the changed ones.
+    """Rules with which the engine changed the target's logits after recording. The rows contain the
+    distributions before these changes; `output` and `row_accepted` are the result after them.
     """
     adapter: str = ""
-    """Name of the request's adapter, with which the target made rows and states; empty if none."""
+    """Name of the LoRA adapter that produced rows and states; empty if none."""
     template_arguments: str = ""
     """Arguments of the chat template, as JSON; empty if none. See `origin.pack_arguments`."""
     num_prompt_tokens: int
-    """Length of the prompt, with which the context begins; the same in every segment of a request.
-    """
+    """Length of the prompt at the start of the context; the same in every segment of a request."""
     top_k: int
     context: bytes
     """int32 [C], all tokens before the segment's output, from `context_begin` on."""
@@ -157,8 +156,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     row_positions: bytes
     """int32 [R], index into context + output of the token predicted by the row."""
     row_branches: bytes
-    """int32 [R], number of rejected draft tokens that end the row's context: those of as many rows
-    before it.
+    """int32 [R], number of rejected draft tokens at the end of the row's context: the tokens of as
+    many preceding rows.
     """
     row_drafts: bytes
     """int32 [R], the draft's token, or -1 for none (bonus token, or a server without speculation).
@@ -170,11 +169,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     row_accepted: bytes
     """uint8 [R], 1 if the draft token was accepted."""
     row_proposers: bytes = b""
-    """uint8 [R], LOOKUP or PADDING for rows of a draft by another proposer, else 0. Empty: all are
-    0.
+    """uint8 [R], LOOKUP or PADDING for rows drafted by another proposer, else 0. Empty: all are 0.
     """
     row_topk_ids: bytes
-    """int32 [R, K], by descending probability."""
+    """int32 [R, K], in order of descending probability."""
     row_topk_log_probs: bytes
     """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
     row_log_sum_exp: bytes
@@ -182,16 +180,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     does not report it.
     """
     context_begin: int = 0
-    """Number of tokens that are left out of `context`: the segment before brought them. See
+    """Number of tokens left out of `context` because the previous segment contains them. See
     `join_text`.
     """
     hidden_begin: int = 0
-    """Index of the first token with hidden states; from there on there is no gap. Tokens before it
-    were read from the prefix cache, or shipped with an earlier segment.
+    """Index of the first token with hidden states; there are no gaps after it. Earlier tokens were
+    read from the prefix cache or sent with an earlier segment.
     """
     hidden_shape: tuple[int, int] = (0, 0)
-    """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the
-    last, normed state, or for the MTP layers of some targets the one before the norm.
+    """L and D of the states that the served draft reads: streams after layers for EAGLE-3,
+    otherwise the last, normed state or, for the MTP layers of some targets, the state before the
+    norm.
     """
     hidden_format: HiddenFormat = "bfloat16"
     hidden: bytes = b""

@@ -37,11 +37,11 @@ class Dialect:
 
     engine: EngineName = "vllm"
     paths: Mapping[str, str] = field(default_factory=lambda: COMPLETION_PATHS)
-    """Paths whose answers the tap reads, and the kind of each."""
+    """Paths whose answers the tap reads, with the type of each answer."""
     client_paths: tuple[str, ...] = ()
-    """First parts of the paths that the engine has for clients, beside vLLM's."""
+    """First components of the engine's client paths, in addition to vLLM's."""
     is_streamed: bool = True
-    """Streams can be read too."""
+    """Whether streams can be read too."""
     has_probabilities: bool = True
 
     def find_skip_reason(self, payload: Any) -> str:
@@ -70,7 +70,7 @@ class IdsAnswer(Answer):
 
     prompt: str = ""
     num_prompt_tokens: int | None = None
-    """Ids of the prompt, by the server's count; None if it returns them."""
+    """Number of prompt tokens according to the server; None if it returns the ids."""
 
     def rank(self, top_k: int) -> tuple[int, NDArray[np.float64]]:
         return len(self.output_ids), np.empty((0, 1, 2))

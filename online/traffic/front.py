@@ -34,14 +34,17 @@ class FrontConfig:
     """Settings for the tap's sockets."""
 
     host: str = "127.0.0.1"
-    """Address on which clients are accepted. The default accepts clients on this machine only."""
+    """Address on which clients are accepted. By default, only clients on this machine are accepted.
+    """
     admin_host: str = "127.0.0.1"
-    """Address of the admin port. It names the server, so keep it away from clients."""
+    """Address of the admin port. It reveals the server's name, so keep it away from clients."""
     admin_hosts: tuple[str, ...] = ()
-    """Names, besides addresses and local names, under which the admin port may be asked."""
+    """Host names under which the admin port may be accessed, in addition to IP addresses and local
+    names.
+    """
     max_body_bytes: int = 64 << 20
-    """Largest request body, in bytes (default 64 MiB). A larger one is answered with status 413.
-    Bodies above 1 MiB are passed on unread, and not recorded.
+    """Maximum size of a request body in bytes (default 64 MiB). Larger ones are answered with
+    status 413. Bodies above 1 MiB are forwarded without being parsed or recorded.
     """
 
     def __post_init__(self) -> None:

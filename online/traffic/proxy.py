@@ -208,9 +208,9 @@ class Relayed:
     reply: Reply
     chunks: AsyncGenerator[bytes, None]
     is_changed: bool = False
-    """Not the server's chunks: its Content-Length is wrong."""
+    """Whether the chunks differ from the server's, so that its Content-Length is wrong."""
     length: int | None = None
-    """Length of changed chunks in bytes, if it is known."""
+    """Length of the changed chunks in bytes, if known."""
 
 
 class Proxy:

@@ -79,11 +79,11 @@ class UnfitError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     problem: str = ""
-    """Why no answer of the server is recorded; empty if they are."""
+    """Why the server's answers are not recorded; empty if they are."""
     models: frozenset[str] = frozenset()
-    """Names of the target, without adapters."""
+    """Model names of the target, without adapters."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """That a bare request is sampled by."""
+    """Sampling parameters of a request that sets none."""
 
 
 class ServerCheck:

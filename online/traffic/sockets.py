@@ -270,9 +270,9 @@ class _Wait(NamedTuple):
 
     patience_s: float
     cycle: Any
-    """Uvicorn's state of the newest request of the connection, or None before the first."""
+    """Uvicorn's state of the connection's newest request; None before the first."""
     num_bytes: int = 0
-    """Received of a body, or still to be taken of an answer."""
+    """Number of bytes of a body received, or of an answer still to be sent."""
     held_bytes: int = 0
 
 

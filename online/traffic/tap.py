@@ -47,17 +47,18 @@ class TapConfig(Recording):
     """Settings for recording in front of a server without the plugin."""
 
     engine: Literal["vllm", "sglang", "llama.cpp", "tensorrt-llm"] = "vllm"
-    """Engine of the server. Records of SGLang and llama.cpp hold token ids alone, for `redraft
-    score`.
+    """Engine of the server. For SGLang and llama.cpp, records contain only token ids; process them
+    with `redraft data score`.
     """
     logprobs: int = 20
-    """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by
-    default.
+    """Number of token probabilities recorded per position. vLLM allows at most --max-logprobs, 20
+    by default.
     """
     key_file: Path | None = None
-    """File with a key for the server (vLLM's --api-key), for the tap's own check of it: up to 1,026
-    answers of one token after each start of the server, at most once a minute. If the server wants
-    a key and there is none here, the check takes that of the first client it has answered.
+    """File with an API key of the server (vLLM's --api-key). The tap uses it for its own check: up
+    to 1,026 answers of one token after each start of the server, at most once a minute. If the
+    server requires a key and none is given, the tap uses the key of the first client that received
+    an answer.
     """
 
     def __post_init__(self) -> None:

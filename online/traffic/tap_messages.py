@@ -56,15 +56,15 @@ class Answer:
 
     request_id: str = ""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """Sampling parameters of a request that sends none."""
+    """Sampling parameters of a request that sets none."""
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
-    """Log-probability by token id."""
+    """Log-probabilities by token id, per position."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """The parameters that the server says it used."""
+    """Sampling parameters that the server reports."""
     failure: Exception | None = None
-    """The rest is not read: it would be recorded wrongly."""
+    """Error after which the rest is not read, because it would be recorded wrongly."""
 
     def read(self, message: dict[str, Any]) -> None:
         self.request_id = str(message.get("id") or self.request_id)

@@ -69,12 +69,12 @@ class UnsendableError(Exception):
 class ForwardedRequest:
     method: str
     path: bytes
-    """Includes the query."""
+    """Path of the request, with the query."""
     headers: list[Header]
     """Without Host, Content-Length and Transfer-Encoding."""
     body: bytes | AsyncIterable[bytes]
     length: str | None = None
-    """Content-Length of a body in pieces; None to send it in chunks."""
+    """Content-Length of a body that arrives in pieces; None to send it in chunks."""
 
     def frame(self) -> list[Header]:
         """Return the header that marks the end of the body: a length, or chunked encoding."""
