@@ -1,11 +1,14 @@
 """Lookups: V2 against V1, memory and time of live counts, and vLLM's suffix decoding beside them.
 
-$ python -m benchmarks.lookup                                 # with SmolLM2-135M-Instruct, two hours
+$ python -m benchmarks.lookup --short                         # 20 minutes, with SmolLM2-135M-Instruct
+$ python -m benchmarks.lookup                                 # two hours
 $ python -m benchmarks.lookup --parts counts --answers 4000   # memory and time alone
 $ pip install arctic-inference==0.1.1                         # for suffix decoding, which vLLM runs on V1
 
-`v2_equals_v1` is the verdict of the tests that compare the runners token by token. The counts are of
-made-up answers, phrases of Zipf's law. `over_suffix` is the speed with live counts over that with
+`v2_equals_v1` is the verdict of the tests that compare the runners token by token, and
+`device_equals_host` that of the tests that compare a lookup on the GPU with the one on the host, in
+Triton's interpreter. The counts are of made-up answers, phrases of Zipf's law. What a GPU would do for
+a lookup is counted: no GPU has run it. `over_suffix` is the speed with live counts over that with
 suffix decoding: two servers of `redraft serve` answer the same questions in turns, each question
 once, after both have answered the same other ones. Every round begins with the other server. tau is
 tokens per step of the target, steps without a draft included.
@@ -19,13 +22,15 @@ import itertools
 import sys
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import numpy as np
+import torch
 
 from benchmarks.demo.fleet import Answer, stream
 from benchmarks.demo.online_config import SMOLLM2
@@ -37,6 +42,7 @@ from benchmarks.results import write_results
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.engine.counters import parse_counts
+from redraft.engine.device_runs import CHANGE, DeviceRuns
 from redraft.engine.measure import find_full_load
 from redraft.engine.process import free_port, process_group
 from redraft.engine.prompts import Prompt
@@ -46,14 +52,22 @@ from redraft.files.progress import Progress
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.retrieval import Config as Options
 from redraft.heads.families.retrieval import Live, Text
+from redraft.heads.families.run_table import BUCKET_BYTES
 from redraft.recipes.cli.run import run_recipe
 
 TESTS = Path("tests/engine/test_lookup_on_v2.py")
+DEVICE_TESTS = Path("tests/engine/test_lookup_on_device.py")
 DRAFTS = {"live": 6, "suffix": 24}
 """Draft tokens of a step at most, as each is recommended."""
 PROBES = 2000
 """Lookups that are timed."""
+
+SECTOR_BYTES = 32
+"""What a GPU reads at least, here for a row."""
+
 VOCABULARY, PHRASES, PHRASE = 30_000, 5_000, 8
+BLOCK = 4096
+"""Answers that are drawn at once."""
 
 Part = Literal["tests", "counts", "suffix"]
 
@@ -64,6 +78,9 @@ class Config:
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     parts: tuple[Part, ...] = ("tests", "counts", "suffix")
     """What to measure."""
+    short: bool = False
+    """Compare the runners without an engine, count answers of 8 tokens, and take 6 rounds after 32
+    questions."""
     answers: tuple[int, ...] = (4_000, 1_000_000)
     """Numbers of counted answers, for memory and time."""
     answer_tokens: int = 16
@@ -87,10 +104,17 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    results: dict[str, Any] = {}
+    if cfg.short:
+        cfg = replace(cfg, answer_tokens=8, rounds=6, learned=32)
+    results: dict[str, Any] = {"short": cfg.short}
     if "tests" in cfg.parts:
-        results |= {"tests": (verdict := run_tests(TESTS, "lookup_on_v2"))}
-        results["v2_equals_v1"] = verdict["v1_equals_v2"]
+        chosen = "lookup_on_v2" + (" and not in_the_engine" if cfg.short else "")
+        for name, file, words in (
+            ("v2_equals_v1", TESTS, chosen),
+            ("device_equals_host", DEVICE_TESTS, "lookup_on_the_device"),
+        ):
+            verdict = run_tests(file, words)
+            results |= {name: verdict["v1_equals_v2"], f"{name}_tests": verdict}
     if "counts" in cfg.parts:
         results["counts"] = [
             measure_counts(number, cfg.answer_tokens) for number in sorted(cfg.answers)
@@ -105,9 +129,10 @@ def make_answers(num_answers: int, num_tokens: int) -> Iterator[Text]:
     phrases = rng.integers(1, VOCABULARY, (PHRASES, PHRASE)).astype(np.int32)
     chances = 1 / np.arange(1, PHRASES + 1)
     is_label = np.ones(num_tokens, bool)
-    for _ in range(num_answers):
-        chosen = rng.choice(PHRASES, -(-num_tokens // PHRASE), p=chances / chances.sum())
-        yield Text(ids=phrases[chosen].ravel()[:num_tokens], is_label=is_label)
+    for begin in range(0, num_answers, BLOCK):
+        size = min(BLOCK, num_answers - begin), -(-num_tokens // PHRASE)
+        for chosen in rng.choice(PHRASES, size, p=chances / chances.sum()):
+            yield Text(ids=phrases[chosen].ravel()[:num_tokens], is_label=is_label)
 
 
 def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
@@ -136,13 +161,41 @@ def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
         # A lookup that finds nothing ends each draft.
         "draft_us_per_step": 1e6 * draft_s / PROBES,  # of one request
         "draft_us_per_lookup": 1e6 * draft_s / (drafted + PROBES),
+        "device": count_device(draft, num_tokens),
     }
     print(
         f"{num_answers} answers: {found['runs']} runs in {base / 1e6:.1f} MB; "
         f"{found['count_us_per_token']:.1f} us to count a token, "
-        f"{found['draft_us_per_lookup']:.1f} us for a lookup"
+        f"{found['draft_us_per_lookup']:.1f} us for a lookup; on a GPU, counted: "
+        f"{found['device']['bytes'] / 1e6:.1f} MB"
     )
     return found
+
+
+def count_device(draft: Live, num_tokens: int) -> dict[str, Any]:
+    """Memory and work of the same counts on a GPU: counted, not run.
+
+    A lookup reads a bucket of hashes and at most a row for each length, and the text once, in which
+    a run of the longest length ends the search.
+    """
+    runs = DeviceRuns(draft, torch.device("cpu"))
+    runs.update(1, [b""])  # the whole table
+    for text in make_answers(1, num_tokens):
+        deque(draft.learn(text), maxlen=0)
+    changed = draft.runs.take_changes()
+    assert changed is not None
+    lengths = draft.config.max_run
+    return {
+        "bytes": runs.num_bytes,
+        "bytes_per_run_of_the_most": runs.num_bytes / draft.config.max_entries,
+        "bytes_up_per_step": 8 * len(runs.update(1, [b""])),
+        "bytes_up_per_counted_token": 8 * CHANGE * len(changed) / num_tokens,
+        "launches_per_step": 1,
+        "launches_per_step_that_counts": 3,
+        "waits_per_step": 0,
+        "table_bytes_per_lookup": lengths * (BUCKET_BYTES + SECTOR_BYTES),
+        "text_bytes_per_lookup_of_1000_tokens": 4 * 1000,
+    }
 
 
 @dataclass(frozen=True)

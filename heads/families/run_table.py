@@ -5,6 +5,8 @@ run in a table of bounded size:
 
     hash of (owner, run) ─► a bucket of eight slots ─► epoch | votes | owner | token
 
+A lookup on the GPU has a copy of the slots (`redraft/engine/device_runs.py`).
+
 A full bucket drops the run that was confirmed least recently, and of those the one with the fewest
 votes. A run is valid while its token was confirmed in the window, which is counted in answers: two
 epochs. The hash is alike in all processes, so the ranks of a server count alike.
@@ -40,6 +42,9 @@ FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 NOBODY = 0xD1B54A32D192ED03
 """Hash of no owner. From 0 on, runs of token 0 would be alike."""
 
+ANYONE = -1
+"""In place of an owner's number: runs of all owners may be found."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -71,6 +76,8 @@ class RunTable:
         self._owners: dict[bytes, tuple[int, int]] = {}
         """Number and hash of the owners in the table."""
         self._free = array("H", range(OWNERS, -1, -1))
+        self._changed: set[int] | None = None
+        """Slots that a copy of the table lacks; None for all of them, or if nothing copies it."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +87,24 @@ class RunTable:
     @property
     def num_runs(self) -> int:
         return int(self._is_valid().sum())
+
+    @property
+    def num_buckets(self) -> int:
+        return self._num_buckets
+
+    @property
+    def oldest(self) -> int:
+        """The first epoch whose runs are valid."""
+        return self._epoch - 1
+
+    def take_changes(self) -> NDArray[np.int64] | None:
+        """The slots that changed since the last call, in any order; None if all may have."""
+        changed, self._changed = self._changed, set()
+        return None if changed is None else np.fromiter(changed, np.int64, len(changed))
+
+    def view(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """The rows and hashes of all slots, in the memory of the table."""
+        return np.frombuffer(self._rows, np.uint64), np.frombuffer(self._hashes, np.uint64)
 
     def begin_text(self) -> None:
         """Count one more answer."""
@@ -95,20 +120,25 @@ class RunTable:
 
     def find(self, last: bytes, owner: bytes) -> Found | None:
         """Find the longest run at the end of `last` that the owner may use."""
-        if (known := self._owners.get(owner)) is None:
-            if not self.shares:
-                return None
-            known = -1, self._hash_owner(owner)
+        if (known := self.find_owner(owner)) is None:
+            return None
         number, start = known
-        hashes, oldest = _hash_runs(last, start), self._epoch - 1
+        hashes, oldest = _hash_runs(last, start), self.oldest
         for length in range(len(hashes), 0, -1):
             if (place := self._find_slot(hashes[length - 1])) < 0:
                 continue
             row = self._rows[place]
-            is_own = self.shares or row >> TOKEN_BITS & OWNERS == number
+            is_own = number == ANYONE or row >> TOKEN_BITS & OWNERS == number
             if is_own and row >> EPOCH_AT >= oldest:
                 return Found(length, row >> VOTES_AT & VOTES, row & TOKENS)
         return None
+
+    def find_owner(self, owner: bytes) -> tuple[int, int] | None:
+        """The number of an owner in the rows, and the hash of no run; None if nothing is known."""
+        known = self._owners.get(owner)
+        if self.shares:
+            return ANYONE, self._hash_owner(owner) if known is None else known[1]
+        return known
 
     def add(self, last: bytes, token: int, owner: bytes) -> None:
         """Count `token` after every run at the end of `last`.
@@ -128,15 +158,16 @@ class RunTable:
                 is_valid = row >> TOKEN_BITS & OWNERS == number
             if not is_valid:
                 place = self._take_slot(hashed) if place < 0 else place
-                self._rows[place] = confirmed | 1 << VOTES_AT
-                continue
-            votes = row >> VOTES_AT & VOTES
-            if row & TOKENS == token:
-                self._rows[place] = confirmed | min(votes + 1, MOST_VOTES) << VOTES_AT
-            elif votes:
+                votes, row = 0, -1
+            else:
+                votes = row >> VOTES_AT & VOTES
+            if row >= 0 and row & TOKENS != token and votes:
                 self._rows[place] = row - (1 << VOTES_AT)
             else:
-                self._rows[place] = confirmed | 1 << VOTES_AT
+                votes = votes + 1 if row >= 0 and row & TOKENS == token else 1
+                self._rows[place] = confirmed | min(votes, MOST_VOTES) << VOTES_AT
+            if self._changed is not None:
+                self._changed.add(place)
 
     def forget(self, beginning: bytes) -> int:
         """Drop the runs of all owners whose names start with `beginning`.
@@ -146,10 +177,11 @@ class RunTable:
         gone = [number for name, (number, _) in self._owners.items() if name.startswith(beginning)]
         if not gone:
             return 0
-        rows, hashes = self._view()
+        rows, hashes = self.view()
         is_gone = np.isin(_owners_of(rows), gone) & (hashes != 0)
         num_valid = int((is_gone & self._is_valid()).sum())
         rows[is_gone], hashes[is_gone] = 0, 0
+        self._changed = None
         self._keep_owners(
             {name: known for name, known in self._owners.items() if known[0] not in gone}
         )
@@ -158,7 +190,7 @@ class RunTable:
     def read(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """Return tensors and numbers for the valid runs, as `restore` accepts them."""
         places = np.flatnonzero(self._is_valid()).astype(np.int32)
-        rows, hashes = self._view()
+        rows, hashes = self.view()
         tensors: dict[str, NDArray[Any]] = {
             "places": places,
             "rows": rows[places],
@@ -175,8 +207,9 @@ class RunTable:
         places = tensors["places"]
         if len(places) and not 0 <= places.min() <= places.max() < len(self._rows):
             return False
-        rows, hashes = self._view()
+        rows, hashes = self.view()
         rows[places], hashes[places] = tensors["rows"], tensors["hashes"]
+        self._changed = None
         self.num_texts = int(numbers["num_texts"])
         self._epoch = self.num_texts // max(1, self.window // 2)
         names = {bytes.fromhex(text): number for text, number in numbers["owners"].items()}
@@ -188,11 +221,8 @@ class RunTable:
     def _shape(self) -> dict[str, Any]:
         return {"num_buckets": self._num_buckets, "window": self.window, "shares": self.shares}
 
-    def _view(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        return np.frombuffer(self._rows, np.uint64), np.frombuffer(self._hashes, np.uint64)
-
     def _is_valid(self) -> NDArray[np.bool_]:
-        rows, hashes = self._view()
+        rows, hashes = self.view()
         is_valid: NDArray[np.bool_] = hashes != 0
         is_valid &= rows >> np.uint64(EPOCH_AT) >= max(0, self._epoch - 1)
         return is_valid
@@ -208,13 +238,14 @@ class RunTable:
         return self._owners[owner]
 
     def _drop_idle_owners(self) -> None:
-        rows, hashes = self._view()
+        rows, hashes = self.view()
         is_valid = self._is_valid()
         kept = {*_owners_of(rows[is_valid]).tolist()}
         if len(kept) > OWNERS // 2:  # clients with a name for each request: start again
             self.clear()
             return
         rows[~is_valid], hashes[~is_valid] = 0, 0
+        self._changed = None
         self._keep_owners({name: k for name, k in self._owners.items() if k[0] in kept})
 
     def _keep_owners(self, owners: dict[bytes, tuple[int, int]]) -> None:

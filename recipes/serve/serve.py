@@ -17,7 +17,7 @@ from typing import Any
 from redraft.engine import adaptive
 from redraft.engine.command import vllm_command
 from redraft.engine.live_file import LiveConfig
-from redraft.engine.lookups import lookup_env, needs_plugin
+from redraft.engine.lookups import lookup_env, needs_plugin, on_device
 from redraft.engine.machine import ENGINE_IS_CPU, count_cores
 from redraft.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
 from redraft.engine.settings import read_settings, write_settings
@@ -32,6 +32,7 @@ from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.vllm_flags import (
     BESIDE_A_DRAFT,
     LOOKUP_WAITS,
+    ON_THE_GPU,
     SHARED_BY_TENANTS,
     SHARED_COUNTS,
     Beside,
@@ -70,7 +71,8 @@ def main(cfg: ServeConfig) -> None:
     require_private(read_flags(cfg.vllm_args), os.environ)
     require_target(cfg.target)
     command = server_command(cfg)
-    for note in list_notes(_draft(cfg), tenants_share=cfg.live.shared):
+    notes = list_notes(_draft(cfg), tenants_share=cfg.live.shared, is_ahead=schedules_ahead(cfg))
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for warning in list_warnings(
         read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)
@@ -80,23 +82,38 @@ def main(cfg: ServeConfig) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     if cfg.pace != "off" and keeps_states(cfg.target):
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if looks_up(_draft(cfg)) and schedules_ahead(cfg):
+            require_v2(environment)
     lookup = lookup_env(speculative_config(cfg), read_settings(environment))
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup)
 
 
 def list_notes(
-    draft: DraftSource | None, *, tenants_share: bool = False, on_cpu: bool = ENGINE_IS_CPU
+    draft: DraftSource | None,
+    *,
+    tenants_share: bool = False,
+    is_ahead: bool = False,
+    on_cpu: bool = ENGINE_IS_CPU,
 ) -> list[str]:
-    """The notes to print before a server with this draft starts; None means a new head."""
-    looks_up = draft is not None and (draft.is_lookup or draft.lookup is not None)
-    told = SHARED_BY_TENANTS if tenants_share else SHARED_COUNTS
-    return [
-        BESIDE_A_DRAFT,
-        # CPUs never schedule ahead.
-        *([LOOKUP_WAITS] if looks_up and not on_cpu else []),
-        *([told] if draft is not None and LIVE in (draft.source, draft.lookup) else []),
-    ]
+    """The notes to print before a server with this draft starts; None means a new head.
+
+    `is_ahead` means that the user asks for asynchronous scheduling.
+    """
+    notes = [BESIDE_A_DRAFT]
+    if draft is None:
+        return notes
+    # CPUs never schedule ahead.
+    if looks_up(draft) and not (on_cpu or is_ahead):
+        notes.append(LOOKUP_WAITS + (ON_THE_GPU if draft.has_answers else ""))
+    if LIVE in (draft.source, draft.lookup):
+        notes.append(SHARED_BY_TENANTS if tenants_share else SHARED_COUNTS)
+    return notes
+
+
+def looks_up(draft: DraftSource) -> bool:
+    """Whether this draft looks tokens up, alone or before a head."""
+    return draft.is_lookup or draft.lookup is not None
 
 
 def require_target(target: str) -> None:
@@ -148,7 +165,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
 def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
     """The active parts of redraft, as `CLASHES` names them. `draft` is None for a new head."""
     parts: list[Beside] = ["records"] if records else []
-    if draft is not None and (draft.is_lookup or draft.lookup is not None):
+    if draft is not None and looks_up(draft) and not draft.has_answers:
         parts.append("lookup")
     if draft is not None and draft.is_lookup:
         return parts
@@ -175,6 +192,9 @@ def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
     _refuse_idle(cfg, draft)
     lookups = Lookups(verify_cost=cfg.verify_cost, head_requests=cfg.head_requests)
     config = draft.speculative(cfg.draft_sample_method, lookups, method=cfg.method)
+    if needs_plugin(config) and schedules_ahead(cfg):
+        require_v2()
+        config = on_device(config)
     config["num_speculative_tokens"] = cfg.num_speculative_tokens
     if cfg.rejection_sample_method == "block":
         require_block(config)
@@ -185,6 +205,23 @@ def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
         config |= {adaptive.KEY: True} if is_adaptive else {}
         config[TABLE] = make_table(cfg.num_speculative_tokens, is_adaptive=is_adaptive)
     return config
+
+
+def schedules_ahead(cfg: ServeConfig) -> bool:
+    """Whether the user asks for asynchronous scheduling, which vLLM leaves out beside a lookup."""
+    value = read_flags(cfg.vllm_args).get("async_scheduling", "false")
+    return value.lower() not in ("0", "false")
+
+
+def require_v2(
+    environment: Mapping[str, str] = os.environ, *, on_cpu: bool = ENGINE_IS_CPU
+) -> None:
+    """Raise ValueError if a lookup cannot run on the device."""
+    if on_cpu or environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        raise ValueError(
+            "--async-scheduling looks counted answers up on the GPU, which takes a GPU and vLLM's V2 "
+            "model runner: leave it out"
+        )
 
 
 def require_block(

@@ -144,7 +144,8 @@ CLASHES = (
     ),
     Clash(
         flag="async_scheduling",
-        reason="is refused by vLLM beside a lookup, which reads each token before the next step",
+        reason="is refused by vLLM beside n-grams and suffix decoding, which read each token before the "
+        "next step",
         beside="lookup",
     ),
     Clash(
@@ -218,6 +219,7 @@ BESIDE_A_DRAFT = (
 )
 
 LOOKUP_WAITS = "a lookup reads each token before vLLM schedules the next step, so asynchronous scheduling is off"
+ON_THE_GPU = ": add --async-scheduling after the -- to look counted answers up on the GPU (no GPU has run this)"
 SHARED_COUNTS = (
     "clients that set no X-Redraft-Tenant, cache_salt or LoRA adapter share live counts, so one of "
     "them can infer another's answers from the sizes of streamed events"

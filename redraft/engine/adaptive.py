@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from redraft.engine.lookups import needs_plugin
+from redraft.engine.lookups import ON_DEVICE, needs_plugin
 from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.files.folder import open_folder, read_config, text_sections
 from redraft.heads.catalog import find_speculative
@@ -33,7 +33,10 @@ BACKEND = (
 )
 V1 = "needs vLLM's V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER, and take a draft that V2 serves"
 ARGMAX = "reads the draft's logits, which use_local_argmax_reduction never computes"
-UNSURE = "needs a draft with a confidence for each token: a draft model or a head, no lookup"
+UNSURE = (
+    "needs a draft with a confidence for each token: a draft model, a head, or counted answers alone "
+    "with --async-scheduling after the --"
+)
 
 FLAGS = {
     "enable_lora": LORA,
@@ -86,9 +89,11 @@ def find_obstacle(
     family = find_speculative(speculative_config)
     if on_cpu:
         return f"{GRAPHS.partition(':')[0]}, and a CPU has none"
-    if family is None or family.is_lookup or needs_plugin(speculative_config):
+    on_device = speculative_config.get("method") == ON_DEVICE and needs_plugin(speculative_config)
+    if not on_device and (family is None or family.is_lookup or needs_plugin(speculative_config)):
         return UNSURE  # vLLM ignores the request for these without a word
-    if "v2" not in family.decoders or environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+    is_v1 = family is not None and "v2" not in family.decoders
+    if is_v1 or environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         return V1
     for flag, condition in FLAGS.items():
         if flags.get(flag, "false").lower() not in ("0", "false", "none", "off"):

@@ -29,6 +29,9 @@ LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")  # n-gram lengths; beside a 
 KEYS = (*LOOKUP, "head_tokens", "head_requests")
 """Keys of a mixed config, which reach the engine past vLLM."""
 
+UNPADDED = "disable_padded_drafter_batch"
+"""Key of a speculative config: the drafter gets the accepted tokens on the host."""
+
 SECTION = "lookup"
 """Key of the plugin's settings for lookups."""
 
@@ -79,10 +82,10 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
             "verification has no place beside it: leave out one of the two"
         )
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
-    # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host,
+    # With UNPADDED vLLM hands the accepted tokens over as lists on the host,
     # which a lookup can read. By default a head gets a padded tensor on the device.
     keys = {key: value for key, value in lookup.items() if key != "method"}
-    return {**head, **keys, "disable_padded_drafter_batch": True, **limited}
+    return {**head, **keys, UNPADDED: True, **limited}
 
 
 def is_mixed(config: Mapping[str, Any]) -> bool:

@@ -28,7 +28,9 @@ from redraft.engine import lookup_first
 from redraft.engine.answer_counter import AnswerCounter
 from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.engine.live_file import open_file
-from redraft.engine.lookups import Counted, read_counted, read_live
+from redraft.engine.lookup_first import SECTION
+from redraft.engine.lookups import FOLDER, Counted, read_counted, read_live
+from redraft.engine.settings import read_settings
 from redraft.heads.families.retrieval import BEFORE_HEAD, Ids, Retrieval
 
 
@@ -200,11 +202,22 @@ def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, An
 
     # vLLM calls this on every worker, after the target and the draft are loaded
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+        runner = wrapper.worker.model_runner
+        if is_on_device(runner) and FOLDER in read_settings().get(SECTION, {}):
+            from redraft.engine.lookup_on_device import give_confidences  # it imports this module
+
+            give_confidences(runner)
         initialize(wrapper, kv_cache_configs)
         # Does nothing without these settings, or with the proposer in place.
-        install(wrapper.worker.model_runner)
+        install(runner)
 
     return initialize_and_install
+
+
+def is_on_device(runner: Any) -> bool:
+    """Whether this runner schedules steps ahead, so that a lookup must not wait for its tokens."""
+    scheduler = runner.vllm_config.scheduler_config
+    return hasattr(runner, "speculator") and getattr(scheduler, "async_scheduling", False)
 
 
 def install(runner: Any) -> None:
@@ -234,7 +247,19 @@ def install(runner: Any) -> None:
     is_mixed = bool(ngrams) and runner.vllm_config.speculative_config.method != "ngram"
     if answers and is_mixed:
         answers.least_first = BEFORE_HEAD
-    if is_v2:
+    if is_v2 and is_on_device(runner):
+        from redraft.engine.lookup_on_device import install_on_device  # it imports this module
+
+        if answers is None:
+            raise ValueError(
+                "n-grams are looked up on the host, and this server schedules steps ahead: start it "
+                "with --no-async-scheduling"
+            )
+        state.lookup = device = install_on_device(runner, answers, ngrams if is_mixed else None)
+        if device.counter:
+            state.counter = device.counter
+            _keep(runner, device.counter)
+    elif is_v2:
         texts = HostTexts(runner)
         lookup = _make_lookup(texts, answers, ngrams, is_mixed)
         state.lookup = LookupOnV2(runner, texts, lookup)

@@ -30,6 +30,9 @@ from redraft.heads.families.retrieval import (
 KEYS = (FOLDER, VERIFY_COST)
 """Keys of a config with counted answers, which reach the engine past vLLM."""
 
+ON_DEVICE = "ngram_gpu"
+"""vLLM's method for a lookup alone beside steps that are scheduled ahead."""
+
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
     """The counted answers that `lookup_env` specifies; None if it specifies none.
@@ -119,6 +122,21 @@ def lookup_env(
     keys = KEYS + (lookup_first.KEYS if has_ngrams else ())
     asked = {key: config[key] for key in keys if key in config}
     return write_settings(settings or {}, {SECTION: asked} if asked else {})
+
+
+def on_device(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with which vLLM's V2 runner schedules steps ahead, and redraft looks up on the GPU.
+
+    Raises:
+        ValueError: this lookup runs on the host only.
+    """
+    if FOLDER not in config:
+        raise ValueError(
+            "--async-scheduling goes with counted answers and live counts, which can be looked up on "
+            "the GPU, and not with n-grams and suffix decoding: leave it out"
+        )
+    kept = {key: value for key, value in config.items() if key != lookup_first.UNPADDED}
+    return kept | ({"method": ON_DEVICE} if kept["method"] == "ngram" else {})
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:

@@ -20,6 +20,11 @@ def test_the_memory_of_live_counts_is_that_of_their_slots_whatever_is_counted() 
     for found in (few, more):
         assert found["bytes"] == pytest.approx(SLOT_BYTES * 1_000_000, rel=0.1)
         assert found["count_us_per_token"] > found["draft_us_per_lookup"] / 100 > 0
+        device = found["device"]
+        assert device["bytes"] == SLOT_BYTES * 1_000_000
+        assert device["bytes_up_per_step"] == 8 * (3 + 7 + 7 * 32 + 2)
+        assert 0 < device["bytes_up_per_counted_token"] <= 6 * 24
+        assert device["table_bytes_per_lookup"] == 6 * 96
 
 
 def test_made_up_answers_repeat_their_phrases() -> None:
@@ -71,3 +76,8 @@ def test_too_few_rounds_are_refused() -> None:
 def test_the_tests_that_judge_the_runners_exist() -> None:
     assert lookup.TESTS.is_file()
     assert "lookup_on_v2" in Path(lookup.TESTS).read_text()
+    assert "lookup_on_the_device" in Path(lookup.DEVICE_TESTS).read_text()
+    engine = [
+        line for line in Path(lookup.TESTS).read_text().splitlines() if "_in_the_engine(" in line
+    ]
+    assert len(engine) == 1  # which the short form leaves out

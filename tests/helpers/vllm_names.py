@@ -195,6 +195,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "output": ("v1.worker.gpu.sample.output:SamplerOutput",),
         "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
     },
+    "redraft/engine/lookup_on_device.py": {
+        "runner": (V2_RUNNER,),
+        "self.runner": (V2_RUNNER,),
+        "states": ("v1.worker.gpu.states:RequestState",),
+        "self.runner.req_states": ("v1.worker.gpu.states:RequestState",),
+        "speculator": ("v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",),
+        "config": (SPECULATIVE,),
+        "batch": ("v1.worker.gpu.input_batch:InputBatch",),
+        "self.request": (NEW_REQUEST,),
+        "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
+    },
     "redraft/engine/lookup_first.py": {
         "runner": (V1_RUNNER,),
         "self.runner": (V1_RUNNER,),

@@ -29,7 +29,7 @@ from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import CaptureConfig, is_enabled, make_table, read_config
 from redraft.online.engine.feed import find_owner
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
-from redraft.recipes.serve import serve_features
+from redraft.recipes.serve import serve, serve_features
 from redraft.recipes.serve.serve import (
     RAY_PREFIXES,
     ServeConfig,
@@ -658,9 +658,30 @@ def test_a_server_says_what_a_lookup_costs_and_who_shares_live_counts(
     source = DraftSource.parse(draft.replace("HEAD", write_draft(tmp_path / "head", "eagle3")))
     notes = list_notes(source, on_cpu=False)
     assert any("asynchronous scheduling is off" in note for note in notes) is waits
+    assert any("--async-scheduling" in note for note in notes) is (waits and draft != "ngram")
+    assert len(list_notes(source, is_ahead=True, on_cpu=False)) == 1 + shares
     assert any("X-Redraft-Tenant" in note for note in notes) is shares
     assert not any("asynchronous" in note for note in list_notes(source, on_cpu=True))
     assert len(list_notes(None)) == 1
+
+
+def test_counted_answers_keep_asynchronous_scheduling_on_a_gpu_with_the_v2_runner(
+    tmp_path, monkeypatch
+):
+    head, ahead = write_draft(tmp_path / "head", "eagle3"), ("--", "--async-scheduling")
+    monkeypatch.setattr(serve, "require_v2", lambda: None)
+    for draft, method in (("live", "ngram_gpu"), (f"live+{head}", "eagle3")):
+        config = serve.speculative_config(parse("target", "--draft", draft, *ahead))
+        assert config["method"] == method
+        assert "disable_padded_drafter_batch" not in config
+        off = ("--", "--no-async-scheduling")
+        config = serve.speculative_config(parse("target", "--draft", draft, *off))
+        assert config["method"] != "ngram_gpu"
+    monkeypatch.undo()
+    for environment, on_cpu in (({}, True), ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, False)):
+        with pytest.raises(ValueError, match=r"^--async-scheduling .* V2 .*\n?$"):
+            serve.require_v2(environment, on_cpu=on_cpu)
+    serve.require_v2({}, on_cpu=False)
 
 
 def test_live_counts_have_settings_of_their_own(tmp_path):

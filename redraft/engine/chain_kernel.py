@@ -1,0 +1,181 @@
+"""The Triton kernel of lookups on the device. Imported only where Triton is installed.
+
+B = requests of a step, S = slots of the runner, K = most draft tokens, N = longest run.
+
+The numbers of a step are 64 bits each, and floats are float64, so that a product of probabilities
+is the host's to the last bit:
+
+    floor | least_first | oldest epoch | by length of a run in the request [N + 1] | by kind of a run
+    in the answers | (owner, hash of the owner) [B]
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WAYS = tl.constexpr(8)
+TOKEN_BITS, OWNER_BITS, VOTE_BITS = tl.constexpr(26), tl.constexpr(16), tl.constexpr(5)
+FACTOR = tl.constexpr(0x9E3779B97F4A7C15)
+FIRST_NUMBERS = tl.constexpr(3)
+ANYONE, NOBODY = tl.constexpr(-1), tl.constexpr(-2)
+BEHIND = tl.constexpr(1 << 40)
+"""More than any position, for a score of a run's length and then its place."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def follow_chains(  # type: ignore[no-untyped-def]
+    texts,
+    text_stride,
+    lengths,
+    slots,
+    num_sampled,
+    last_sampled,
+    numbers,
+    hashes,
+    rows,
+    drafts,
+    counts,
+    confidences,
+    num_buckets,
+    most,
+    longest_text,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_RUNS: tl.constexpr,
+    NUM_KINDS: tl.constexpr,
+    NUM_PROBES: tl.constexpr,
+    IS_LIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Draft the tokens of one request in each program, one behind the other.
+
+    It stores the tokens, their number, and the probability of each if all before it are right. Behind
+    the last one the request's newest token is repeated, with probability 0: the target reads a row for
+    each place, and a row needs a token.
+    """
+    batch = tl.program_id(0)
+    slot = tl.load(slots + batch).to(tl.int64)
+    length = tl.load(lengths + slot).to(tl.int64)
+    text, draft = texts + slot * text_stride, drafts + batch * K
+    columns = tl.arange(0, WIDTH)
+    newest = tl.load(last_sampled + slot).to(tl.int64)
+    tl.store(draft + columns, tl.zeros([WIDTH], tl.int64) + newest, mask=columns < K)
+    tl.store(confidences + batch * K + columns, tl.zeros([WIDTH], tl.float32), mask=columns < K)
+    by_length = numbers + FIRST_NUMBERS
+    owners = by_length + NUM_RUNS + 1 + NUM_KINDS
+    owner = tl.load(owners + 2 * batch)
+    start = tl.load(owners + 2 * batch + 1).to(tl.uint64, bitcast=True)
+    oldest = tl.load(numbers + 2)
+    floor = tl.load(numbers).to(tl.float64, bitcast=True)
+    least = tl.maximum(floor, tl.load(numbers + 1).to(tl.float64, bitcast=True))
+    # A request whose prompt is not read completely has no new token, and gets no draft.
+    limit = tl.minimum(tl.cast(most, tl.int64), longest_text - length)
+    limit = tl.where(tl.load(num_sampled + batch) > 0, limit, 0)
+    count, product = length - length, tl.full([], 1.0, tl.float64)
+    is_open = limit > 0
+    while is_open:
+        tl.debug_barrier()  # the tokens behind `length` were written by one thread
+        end = length + count
+        run, place = find_in_text(text, draft, length, end, NUM_RUNS, BLOCK)
+        token = read(text, draft, length, place + 1, run > 0)
+        probability = tl.load(by_length + run).to(tl.float64, bitcast=True)
+        kind, counted = find_in_table(
+            text, draft, length, end, owner, start, oldest, hashes, rows, num_buckets,
+            NUM_RUNS, NUM_PROBES, IS_LIVE,
+        )  # fmt: skip
+        kinds = by_length + NUM_RUNS + 1
+        its = tl.load(kinds + kind, mask=kind >= 0, other=0).to(tl.float64, bitcast=True)
+        # of two equals, the request wins
+        is_counted = its > probability
+        token = tl.where(is_counted, counted, token)
+        probability = tl.where(is_counted, its, probability)
+        is_found = is_counted | (run > 0)
+        product *= probability
+        is_open = is_found & (product >= tl.where(count == 0, least, floor))
+        if is_open:
+            tl.store(draft + count, token)
+            tl.store(confidences + batch * K + count, probability.to(tl.float32))
+        count += is_open.to(tl.int64)
+        is_open = is_open & (count < limit)
+    tl.store(counts + batch, count.to(tl.int32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read(text, draft, length, places, inside):  # type: ignore[no-untyped-def]
+    """Tokens at these places of a text of `length` tokens with its draft behind it."""
+    is_text = places < length
+    written = tl.load(text + places, mask=inside & is_text, other=0).to(tl.int64)
+    drafted = tl.load(draft + places - length, mask=inside & (places >= length), other=0)
+    return tl.where(is_text, written, drafted)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The longest run at the end that also stands earlier: its length, and its first last place."""
+    newest = read(text, draft, length, end - 1, end > 0)
+    best = end - end
+    begin = end - end
+    while (begin < end - 1) & (best < NUM_RUNS * BEHIND):
+        places = begin + tl.arange(0, BLOCK)
+        inside = places < end - 1  # a token follows
+        is_equal = inside & (read(text, draft, length, places, inside) == newest)
+        if tl.max(is_equal.to(tl.int32), axis=0) > 0:
+            run = is_equal.to(tl.int64)
+            for back in tl.static_range(1, NUM_RUNS):
+                is_equal = is_equal & (places >= back)
+                wanted = read(text, draft, length, end - 1 - back, end > back)
+                is_equal = is_equal & (read(text, draft, length, places - back, is_equal) == wanted)
+                run += is_equal.to(tl.int64)
+            score = tl.where(run > 0, run * BEHIND + (BEHIND - 1 - places), 0)
+            best = tl.maximum(best, tl.max(score, axis=0))
+        begin += BLOCK
+    return best // BEHIND, BEHIND - 1 - best % BEHIND
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def find_in_table(  # type: ignore[no-untyped-def]
+    text,
+    draft,
+    length,
+    end,
+    owner,
+    start,
+    oldest,
+    hashes,
+    rows,
+    num_buckets,
+    NUM_RUNS: tl.constexpr,
+    NUM_PROBES: tl.constexpr,
+    IS_LIVE: tl.constexpr,
+):
+    """The longest run at the end that stands in the table: its kind, or -1, and its token."""
+    hashed, ways = start, tl.arange(0, WAYS)
+    kind, token = owner - owner - 1, owner - owner
+    size = tl.cast(num_buckets, tl.uint64)
+    for back in tl.static_range(NUM_RUNS):
+        inside = (end > back) & (owner != NOBODY)
+        last = read(text, draft, length, end - 1 - back, inside).to(tl.uint64, bitcast=True)
+        hashed = (hashed ^ last) * FACTOR
+        hashed = hashed ^ (hashed >> 29)
+        wanted = tl.where(hashed == 0, 1, hashed)
+        bucket = (wanted % size).to(tl.int64, bitcast=True)
+        for _ in tl.static_range(NUM_PROBES):
+            places = bucket * WAYS + ways
+            found = tl.load(hashes + places, mask=(ways >= 0) & inside, other=0)
+            is_hit = (found == wanted.to(tl.int64, bitcast=True)) & inside
+            row = tl.sum(tl.load(rows + places, mask=is_hit, other=0), axis=0)
+            is_run = tl.max(is_hit.to(tl.int32), axis=0) > 0
+            bucket = tl.where(bucket + 1 == num_buckets, 0, bucket + 1)
+            row = row.to(tl.uint64, bitcast=True)
+            above = (row >> (TOKEN_BITS + OWNER_BITS)).to(tl.int64, bitcast=True)
+            its_kind = above
+            if IS_LIVE:
+                its_owner = (row >> TOKEN_BITS).to(tl.int64, bitcast=True) & ((1 << OWNER_BITS) - 1)
+                is_run = is_run & ((owner == ANYONE) | (its_owner == owner))
+                is_run = is_run & ((above >> VOTE_BITS) >= oldest)
+                its_kind = ((back + 1) << VOTE_BITS) + (above & ((1 << VOTE_BITS) - 1))
+            kind = tl.where(is_run, its_kind, kind)
+            its_token = row.to(tl.int64, bitcast=True) & ((1 << TOKEN_BITS) - 1)
+            token = tl.where(is_run, its_token, token)
+    return kind, token
