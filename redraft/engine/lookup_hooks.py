@@ -29,9 +29,9 @@ from redraft.engine.answer_counter import AnswerCounter
 from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.engine.live_file import open_file
 from redraft.engine.lookup_first import SECTION
-from redraft.engine.lookups import FOLDER, Counted, read_counted, read_live
+from redraft.engine.lookups import Counted, read_counted, read_live
 from redraft.engine.settings import read_settings
-from redraft.heads.families.retrieval import BEFORE_HEAD, Ids, Retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, Ids, Retrieval
 
 
 @dataclass(kw_only=True)
