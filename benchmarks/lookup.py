@@ -152,7 +152,7 @@ def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
         began_s = time.thread_time()
         drafted += len(draft.propose(text.ids[: num_tokens // 2], DRAFTS["live"]))
         draft_s += time.thread_time() - began_s
-    found = {
+    found: dict[str, Any] = {
         "answers": num_answers,
         "runs": draft.runs.num_runs,
         "bytes": base,
