@@ -69,7 +69,9 @@ class LifeSeen:
     samples: Sequence[tuple[float, int, int]] = ()
     """(monotonic time, resident bytes, descriptors), oldest first."""
     settled: Sequence[int] = ()
-    """Resident bytes of a learner each time it had given freed memory back."""
+    """Resident bytes of a learner each time it had given freed memory back, from the end of its
+    first training on: no optimizer existed before.
+    """
     unwanted_exit: str = ""
     """How it ended, if nobody had killed it."""
 
@@ -78,9 +80,10 @@ class LifeSeen:
 
         The least, because a learner that trains holds more than one that waits; the larger of two
         quarters, because it may begin to train in the second. A learner that trains reports the
-        memory it keeps at each change of phase, and is judged by that: the median of the last half
-        is compared with that of the first, because phases differ. Descriptors are compared by their
-        medians. None if the life was too short, or had too few changes of phase.
+        memory it keeps at each change of phase, and is judged by the least of each half of these,
+        because gradients and optimizer states (87 MB for the draft here) come and go. Descriptors
+        are compared by their medians. None if the life was too short, or had too few changes of
+        phase.
         """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
@@ -99,10 +102,7 @@ class LifeSeen:
         if told := len(self.settled):
             if told < MIN_TOLD:
                 return None
-            before, after = (
-                int(statistics.median(half))
-                for half in (self.settled[: told // 2], self.settled[told // 2 :])
-            )
+            before, after = min(self.settled[: told // 2]), min(self.settled[told // 2 :])
         files = [statistics.median(count for _, _, count in part) for part in (first, last)]
         born_s = self.samples[0][0]
         return Growth(

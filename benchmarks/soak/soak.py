@@ -404,14 +404,15 @@ def see_fault(one: Injected) -> FaultSeen:
 
 
 def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:
-    """The memory that a learner held at each change of phase, by life.
+    """The memory that a learner kept at each change of phase after its first training, by life.
 
     Empty for any other process.
     """
     lives: list[list[int]] = []
     for entry in Journal(cfg.folder / "journal").read().entries if cfg else ():
         if isinstance(entry, StateEntry) and entry.resident_bytes:
-            lives[-1].append(entry.resident_bytes)
+            if lives[-1] or entry.phase == "judging":
+                lives[-1].append(entry.resident_bytes)
         elif isinstance(entry, StateEntry) and entry.reason.startswith(GOES_ON):
             lives.append([])
     return lives
