@@ -68,7 +68,7 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     """Acceptance since the previous entry for the same server and domain.
 
     Without a domain, these are the engine's counters for all traffic. With a domain, they are
-    counted on captured records.
+    counted on captured records, by the thinking mode that these ask for, e.g. `code, thinking`.
     """
 
     server: Identifier | None = None  # None if the records of several servers are counted together.

@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from redraft.distill.data.conditions import Turn, is_in
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, conversation_hash
+from redraft.distill.data.modes import name_mode
 from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
 from redraft.distill.data.sessions import StoredTurn, expand_turns
-from redraft.distill.data.template import Arguments, name_mode
+from redraft.distill.data.template import Arguments
 from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
 

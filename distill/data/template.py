@@ -6,10 +6,8 @@ from typing import Any
 
 from jinja2 import meta, nodes
 
-SWITCHES = ("enable_thinking", "thinking")  # arguments by which a request switches the reasoning
-EFFORT = "reasoning_effort"
-EFFORTS = ("high", "xhigh", "max", "medium", "low")  # its levels, the first is tried first
-NO_EFFORTS = ("none", "no_think", "off")  # its levels at which a target does not think
+from redraft.distill.data.modes import EFFORT, EFFORTS, NO_EFFORTS, SWITCHES
+
 FIXED = {"messages", "tools", "add_generation_prompt"}  # not a request's template arguments
 
 Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
@@ -50,15 +48,6 @@ def asks_for_thought(arguments: Arguments) -> bool | None:
         if name == EFFORT:
             return value not in NO_EFFORTS
     return None
-
-
-def name_mode(arguments: Arguments) -> str:
-    """Return the thinking mode that a request's arguments ask for, in words; empty if none."""
-    # First, because vLLM adds `enable_thinking` to an effort.
-    if (effort := arguments.get(EFFORT)) in (*EFFORTS, *NO_EFFORTS):
-        return f"effort {effort}"
-    switch = next((arguments[name] for name in SWITCHES if name in arguments), None)
-    return {True: "thinking", False: "no thinking"}[switch] if isinstance(switch, bool) else ""
 
 
 def _constant_texts(tree: nodes.Template) -> set[str]:

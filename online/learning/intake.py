@@ -28,12 +28,14 @@ from typing import BinaryIO
 
 import numpy as np
 
+from redraft.distill.data.modes import name_mode
 from redraft.engine.counts import AcceptanceCounts
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.learning.segments import Frames
 from redraft.online.records.checks import Fault
+from redraft.online.records.origin import unpack_arguments
 from redraft.online.records.record import (
     CorruptRecordError,
     LaterLayoutError,
@@ -45,7 +47,7 @@ from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file,
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
 
-Sums = dict[tuple[str, str], AcceptanceCounts]  # by (domain, draft version)
+Sums = dict[tuple[str, str], AcceptanceCounts]  # by (domain and thinking mode, draft version)
 
 MAX_SUMS = 256
 
@@ -211,8 +213,10 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
                     if buffer.names
                     else record.domain or "all"
                 )
+                mode = name_mode(unpack_arguments(record.template_arguments))
+                shown = f"{domain}, {mode}" if mode else domain
                 add_acceptance(
-                    taken.accepted, (domain, record.draft_version), count_acceptance(record)
+                    taken.accepted, (shown, record.draft_version), count_acceptance(record)
                 )
     return taken
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft.distill.data.template import name_mode
+from redraft.distill.data.modes import name_mode
 from redraft.engine.counts import AcceptanceCounts, expected_blocks
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.draft import Draft, DraftStep, TargetSignal

@@ -68,7 +68,7 @@ class Telemetry:
         )
         self._domain_drafts = self._counter(
             "domain_drafts",
-            "Target steps of captured requests that verified draft tokens",
+            "Target steps of captured requests that verified draft tokens, by domain and thinking mode",
             "domain",
         )
         self._domain_accepted = self._counter(

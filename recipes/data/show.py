@@ -28,9 +28,9 @@ from redraft.distill.data.conversations import (
 )
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.messages import conversation_hash
+from redraft.distill.data.modes import name_mode
 from redraft.distill.data.reasoning import is_cut, split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
-from redraft.distill.data.template import name_mode
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.files.artifact import write_whole
 from redraft.files.folder import CONFIG

@@ -12,7 +12,7 @@ import torch
 from learner_world import World, make_records
 from test_buffer import frames_of, make_record
 
-from redraft.distill.data.template import name_mode
+from redraft.distill.data.modes import name_mode
 from redraft.engine.counts import AcceptanceCounts
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import StandaloneDraft
@@ -32,6 +32,22 @@ from redraft.online.learning.scoring import (
 )
 from redraft.online.records.origin import unpack_arguments
 from redraft.online.records.record import name_base
+
+
+def test_captured_acceptance_is_split_by_thinking_mode(tmp_path: Path) -> None:
+    modes = {
+        "code, thinking": '{"enable_thinking": true}',
+        "code, no thinking": '{"enable_thinking": false}',
+        "code, effort low": '{"reasoning_effort": "low"}',
+        "code": "",
+    }
+    records = [
+        make_record(i, request_id=mode, domain="code", template_arguments=arguments)
+        for i, (mode, arguments) in enumerate(modes.items(), 1)
+    ]
+    with Buffer(BufferConfig(folder=tmp_path), name_base("target", "")) as buffer:
+        sums = store(frames_of(*records), buffer, 512, 0.0).accepted
+    assert {shown: one.num_drafts for (shown, _), one in sums.items()} == dict.fromkeys(modes, 1)
 
 
 @pytest.mark.parametrize(
