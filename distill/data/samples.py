@@ -70,6 +70,8 @@ class SampleStats:
     """
     beyond_window: int = 0
     """Number of conversations whose first answer begins beyond the window."""
+    labels_beyond: int = 0
+    """Number of labels of these three kinds that are in no sample."""
     without_answer: int = 0
     """Number of conversations without a non-empty assistant turn."""
     unprompted: int = 0
@@ -119,6 +121,11 @@ class SampleStats:
         question = next((m["content"] for m in conversation["messages"] if m["role"] == "user"), "")
         self.examples.setdefault(reason, question[:80])
 
+    @property
+    def share_beyond(self) -> float:
+        """Share of all labels that are left out because they lie beyond the window."""
+        return self.labels_beyond / max(self.labels + self.labels_beyond, 1)
+
     def chosen_arguments(self) -> Arguments:
         return dict(json.loads(self.arguments.most_common(1)[0][0])) if self.arguments else {}
 
@@ -142,6 +149,7 @@ class SampleStats:
             "conversations cut at a turn to fit the window": self.cut,
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
             "later answers beyond the window left out": self.left_out,
+            f"labels beyond the window left out, {self.share_beyond:.1%} of all": self.labels_beyond,
             "conversations with token ids of another tokenizer, tokenised again": self.foreign_ids,
             "tokens of plain text left out, alone in a window": self.lone_tokens,
             "plain texts with special tokens, all learned, a user's turns too: give `messages`": self.marked_texts,
@@ -460,10 +468,12 @@ def _documents(
         # left
         if room < 1 or (room < len(answer) and documents):
             num_left_out += 1
+            stats.labels_beyond += len(answer)
             continue
         if grows and documents:  # else the template rewrote an earlier turn: a new sample
             mask[: len(ids)] = documents.pop()[1]
         num_truncated += room < len(answer)
+        stats.labels_beyond += max(0, len(answer) - room)
         answer = answer[:room]
         labels = np.concatenate([mask, np.ones(len(answer), np.bool_)])
         documents.append((np.concatenate([prompt, answer]), labels))

@@ -18,6 +18,7 @@ def _llama(
     return LlamaConfig(
         vocab_size=128_256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=head_dim, tie_word_embeddings=tied,
+        max_position_embeddings=131_072,
     )  # fmt: skip
 
 
@@ -25,6 +26,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = Fal
     return Qwen3Config(
         vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+        max_position_embeddings=40_960,
     )  # fmt: skip
 
 
@@ -39,6 +41,7 @@ KNOWN = {
     "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
         vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        max_position_embeddings=40_960,
     ),
     # transformers has no class for MiMo, which is a Qwen2 with an MTP layer.
     "mimo-7b": lambda: Qwen2Config(

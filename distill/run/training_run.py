@@ -49,7 +49,7 @@ from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
-from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
+from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig, make_config
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.engine.hardware import Machine, this_machine
@@ -60,7 +60,7 @@ from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.files.artifact import publish, publishing
 from redraft.files.checkpoint import model_class, refuse_quantised
 from redraft.files.folder import check_model_folder, fetch_model, fingerprint, read_config
-from redraft.files.served_target import require_aux
+from redraft.files.served_target import require_aux, require_positions
 from redraft.files.target_folder import TargetFolder
 from redraft.files.windows import View, require_speculators, target_window, trained_views
 from redraft.heads.catalog import require_head
@@ -389,6 +389,7 @@ class Run:
             page = report(
                 self.folder,
                 target=self.cfg.target,
+                data=self.data.stats,
                 before=before,
                 after=self.forecasts[draft],
                 ce_baseline=baseline,
@@ -439,7 +440,7 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     if cfg.gradient_checkpointing and not family.can_recompute:
         raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     if isinstance(cfg, StandaloneConfig):
-        return _open(cfg.target)
+        return _open(family, cfg)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
     if cfg.init not in row.starts:
         raise ValueError(
@@ -453,7 +454,7 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
         raise ValueError(
             f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary"
         )
-    target = _open(cfg.target)
+    target = _open(family, cfg)
     if cfg.start_from is not None:
         require_head(cfg.start_from, family.name, target)
     _refuse_head(family, cfg, target)
@@ -466,10 +467,14 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     return target
 
 
-def _open(name: str) -> TargetFolder:
-    check_model_folder(name)
-    target = TargetFolder.open(name)
+def _open(family: Family, cfg: Config) -> TargetFolder:
+    check_model_folder(cfg.target)
+    target = TargetFolder.open(cfg.target)
     model_class(target.config)
+    length = cfg.loop.sequence_length
+    # The default is nobody's wish: a longer row then holds several short conversations.
+    if length != make_config(family).loop.sequence_length:
+        require_positions(target.text_config, length, "--loop.sequence-length", cfg.target)
     return target
 
 

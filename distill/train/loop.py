@@ -201,7 +201,7 @@ def train(
     distillation.num_steps = loop.steps
     if accelerator.is_main_process:
         rows = loop.batch_size * distillation.optim.accumulation * accelerator.num_processes
-        print(describe_length(loop, rows, len(data.train.rows)))
+        print(describe_length(loop, rows, data))
         if distillation.step_index >= loop.steps or _is_past_its_best(run.metrics, loop):
             print("the training was complete: its draft is published and proven again")
     trainer.train_until(loop.steps, loop)
@@ -226,11 +226,17 @@ def train(
     )
 
 
-def describe_length(loop: Loop, rows: int, num_rows: int) -> str:
+def describe_length(loop: Loop, rows: int, data: LoadedData) -> str:
+    num_rows = len(data.train.rows)
     tokens, passes = loop.steps * rows * loop.sequence_length, loop.steps * rows / num_rows
+    beyond = (
+        f", without the {data.stats.share_beyond:.1%} of the labels that lie beyond a row"
+        if data.stats.labels_beyond
+        else ""
+    )
     return (
         f"{loop.steps:,} steps of {rows:,} rows of {loop.sequence_length:,} tokens: up to "
-        f"{tokens:,} tokens, {passes:,.3g} passes over the {num_rows:,} rows of the data"
+        f"{tokens:,} tokens, {passes:,.3g} passes over the {num_rows:,} rows of the data{beyond}"
     )
 
 

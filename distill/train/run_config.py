@@ -172,8 +172,9 @@ class Loop:
     batch_size: int = 8
     """Rows of --loop.sequence-length tokens per process and micro-batch."""
     sequence_length: int = 4096
-    """Tokens per row. Train at the context length that you serve: a draft is poor beyond the
-    positions it was trained on.
+    """Tokens per row, at most the target's positions. Train at the context length that you serve: a
+    draft is poor beyond the positions it was trained on. A longer conversation is cut after the
+    last answer that fits.
     """
     log_every: int = 10
     """Number of steps between log lines of metrics; the last step is always logged."""

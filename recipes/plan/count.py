@@ -34,6 +34,7 @@ from redraft.distill.plan.sizes import find_sizes, stored_bits
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.signal.sharded import size_weights
 from redraft.distill.train.run_config import HeadConfig, make_config
+from redraft.files.served_target import require_positions
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import PlanConfig
 
@@ -55,6 +56,8 @@ def make_plan(cfg: PlanConfig) -> Plan:
             f"{cfg.target_name} is quantised: a training runs it on servers: --signal endpoint or "
             "cache"
         )
+    if cfg.sequence_length is not None:
+        require_positions(target, cfg.sequence_length, "--sequence-length", cfg.target_name)
     vocabulary = (
         getattr(recipe, "draft_vocab_size", 0)
         if cfg.draft_vocab_size is None

@@ -102,6 +102,16 @@ def visible_length(config: Any, asked: int | None = None) -> int:
     return min(filter(None, lengths))
 
 
+def require_positions(config: Any, sequence_length: int, flag: str, name: str) -> None:
+    """Raise ValueError if a row of training is longer than the target's positions."""
+    positions = getattr(config, "max_position_embeddings", None) or sequence_length
+    if sequence_length > positions:
+        raise ValueError(
+            f"{flag} is {sequence_length}, and {name} has {positions:,} positions: give "
+            f"{positions} or less"
+        )
+
+
 def require_rows(target: TargetFolder) -> None:
     """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
 

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from redraft.files.served_target import (
     visible_length,
 )
 from redraft.files.target_folder import TargetFolder
-from redraft.heads.catalog import find_family
+from redraft.heads.catalog import FamilyName, find_family
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import read_vocab_size
 from redraft.recipes.data import show as data_command
@@ -124,6 +125,21 @@ def test_a_draft_sees_as_much_as_vllm_will_show_it(
     assert (served.cache_config.sliding_window or served.model_config.max_model_len) == length
     config = TargetFolder.open(target).text_config
     assert [visible_length(config, asked) for asked in (None, 4096, 32)] == [length, length, 32]
+
+
+@pytest.mark.parametrize("family", ["eagle3", "standalone"])
+def test_a_long_row_beyond_the_targets_positions_is_refused(
+    target: Path, family: FamilyName
+) -> None:
+    cfg: Any = replace(make_config(find_family(family)), target=str(target))
+    if family == "eagle3":
+        cfg = replace(cfg, draft_vocab_size=0)
+    refuse(find_family(family), cfg)  # the default, 2,048 or more: of short conversations
+    for length, is_refused in ((1024, False), (1025, True)):
+        asked = replace(cfg, loop=replace(cfg.loop, sequence_length=length))
+        wrong = r"--loop\.sequence-length is 1025\b.*\b1,024 positions: give 1024 or less$"
+        with pytest.raises(ValueError, match=wrong) if is_refused else nullcontext():
+            refuse(find_family(family), asked)
 
 
 def test_ids_beyond_the_embeddings_are_refused(target: Path) -> None:

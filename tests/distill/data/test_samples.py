@@ -298,9 +298,11 @@ def test_what_is_left_out_is_counted() -> None:
         make_conversation("y " * 200, "too late"),
         {"messages": [], "domain": "all"},
     ]
-    samples, stats = build_samples(
-        conversations, make_tokenizer(CHAT_TEMPLATE), max_length=64, progress=False
+    build = functools.partial(
+        build_samples, conversations, make_tokenizer(CHAT_TEMPLATE), progress=False
     )
+    samples, stats = build(max_length=64)
+    whole = build(max_length=4096)[1].labels
     assert stats == SampleStats(
         conversations=5,
         samples=2,
@@ -309,17 +311,20 @@ def test_what_is_left_out_is_counted() -> None:
         truncated=1,
         without_answer=2,
         beyond_window=1,
+        labels_beyond=whole - stats.labels,
         arguments=Counter({"{}": 3}),
         ends=Counter({"<|end|>": 3}),
     )
     assert max(len(s.input_ids) for s in samples) == 64
     assert str(stats).endswith(
         "2 conversations without an assistant turn; 1 conversations with no answer inside the "
-        "window; 1 answers cut at the window, with no earlier turn to cut at"
+        "window; 1 answers cut at the window, with no earlier turn to cut at; "
+        f"{whole - stats.labels} labels beyond the window left out, "
+        f"{100 * (whole - stats.labels) / whole:.1f}% of all"
     )
 
 
-def test_a_long_conversation_is_cut_after_the_last_answer_that_fits() -> None:
+def test_a_long_row_is_cut_after_the_last_answer_that_fits() -> None:
     """By brute force: the sample of the longest beginning of the conversation that fits whole."""
     contents = [
         part for i in range(6) for part in (f"question {i}", f"answer {i} " * (1 + 3 * (i == 3)))
@@ -337,6 +342,9 @@ def test_a_long_conversation_is_cut_after_the_last_answer_that_fits() -> None:
         fitting = sum(length <= window for length in lengths)
         assert (stats.cut, stats.truncated) == (0 < fitting < 6, fitting == 0)
         assert stats.left_out == 6 - max(1, fitting)
+        num_labels = sum(int(sample.loss_mask.sum()) for (sample,) in beginnings[-1:])
+        assert stats.labels_beyond == num_labels - stats.labels
+        assert stats.share_beyond == (num_labels - stats.labels) / num_labels
         if fitting:
             assert data_hash(samples) == data_hash(beginnings[fitting - 1])
             assert ("1 conversations cut at a turn" in str(stats)) == (fitting < 6)
@@ -361,6 +369,7 @@ def test_a_turn_of_a_rewriting_template_is_left_out_alone_if_it_does_not_fit() -
     )
     assert data_hash(samples) == data_hash([whole[0], whole[2]])
     assert (stats.cut, stats.truncated, stats.left_out) == (1, 0, 1)
+    assert stats.labels_beyond == whole[1].loss_mask.sum()
 
 
 def test_a_conversation_that_the_template_refuses_is_counted_with_its_reason() -> None:

@@ -968,6 +968,16 @@ def test_a_config_is_read_under_any_name_and_its_own_error_is_told(tmp_path: Pat
             find_sizes(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(("target", "positions"), [("llama-3.1-8b", 131072), ("qwen3-8b", 40960)])
+def test_a_long_row_beyond_the_targets_positions_is_not_counted(
+    target: str, positions: int
+) -> None:
+    make_plan(PlanConfig(target=target, sequence_length=positions))
+    wrong = rf"--sequence-length is {positions + 1}\b.*give {positions} or less"
+    with pytest.raises(ValueError, match=wrong):
+        make_plan(PlanConfig(target=target, sequence_length=positions + 1))
+
+
 def test_experts_in_float32_are_counted_without_their_kernel() -> None:
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> Weightless:
         return Weightless(torch.empty(*shape, dtype=dtype, device="meta"))
