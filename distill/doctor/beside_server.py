@@ -22,7 +22,7 @@ from redraft.distill.doctor.in_engine import (
 )
 from redraft.distill.doctor.readings import find_better_readings
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts, format_contexts
 from redraft.engine.hardware import this_machine
 from redraft.engine.prompts import Prompt
 from redraft.engine.running_server import CountedAnswer, RunningServer
@@ -105,6 +105,8 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     total, foretold = _sum(served), _sum(expected)
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts of {num_tokens}"
     facts["forecast"] = f"tau {foretold.tau:.3f} on the served text"
+    if told.by_context:
+        facts["by context"] = f"forecast {format_contexts(told.by_context)}"
     own = own_share(signal, texts)
     facts["text"] = f"{own:.1%} of the tokens are the most probable ones of {pair.target.name}"
     yield from find_other_text(own, pair)

@@ -7,7 +7,7 @@ plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, accept
 
 import datetime
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
 from redraft.distill.plan.memory_check import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts, format_contexts
 from redraft.engine.hardware import Machine, this_machine
 from redraft.engine.head_size import head_size, require_model_heads
 from redraft.engine.machine import ENGINE_IS_CPU
@@ -205,6 +205,7 @@ class Served:
 
     outputs: Sequence[Sequence[int]]
     counts: Sequence[AcceptanceCounts]
+    by_context: Mapping[int, AcceptanceCounts] = field(default_factory=dict)
 
     @property
     def total(self) -> AcceptanceCounts:
@@ -220,7 +221,9 @@ def judge_dump(
     num_tokens = dump.run.num_speculative_tokens
     facts["compared"] = f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
     served = Served(
-        outputs=dump.outputs[plan.num_long :], counts=dump.counts_by_prompt()[plan.num_long :]
+        outputs=dump.outputs[plan.num_long :],
+        counts=dump.counts_by_prompt()[plan.num_long :],
+        by_context=dump.counts_by_context(first=plan.num_long),
     )
     yield from judge_acceptance(pair, plan, served, draft, signal, facts)
 
@@ -239,6 +242,8 @@ def judge_acceptance(
     """
     total, known = served.total, _in_forecast(plan, served)
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
+    if served.by_context:
+        facts["by context"] = format_contexts(served.by_context)
     yield from find_dead(total)
     if len(known) >= MIN_PROMPTS:
         # Only the prompts of both: the others have nothing to be compared with.

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from redraft.distill.data.samples import SampleStats
 from redraft.distill.doctor.label_probe import label_probe
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.distill.train.run_config import Prove
 from redraft.distill.train.run_folder import RunFolder
+from redraft.engine.counts import describe_contexts
 from redraft.engine.lossless import Lossless, compare_lossless
 from redraft.engine.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.engine.measure import Measurement
@@ -279,10 +281,16 @@ def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
     return logits
 
 
+def describe_data(stats: SampleStats) -> dict[str, Any]:
+    names = ("conversations", "samples", "tokens", "labels", "labels_beyond", "share_beyond")
+    return {name: getattr(stats, name) for name in names}
+
+
 def report(
     run: RunFolder,
     *,
     target: str,
+    data: SampleStats,
     before: Forecast,
     after: Forecast,
     ce_baseline: Forecast | None,
@@ -297,6 +305,8 @@ def report(
         "command": shlex.join(sys.argv),
         "offline": offline_section(before=before, after=after, ce_baseline=ce_baseline),
         "by_domain": domain_section(after, engine.with_draft if engine else None),
+        "by_context": describe_contexts(after.by_context),
+        "data": describe_data(data),
         "train": vars(cost),
         "curves": run.metrics,
         "environment": environment(),

@@ -11,14 +11,20 @@ Walking the blocks over this table gives the engine's counts without the engine.
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from redraft.engine.counts import AcceptanceCounts, simulate_blocks, tau
+from redraft.engine.counts import (
+    AcceptanceCounts,
+    add_by_context,
+    simulate_blocks,
+    split_by_context,
+    tau,
+)
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import GREEDY, Sampling
 from redraft.eval.forecast.rows import (
@@ -64,6 +70,8 @@ class PromptForecast:
     alpha_greedy_sum: float
     num_rows: int
     counts: AcceptanceCounts
+    by_context: Mapping[int, AcceptanceCounts] = field(default_factory=dict)
+    """`split_by_context`; empty for an engine that does not draft to the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,10 @@ class Forecast:
     def by_domain(self) -> dict[str, ForecastSummary]:
         names = sorted({prompt.domain for prompt in self.per_prompt})
         return {name: _summary([p for p in self.per_prompt if p.domain == name]) for name in names}
+
+    @property
+    def by_context(self) -> dict[int, AcceptanceCounts]:
+        return add_by_context(prompt.by_context for prompt in self.per_prompt)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -354,15 +366,17 @@ def forecast_prompt(
     # from one row earlier: alpha counts every token of the answer, also the prefill's, which no
     # block drafts
     rows = slice(max(start - 1, 0), start - 1 + num_output)
+    match_TK = match_BTK[0, start : start + num_output - 1].cpu().double().numpy()
     return PromptForecast(
         domain=continuation.prompt.domain,
         num_output_tokens=num_output,
         alpha_sum=float(compared[0].alpha_BT[0, rows].sum()),
         alpha_greedy_sum=float(compared[0].alpha_greedy_BT[0, rows].sum()),
         num_rows=int(compared[0].mask_BT[0, rows].sum()),
-        counts=simulate_blocks(
-            match_BTK[0, start : start + num_output - 1].cpu(), num_output, max_tokens
-        ),
+        counts=simulate_blocks(match_TK, num_output, max_tokens),
+        by_context={}
+        if max_tokens is not None
+        else dict(split_by_context(match_TK, num_output, len(prompt_ids))),
     )
 
 

@@ -23,6 +23,7 @@ from redraft.engine.counts import (
     AdaptivePoint,
     ExpectedCounts,
     expected_blocks,
+    split_by_context,
     verify_as_block,
     walk_adaptive,
 )
@@ -97,6 +98,10 @@ class PromptRows:
     adaptive: list[AdaptivePoint] = field(default_factory=list)
     """Results with the maximum number of draft tokens, by threshold of adaptive verification; empty
     for lookups.
+    """
+    by_context: dict[int, ExpectedCounts] = field(default_factory=dict)
+    """Counts with the maximum number of draft tokens, by length of the context
+    (`split_by_context`).
     """
 
 
@@ -192,7 +197,7 @@ class _Batch:
         return compute_once(
             self.folder,
             f"rows-t{self.temperature:g}",
-            [*self.key, self.protocol.num_speculative_tokens, fingerprints, "adaptive"],
+            [*self.key, self.protocol.num_speculative_tokens, fingerprints, "adaptive", "context"],
             list[dict[str, PromptRows]],
             lambda: evaluate_batch(
                 self.texts(target), signal, drafts, self.temperature, self.protocol, target.device
@@ -278,6 +283,7 @@ def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
         other_counts=earlier.other_counts | row.other_counts,
         block_counts=earlier.block_counts | row.block_counts,
         adaptive=row.adaptive or earlier.adaptive,
+        by_context=row.by_context or earlier.by_context,
     )
 
 
@@ -462,6 +468,14 @@ def _prompt_rows(
         )
         if numbers and confidence_SN is not None
         else [],
+        by_context=split_by_context(
+            lay_out(served_SN)[:, : numbers[-1]],
+            num_output,
+            len(text.prompt.token_ids),
+            drafted_T,
+        )
+        if numbers
+        else {},
     )
 
 

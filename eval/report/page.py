@@ -7,6 +7,8 @@ Report.json for programs, and report.html for people, a single file that needs n
 | `target`, `draft`, `command` | names of the two models, and the command line |
 | `offline` | `offline_section`: acceptance before and after training and of the cross-entropy baseline; the forecast |
 | `engine` | `engine_section`: the same quantities measured in a real vLLM; missing if no engine was run |
+| `by_context` | the forecast by length of the context in which a block begins, and the drafts there |
+| `data` | counts of the training data; `share_beyond` is the share of its labels that no row holds |
 | `by_domain` | `domain_section`: forecast and engine for every domain |
 | `train` | `tokens_per_s`, `peak_rss_mib` (MiB), and other counts of the training run |
 | `curves` | one entry per logged step: `step` and any of `loss`, `held_out_alpha`, `held_out_alpha_greedy` |
@@ -38,6 +40,8 @@ REQUIRED = {
         "command",
         "offline",
         "by_domain",
+        "by_context",
+        "data",
         "train",
         "curves",
         "environment",
@@ -57,6 +61,7 @@ REQUIRED = {
         "ties",
         "num_prompts",
     ),
+    "data": ("labels", "labels_beyond", "share_beyond"),
     "train": ("tokens_per_s", "peak_rss_mib"),
 }
 """Required keys of a report and of each section; the section `engine` may be missing."""

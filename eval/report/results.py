@@ -111,6 +111,7 @@ def _build_entries(
                     "other_sample_method": _summarise_other(forecast, k, "other_counts"),
                     "block_verification": _summarise_other(forecast, k, "block_counts"),
                     "adaptive": _summarise_adaptive(forecast or [], k),
+                    "by_context": _summarise_contexts(forecast or [], k),
                 }
             )
     return entries
@@ -146,6 +147,25 @@ def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, fl
             }
         )
     return points
+
+
+def _summarise_contexts(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
+    """tau per step by length of the context; empty unless k is the largest measured one."""
+    if not rows or k != max(rows[0].counts):
+        return []
+    found = []
+    for power in sorted({power for row in rows for power in row.by_context}):
+        same = [row.by_context[power] for row in rows if power in row.by_context]
+        steps = sum(one.num_steps for one in same)
+        found.append(
+            {
+                "from_tokens": power,
+                "to_tokens": 2 * power - 1,
+                "num_drafts": _rounded(sum(one.num_drafts for one in same)),
+                "tau": _rounded(1 + _ratio(sum(one.num_accepted for one in same), steps)),
+            }
+        )
+    return found
 
 
 def _summarise_other(

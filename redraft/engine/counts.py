@@ -10,7 +10,7 @@ T = output tokens, K = num_speculative_tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -146,17 +146,77 @@ def expected_blocks(
     beyond the end, and there must be `num_output_tokens - 1` rows.
     """
     assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
-    num_rows = max(num_output_tokens - 1, 0)
-    begins_T, reach_TK = walk_blocks(accept_TK[:num_rows])
+    begins_T, reach_TK = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
+    return _sum_blocks(begins_T, reach_TK, drafted_T)
+
+
+def split_by_context(
+    accept_TK: NDArray[np.float64],
+    num_output_tokens: int,
+    num_prompt_tokens: int,
+    drafted_T: NDArray[np.float64] | None = None,
+) -> dict[int, ExpectedCounts]:
+    """`expected_blocks` by the length of the context in which a block begins.
+
+    The key is the largest power of two that is not above this length: prompt and output so far, in
+    tokens. So key 1024 has the blocks in contexts of 1,024 to 2,047 tokens.
+    """
+    begins_T, reach_TK = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
+    # The first block begins after the prompt and output token 0.
+    lengths_T = num_prompt_tokens + 1 + np.arange(len(begins_T))
+    powers_T = 2 ** np.floor(np.log2(lengths_T)).astype(int)
+    return {
+        int(power): _sum_blocks(begins_T * (powers_T == power), reach_TK, drafted_T)
+        for power in np.unique(powers_T[begins_T > 0])
+    }
+
+
+def _sum_blocks(
+    begins_T: NDArray[np.float64],
+    reach_TK: NDArray[np.float64],
+    drafted_T: NDArray[np.float64] | None,
+) -> ExpectedCounts:
     num_steps = float(begins_T.sum())
     # [T] @ [T, K]: a row that begins no block adds nothing.
     accepted_per_position = tuple((begins_T @ reach_TK).tolist())
     return ExpectedCounts(
         num_steps=num_steps,
-        num_drafts=num_steps if drafted_T is None else float(begins_T @ drafted_T[:num_rows]),
+        num_drafts=num_steps if drafted_T is None else float(begins_T @ drafted_T[: len(begins_T)]),
         num_accepted=sum(accepted_per_position),
         accepted_per_position=accepted_per_position,
     )
+
+
+def describe_contexts(by_context: Mapping[int, AcceptanceCounts]) -> list[dict[str, Any]]:
+    """A row of a report for each range of context lengths."""
+    return [
+        {
+            "from_tokens": power,
+            "to_tokens": 2 * power - 1,
+            "num_drafts": round(counts.num_drafts, 6),
+            "tau": round(counts.tau, 6),
+        }
+        for power, counts in by_context.items()
+    ]
+
+
+def format_contexts(by_context: Mapping[int, AcceptanceCounts]) -> str:
+    parts = [
+        f"{counts.tau:.2f} at {power:,} to {2 * power - 1:,} tokens ({counts.num_drafts:,.0f} drafts)"
+        for power, counts in by_context.items()
+    ]
+    return f"tau {', '.join(parts)}"
+
+
+def add_by_context(
+    counts: Iterable[Mapping[int, AcceptanceCounts]],
+) -> dict[int, AcceptanceCounts]:
+    """The sum of the counts of several texts, by context, the shortest first."""
+    total: dict[int, AcceptanceCounts] = {}
+    for by_context in counts:
+        for power, more in by_context.items():
+            total[power] = total.get(power, AcceptanceCounts.zero()) + more
+    return dict(sorted(total.items()))
 
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)

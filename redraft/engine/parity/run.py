@@ -5,7 +5,7 @@ The inputs and outputs of the drafter are read back.
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts, add_by_context
 from redraft.engine.engine_log import why_ended
 from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.engine.process import process_group
@@ -78,14 +78,31 @@ class Dump:
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
         """The engine's counts for each prompt; a request's last block is never verified."""
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
+        for block, num_accepted in self._verified():
+            accepted[block.request].append(num_accepted)
+        return [
+            AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted
+        ]
+
+    def counts_by_context(self, first: int = 0) -> dict[int, AcceptanceCounts]:
+        """The engine's counts from prompt `first` on, as `split_by_context` splits a forecast."""
+        return add_by_context(
+            {
+                1 << (len(self.prefix(block)).bit_length() - 1): AcceptanceCounts.from_blocks(
+                    [num_accepted], self.run.num_speculative_tokens
+                )
+            }
+            for block, num_accepted in self._verified()
+            if block.request >= first
+        )
+
+    def _verified(self) -> Iterator[tuple[Block, int]]:
+        """Every block that was verified, and how many of its tokens were accepted."""
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:
                 # between two blocks a request emits the accepted tokens of the first and one of the
                 # target
-                accepted[block.request].append(after.num_output - block.num_output - 1)
-        return [
-            AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted
-        ]
+                yield block, after.num_output - block.num_output - 1
 
     def counts(self) -> AcceptanceCounts:
         return sum(self.counts_by_prompt(), AcceptanceCounts.zero(self.run.num_speculative_tokens))

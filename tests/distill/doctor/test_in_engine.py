@@ -80,6 +80,16 @@ def judge(pair: Pair, plan: Plan, changes: list[int]) -> list[str]:
     return [each.problem for each in judged if isinstance(each, Finding)]
 
 
+def test_acceptance_in_a_long_row_is_shown_by_context(random_target: Path, tmp_path: Path) -> None:
+    pair = make_pair(random_target, tmp_path / "draft", "float32")
+    counts = [AcceptanceCounts(num_drafts=DRAFTS, num_accepted=ACCEPTED)] * 16
+    served = Served(outputs=[[1]] * 16, counts=counts, by_context={2048: counts[0]})
+    facts: dict[str, str] = {}
+    list(judge_acceptance(pair, make_plan(pair, tmp_path, "float32"), served, None, None, facts))  # type: ignore[arg-type]
+    tau = 1 + ACCEPTED / DRAFTS
+    assert facts["by context"] == f"tau {tau:.2f} at 2,048 to 4,095 tokens ({DRAFTS} drafts)"
+
+
 TIES = [1, -1, 0, 0] * 4
 """Half of the prompts count otherwise, and the mean is the forecast's."""
 

@@ -403,6 +403,9 @@ def test_an_ngram_draft_counts_steps_without_a_proposal() -> None:
     # are new; 4 4 ends it
     assert (counts.num_steps, counts.num_drafts) == (4, 1)
     assert counts.accepted_per_position == (1, 0, 0)
+    # Contexts of 5 and 6 tokens, then of 8 and 9.
+    by_context = {at: (one.num_steps, one.num_drafts) for at, one in rows.by_context.items()}
+    assert by_context == {4: (2, 1), 8: (2, 0)}
 
 
 @settings(max_examples=60, deadline=None)

@@ -78,6 +78,7 @@ def make_rows(prompt: Prompt, draft: str, temperature: float, scale: float) -> P
         alpha_sum=30 * rate,
         alpha_greedy_sum=27 * rate,
         counts=counts,
+        by_context={1024: counts[max(KS)]},
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chromium import browser, open_in_chromium
 
-from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts, describe_contexts
 from redraft.engine.lossless import Difference, Lossless
 from redraft.engine.machine import environment
 from redraft.engine.measure import Measurement, Output
@@ -39,6 +39,7 @@ def make_forecast(accepted: int) -> Forecast:
                 alpha_greedy_sum=4.0 * accepted,
                 num_rows=20,
                 counts=AcceptanceCounts.from_blocks([blocks] * 10, 4),
+                by_context={512: AcceptanceCounts.from_blocks([blocks] * 10, 4)},
             )
             for domain, blocks in (("code", accepted), ("prose", accepted - 1))
         ]
@@ -90,6 +91,8 @@ def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
             after.overall.tau,
         ),
         "by_domain": domain_section(after, with_draft),
+        "by_context": describe_contexts(after.by_context),
+        "data": {"labels": 900, "labels_beyond": 100, "share_beyond": 0.1},
         "train": {"tokens_per_s": 1234.5, "peak_rss_mib": 678.0},
         "curves": [
             *({"step": step, "loss": 1 / step, "alpha": [0.5]} for step in (5, 10, 15, 20)),
@@ -124,6 +127,12 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     assert report["by_domain"]["prose"]["tau"] == 3.0
     assert (report["train"]["tokens_per_s"], report["train"]["peak_rss_mib"]) == (1234.5, 678.0)
     assert report["duration_s"] == 300.0
+    assert report["by_context"] == [
+        {"from_tokens": 512, "to_tokens": 1023, "num_drafts": 20, "tau": 3.5}
+    ]
+    html = (tmp_path / "report.html").read_text()
+    assert "512 to 1,023" in html
+    assert "10.0% of all labels" in html
 
 
 def test_a_difference_other_than_a_tie_is_not_lossless():
