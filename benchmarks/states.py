@@ -2,8 +2,13 @@
 
     $ python -m benchmarks.states --storages /dev/shm/states s3://bucket/states --output outputs/states.json
 
+    $ pip install s3fs 'moto[server]' && moto_server -p 9000 &     # over TCP on one machine
+    $ export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ACCESS_KEY_ID=x AWS_SECRET_ACCESS_KEY=x
+    $ python -m benchmarks.states --storages /dev/shm/states s3://states/bench
+
 A storage is a folder, or any URL that fsspec knows: s3:// needs the package s3fs, and
-AWS_ENDPOINT_URL for a server of one's own. The writer is `write_states`, as in `redraft
+AWS_ENDPOINT_URL for a server of one's own. moto is a server for tests, written in Python: its MB/s
+are a lower bound for a real one. The writer is `write_states`, as in `redraft
 serve-features`, and the reader `Storage.take`, as in a training. Rounds are interleaved.
 
 T = tokens, L = layers, D = hidden

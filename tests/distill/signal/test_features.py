@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import httpx
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.run.inputs import target_signal
 from redraft.distill.run.proof import leave_gpu
+from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import (
     CachedHiddenStates,
     CachedTarget,
@@ -477,7 +479,9 @@ def make_teacher(
     return Teacher(answer=answer)
 
 
-def from_teachers(teachers: Sequence[Teacher], folder: Path, storage: Path) -> EndpointHiddenStates:
+def from_teachers(
+    teachers: Sequence[Teacher], folder: Path, storage: Path | str
+) -> EndpointHiddenStates:
     skeleton = load_skeleton(
         opened := TargetFolder.open(folder), torch.float32, torch.device("cpu")
     )
@@ -509,6 +513,41 @@ def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_aga
     ):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("storage", ["memory://ahead", "folder"])
+def test_a_slow_trainer_holds_the_servers_back(
+    storage: str, random_target: Path, tmp_path: Path
+) -> None:
+    """A server is asked for one batch ahead, and the store holds no text of a further one."""
+    root = storage if "://" in storage else str(tmp_path / storage)
+    files, folder = fsspec.core.url_to_fs(root)
+    waiting: list[int] = []
+
+    def note(_: Path, number: int) -> None:
+        waiting.append(sum(name.endswith(".json") for name in files.find(folder)))
+
+    samples, texts = make_samples(num=24), 4
+    batches = [
+        next(PackedDataset(samples[first : first + texts], sequence_length=32).in_order(texts))
+        for first in range(0, len(samples), texts)
+    ]
+    teacher = make_teacher(load(random_target), root, note)
+    with teaching(teacher):
+        live = from_teachers([teacher], random_target, root)
+        live.require_target()
+        before, ahead = len(teacher.requests), OneAhead(live, torch.device("cpu"))
+        ahead.start(batches[0])
+        for number, batch in enumerate(batches, 1):
+            ahead(batch)
+            for following in batches[number : number + 1]:
+                ahead.start(following)
+                # The step takes so long that the servers have answered everything.
+                ahead._flight.thread.join()
+            asked = texts * min(number + 1, len(batches))
+            assert len(teacher.requests) - before == asked
+            assert files.find(folder) == []
+    assert 1 <= max(waiting) <= texts
 
 
 def test_a_head_starts_by_least_squares_on_the_states_of_a_server(
