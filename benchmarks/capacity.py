@@ -1,13 +1,15 @@
-"""The tables of docs/capacity.md, as `redraft plan fleet` counts them.
+"""The tables of docs/capacity.md, as `redraft plan` and `redraft plan fleet` count them.
 
-$ python -m benchmarks.capacity docs/capacity.md      # count its tables again
+$ python -m benchmarks.capacity docs/capacity.md                     # count its tables again
+$ python -m benchmarks.capacity docs/capacity.md --tables long_rows  # an hour on one core
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,9 +17,13 @@ from typing import Annotated
 
 import tyro
 
+from redraft.distill.plan.counted_step import count_flops
+from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.files.artifact import write_whole
+from redraft.heads.catalog import FamilyName, find_family
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli.run import run_recipe
+from redraft.recipes.plan.count import count
 from redraft.recipes.plan.fleet import FleetPlanConfig
 from redraft.recipes.plan.fleet_costs import (
     NUM_RECORDS,
@@ -27,6 +33,7 @@ from redraft.recipes.plan.fleet_costs import (
     token_table,
     two,
 )
+from redraft.recipes.plan.plan import PlanConfig
 from redraft.recipes.plan.traffic import Traffic, make_record
 
 
@@ -34,10 +41,48 @@ from redraft.recipes.plan.traffic import Traffic, make_record
 class Config:
     page: Annotated[Path, tyro.conf.Positional]
     """Markdown file with tables between `<!-- table NAME -->` and `<!-- end -->`."""
+    tables: tuple[str, ...] = ("token", "thousand", "traffic", "fleet")
+    """Names of the tables to count; the others stay as they are."""
 
 
 def main(cfg: Config) -> None:
-    write_whole(cfg.page, fill_tables(cfg.page.read_text()))
+    write_whole(cfg.page, fill_tables(cfg.page.read_text(), cfg.tables))
+
+
+ROWS, TARGETS = (8192, 32768, 131072), ("llama-3.1-8b", "llama-3.3-70b")
+FAMILIES: tuple[FamilyName, ...] = ("eagle3", "peagle", "dflash", "dspark", "standalone")
+
+
+def long_rows_table() -> Iterator[str]:
+    """A step of one long conversation on one device that trains, with the target elsewhere."""
+    yield (
+        "| draft | target | row | step | target's prefill | states read | activations "
+        "| memory at its peak |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for family, target, tokens in itertools.product(FAMILIES, TARGETS, ROWS):
+        yield count_long_row(family, target, tokens)
+
+
+def count_long_row(family: FamilyName, target: str, tokens: int) -> str:
+    cfg = PlanConfig(
+        family=family,
+        target=target,
+        signal="endpoint",
+        batch_size=1,
+        documents=1,
+        sequence_length=tokens,
+    )
+    counted = count(cfg)
+    assert counted.served is not None, "the target is elsewhere"
+    work = [count_flops(counted.step), count_flops(counted.served)]
+    memory = counted.step.memory
+    sizes = [counted.step.signal_bytes, memory[ACTIVATIONS], memory.total()]
+    numbers = [
+        *(f"{flops / 1e15:,.2f} PFLOP" for flops in work),
+        *(f"{num_bytes / 1e9:,.1f} GB" for num_bytes in sizes),
+    ]
+    return f"| {find_family(family).title} | {target} | {tokens:,} | {' | '.join(numbers)} |"
 
 
 @cache
@@ -73,13 +118,16 @@ TABLES = {
     "thousand": lambda: fleet(1000, 1.0),
     "traffic": lambda: traffic_table(Traffic()),
     "fleet": lambda: fleet(1_000_000, 0.002),
+    "long_rows": long_rows_table,
 }
 
 
-def fill_tables(page: str) -> str:
-    """The page with every table computed again."""
+def fill_tables(page: str, names: Collection[str]) -> str:
+    """The page with these tables computed again."""
 
     def table(match: re.Match[str]) -> str:
+        if match[2] not in names:
+            return match[0]
         return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[3]}"
 
     return re.sub(r"(<!-- table (\w+) -->).*?(<!-- end -->)", table, page, flags=re.DOTALL)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.capacity import fill_tables
+from benchmarks.capacity import Config, count_long_row, fill_tables
 from redraft.distill.plan.counted_step import count_flops
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import encode_record
@@ -34,8 +34,16 @@ SMALL = Traffic(prompt_tokens=20, output_tokens=10)
 
 @pytest.mark.slow
 def test_the_page_holds_what_is_counted_now() -> None:
-    assert fill_tables(PAGE.read_text()) == PAGE.read_text(), (
+    names = Config(page=PAGE).tables
+    assert fill_tables(PAGE.read_text(), names) == PAGE.read_text(), (
         "python -m benchmarks.capacity docs/capacity.md"
+    )
+
+
+@pytest.mark.slow
+def test_the_page_holds_what_is_counted_of_a_long_row() -> None:
+    assert f"\n{count_long_row('eagle3', 'llama-3.1-8b', 8192)}\n" in PAGE.read_text(), (
+        "python -m benchmarks.capacity docs/capacity.md --tables long_rows"
     )
 
 
