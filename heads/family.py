@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.files.foreign import AUX_LAYERS, nested_layers
+from redraft.files.windows import count_states
 
 if TYPE_CHECKING:
     import torch
@@ -281,6 +282,18 @@ class Family:
         """(number per token, size) of the hidden states that an export with this config.json reads."""
         size: int = config.get("transformer_layer_config", config)["hidden_size"]
         return len(self.read_layers(config)) if self.reads == "layers" else 1, size
+
+    def needed_states(self, config: Mapping[str, Any]) -> int:
+        """The number of states before a label's row that training needs to see what serving does.
+
+        It is 0 if a layer of an export with this config.json has no window: no number is enough.
+        """
+        reach = count_states(config) if self.layers_key else None
+        if reach is None:
+            return 0
+        # The last of n draft steps predicts a label from n rows before its own.
+        trained = (config.get("redraft") or {}).get("num_steps")
+        return reach + int(self.max_tokens(config) or trained or self.options_class()().num_tokens)
 
     def own_checks(self) -> tuple[Any, ...]:
         """The doctor's checks for this family only."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from redraft.engine.counts import AcceptanceCounts
 from redraft.files.artifact import verify
+from redraft.files.folder import read_config
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import Drafting, is_alarming
@@ -159,6 +160,7 @@ class Judge:
             method=self.judging.draft_sample_method,
             sequence_length=self.candidate.cfg.sequence_length,
             reads=choose_reads(self.candidate.family, draft),
+            needed_states=self.candidate.family.needed_states(read_config(folder)),
         )
 
     def _read(self, seqs: Sequence[int]) -> Iterator[Record]:

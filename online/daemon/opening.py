@@ -92,10 +92,13 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
         ValueError: if drafts of this family cannot learn online.
         AlreadyOwnedError, BufferFullError: as `Buffer` does.
     """
-    states = read_hidden_shape(cfg.draft.family, registry.current_path())
+    version = registry.current_path()
+    states = read_hidden_shape(cfg.draft.family, version)
+    family = find_family(cfg.draft.family)
+    needed = 0 if states is None else family.needed_states(read_config(version))
     known = frozenset(cfg.judging.domains)
     base = name_base(target_fingerprint, cfg.draft.adapter)
-    return Buffer(cfg.buffer_config, base, states, known)
+    return Buffer(cfg.buffer_config, base, states, known, needed)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:

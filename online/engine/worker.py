@@ -18,7 +18,6 @@ from typing import Any, Literal, cast
 from redraft.engine.hooks import Attached, RunnerState, attach, find_state, hook
 from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
-from redraft.files.windows import count_states
 from redraft.heads.catalog import find_method
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
@@ -366,9 +365,7 @@ def _count_kept_states(worker: Any) -> int:
     if state.draft is None:
         return KEPT_STATES
     family = find_method(speculative.method, parallel_drafting=speculative.parallel_drafting)
-    if family is None or not family.layers_key:
-        return KEPT_STATES
-    return max(KEPT_STATES, count_states(state.draft.settings) or 0)
+    return max(KEPT_STATES, family.needed_states(state.draft.settings) if family else 0)
 
 
 def redraft_status(worker: Any) -> dict[str, Any]:

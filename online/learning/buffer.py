@@ -92,7 +92,8 @@ class BufferStatus:
     counts: dict[str, int]
     """Records since this process started, by outcome: stored, duplicate, foreign, other_adapter,
     stateless, textless, forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
-    reason of a `CorruptRecordError` (corrupt, oversized, ...). Also the number of damaged_files.
+    reason of a `CorruptRecordError` (corrupt, oversized, ...). Also the numbers of damaged_files
+    and of stored records with short_states.
     """
 
 
@@ -116,6 +117,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         target_fingerprint: str,
         hidden_shape: tuple[int, int] | None = None,
         known_domains: frozenset[str] = frozenset(),
+        needed_states: int = 0,
     ) -> None:
         """Open the buffer.
 
@@ -127,6 +129,8 @@ class Buffer(AbstractContextManager["Buffer"]):
                 without them are not stored.
             known_domains: Domains that an operator named. Clients can send any name: see
                 `name_domains`.
+            needed_states: Number of states before a row that the draft's windows read
+                (`Family.needed_states`). Records with rows that have fewer are counted.
 
         Raises:
             AlreadyOwnedError: if another process has the folder open.
@@ -134,7 +138,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         """
         self.config = config
         self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
-        self.known_domains = known_domains
+        self.known_domains, self.needed_states = known_domains, needed_states
         self.counts: Counter[str] = Counter()
         self.damage: list[str] = []  # a sentence for each; whoever reports it may empty the list
         self.now_s = 0.0  # the caller's, at the last `expire`: arrivals and ages are by it
@@ -230,6 +234,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                     rows.append((self._next_seq + len(rows), row, frame))
                     is_foreign = record.base != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
+                    self.counts["short_states"] += not is_foreign and self._is_short(record)
             if rows:
                 try:
                     with named_disk_full():
@@ -472,10 +477,16 @@ class Buffer(AbstractContextManager["Buffer"]):
         if not record.hidden or record.hidden_shape != self.hidden_shape:
             return True
         # A row is predicted from the state of the token before it: without that state nothing can
-        # be learned. E.g. the row of position 10 reads token 9 on the text, and token 7 after 2
-        # rejected tokens.
-        read_R = record.positions - record.branches - 1 - record.hidden_begin
+        # be learned.
+        read_R = _find_states(record)
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
+
+    def _is_short(self, record: Record) -> bool:
+        """Whether the draft's windows read states, for some rows, from before the record's first."""
+        read_R = _find_states(record)
+        return record.hidden_begin > 0 and bool(
+            ((read_R >= 0) & (read_R < self.needed_states)).any()
+        )
 
     def _is_of_other_adapter(self, record: Record) -> bool:
         """Whether the record is of our target's folder, but has another adapter or lacks ours."""
@@ -557,6 +568,13 @@ class Buffer(AbstractContextManager["Buffer"]):
             if is_needed
             else msgspec.structs.replace(record, hidden_begin=0, hidden_shape=(0, 0), hidden=b"")
         )
+
+
+def _find_states(record: Record) -> NDArray[np.int64]:
+    """The index, among the record's states, of that of the token before each row."""
+    # E.g. the row of position 10 reads token 9 on the text, and token 7 after 2 rejected tokens.
+    index_R: NDArray[np.int64] = record.positions - record.branches - 1 - record.hidden_begin
+    return index_R
 
 
 def _sha256(tenant: str) -> str:

@@ -190,6 +190,7 @@ class Candidate:
             # hardly turn a choice.
             salt=int(rng.integers(1 << 31)),
             reads=reads,
+            needed_states=self.family.needed_states(read_config(self.version)),
         )
         # Every rank has packed all batches from the same seed, and keeps a share.
         mine = [to_device(batch, self.accelerator.device) for batch in batches[rank::ranks]]

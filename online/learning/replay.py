@@ -79,19 +79,21 @@ def make_batches(
     seed: int,
     salt: int = 0,
     reads: Reads = "nothing",
+    needed_states: int = 0,
 ) -> list[RecordedBatch]:
     """All texts, packed into `num_batches` batches of one shape.
 
     If there are too few rows, some batches are all padding. If the draft reads hidden states, each
     text starts at its first token with hidden states, and rows after the last such token are
-    dropped. The packing depends on `seed`; `salt` goes into every batch.
+    dropped, as are the first rows that have fewer than `needed_states` states before them. The
+    packing depends on `seed`; `salt` goes into every batch.
     """
     top_k = min(
         text.topk_ids_RK.shape[1] for text in texts
     )  # records from a tap have fewer than a plugin's
     if reads != "nothing":
         texts = [_from_first_state(text) for text in texts]
-    cut = [_cut(text, sequence_length, top_k) for text in texts]
+    cut = [_without_short(_cut(text, sequence_length, top_k), needed_states) for text in texts]
     # Rounded up: 130 tokens give a width of 192.
     width = -(-max(len(text.input_ids_T) for text in cut) // WIDTH_STEP) * WIDTH_STEP
     # Indices of the texts in each row, e.g. [[2, 0], [1]]. Every rank computes the same ones from
@@ -148,6 +150,18 @@ def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSe
         # State `begin` belongs to token `begin`, because `_from_first_state` has aligned them.
         hidden_HLD=text.hidden_HLD[begin:],
     )
+
+
+def _without_short(text: TrainingSequence, needed_states: int) -> TrainingSequence:
+    """The text without the rows for which a head's windows reach back beyond its first state.
+
+    If all rows are such, because the windows read more states than a record has, all stay: a head
+    that sees less than in serving learns more than one that never learns.
+    """
+    are_enough_R = text.rows_R >= needed_states
+    if text.position == 0 or not are_enough_R.any():
+        return text
+    return _with_rows(text, are_enough_R, 0)
 
 
 def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) -> TrainingSequence:

@@ -49,17 +49,19 @@ def score(
     method: Method,
     sequence_length: int,
     reads: Reads = "nothing",
+    needed_states: int = 0,
 ) -> list[AcceptanceCounts]:
     """Expected numbers of drafts and accepted draft tokens for every record.
 
-    They are the numbers for `draft`, had it drafted for the record's request.
+    They are the numbers for `draft`, had it drafted for the record's request. `needed_states` is
+    explained at `make_batches`.
 
     Raises:
         ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
     """
     scored = []
     for record in records:
-        batch = _make_batch(record, sequence_length, reads)
+        batch = _make_batch(record, sequence_length, reads, needed_states)
         rows_R, accepted_JR = np.zeros(0, np.int64), np.zeros((num_speculative_tokens, 0))
         if batch is not None:
             rows_R, accepted_JR = score_rows(
@@ -69,7 +71,9 @@ def score(
     return scored
 
 
-def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
+def _make_batch(
+    record: Record, sequence_length: int, reads: Reads, needed_states: int
+) -> RecordedBatch | None:
     """The record's text, with the target's distributions as changed by its request.
 
     None if the text has no rows.
@@ -80,7 +84,12 @@ def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedB
     if not len(text.rows_R):
         return None
     (batch,) = make_batches(
-        [text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads
+        [text],
+        num_batches=1,
+        sequence_length=sequence_length,
+        seed=0,
+        reads=reads,
+        needed_states=needed_states,
     )
     return batch
 

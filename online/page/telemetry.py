@@ -43,7 +43,7 @@ DROP_REASONS = (
     *("bad_identifier", "bad_probabilities", "bad_sampling", "corrupt", "corrupt_on_disk"),
     *("damaged_files", "deleted", "duplicate", "evicted", "expired", "foreign", "forgotten"),
     *("later_layout", "no_rows", "not_finite", "other_adapter", "outside_vocabulary", "oversized"),
-    *("spool_unreadable", "stateless", "textless", *CAPTURE_DROP_REASONS.values()),
+    *("short_states", "spool_unreadable", "stateless", "textless", *CAPTURE_DROP_REASONS.values()),
 )
 """Reasons of the buffer, then of the servers."""
 
