@@ -316,7 +316,8 @@ def find_prompts(
     tokenizer = pair.target.tokenizer
     data, day = pair.provenance.config.data, day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
-    room = visible_length(pair.target_config) - max_tokens - num_tokens
+    length = visible_length(pair.target_config, is_head=pair.family.is_head)
+    room = length - max_tokens - num_tokens
     if engine.prompts is None and not data.source:
         return ask_fallback(tokenizer, engine.num_prompts, day), False
     if engine.prompts is not None:

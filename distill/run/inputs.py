@@ -100,7 +100,9 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
             raise ValueError(f"{name} has values in {weight} that are not finite: fetch it again")
 
 
-def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
+def load_data(
+    data: Data, target: TargetFolder, loop: Loop, run: RunFolder, *, is_head: bool = True
+) -> LoadedData:
     """The training and held-out rows, the held-out prompts and the target's end tokens.
 
     A row has `loop.sequence_length` tokens, packed from documents short enough for a server to show
@@ -112,7 +114,7 @@ def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> L
     """
     day = choose_day(data.date, "--data.date") if data.date else run.date
     tokenizer, ends = target.tokenizer, target.end_ids
-    length = visible_length(target.text_config, loop.sequence_length)
+    length = visible_length(target.text_config, loop.sequence_length, is_head=is_head)
     # A shared cache keeps the tokens of other settings, a run's folder only the latest.
     root = data.cache or run.folder / TOKENS
 

@@ -75,12 +75,14 @@ class Forecaster:
         signal: SignalFunction,
         data: LoadedData,
         run: RunFolder,
+        *,
+        is_head: bool = True,
     ) -> None:
         """`target_print` is the fingerprint of `target`.
 
         `signal` provides the target's distribution, unless `forecast` is given another signal.
         """
-        self.cfg, self.signal = cfg, signal
+        self.cfg, self.signal, self.is_head = cfg, signal, is_head
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         key = [
             target_print,
@@ -123,6 +125,7 @@ class Forecaster:
             num_speculative_tokens=self.cfg.num_speculative_tokens,
             end_ids=end_ids,
             keep=keep,
+            is_head=self.is_head,
         )
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:

@@ -137,7 +137,7 @@ class Run:
         self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
         self._require_parts()
         self.target = Target.from_model(self.model)
-        self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder)
+        self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder, is_head=family.is_head)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
         begins = fingerprint(source) if source and source.is_dir() else ""
         self.inputs = {"target": self.opened.fingerprint, "data": self.data.hash, "start": begins}
@@ -230,7 +230,13 @@ class Run:
             self.cfg.signal, self.model, self.opened, () if self.family.is_head else None
         )
         return Forecaster(
-            self.cfg.prove, self.opened.fingerprint, self.model, signal, self.data, self.folder
+            self.cfg.prove,
+            self.opened.fingerprint,
+            self.model,
+            signal,
+            self.data,
+            self.folder,
+            is_head=self.family.is_head,
         )
 
     def forecast(self, draft: Any) -> Forecast | None:

@@ -138,16 +138,17 @@ def greedy_continuations(
     end_ids: Collection[int],
     batch_size: int = 16,
     keep: Keep | None = None,
+    is_head: bool = True,
 ) -> list[Continuation]:
     """The target's greedy answer to every prompt, and the K - 1 tokens after it.
 
     The target is a `transformers` causal LM. With `keep`, an interrupted run resumes after the
-    last complete batch.
+    last complete batch. `is_head` is as in `require_window`.
 
     Raises:
         ValueError: a prompt plus its answer exceeds the target's window.
     """
-    require_window(target, prompts, max_tokens + num_speculative_tokens - 1)
+    require_window(target, prompts, max_tokens + num_speculative_tokens - 1, is_head=is_head)
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     results: dict[int, Continuation] = {}
@@ -235,9 +236,15 @@ def cut_continuation(
     )
 
 
-def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
-    """Raise ValueError unless every prompt plus `num_new_tokens` fits the target's window."""
-    window = visible_length(target.config.get_text_config())
+def require_window(
+    target: Any, prompts: Sequence[Prompt], num_new_tokens: int, *, is_head: bool = True
+) -> None:
+    """Raise ValueError unless a prompt plus `num_new_tokens` is a text that a forecast is right on.
+
+    It is no longer than the target's positions, and for a standalone draft, if `is_head` is false,
+    no longer than the window in a target whose layers all have one.
+    """
+    window = visible_length(target.config.get_text_config(), is_head=is_head)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
         raise ValueError(

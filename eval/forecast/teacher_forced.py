@@ -143,7 +143,13 @@ def forecast_drafts(
     Raises:
         ValueError: if a prompt plus answer exceeds the target's window.
     """
-    require_window(target, prompts, protocol.max_tokens + protocol.most_tokens - 1)
+    require_window(
+        target,
+        prompts,
+        protocol.max_tokens + protocol.most_tokens - 1,
+        # These drafts have the rows of a language model.
+        is_head=not any(draft.is_autoregressive for draft in drafts.values()),
+    )
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     starts = range(0, len(order), protocol.batch_size)

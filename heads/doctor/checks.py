@@ -75,7 +75,7 @@ def notes(pair: Pair) -> Iterator[str]:
             "the config says"
         )
     trained_length = pair.provenance.config.loop.sequence_length
-    served_length = visible_length(pair.target_config)
+    served_length = visible_length(pair.target_config, is_head=pair.family.is_head)
     if trained_length is not None and trained_length < served_length:
         yield (
             f"trained on {trained_length} positions, the target serves {served_length}: measure "

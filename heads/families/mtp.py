@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import TRAINED_WITH, read_config
 from redraft.files.tensors import load_into, write_head
+from redraft.files.windows import target_window
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
 from redraft.heads.families.mtp_folder import read_layer
@@ -81,6 +82,7 @@ class Mtp(nn.Module):
             () if self.layout.reads_normed else (target.config.num_hidden_layers,)
         )
         hidden = target.config.hidden_size
+        self._windows = [target_window(target.config)]
         self._rotary = Rotary(self.layout.rotary(target.config))
         self.combine = nn.Linear(2 * hidden, hidden, bias=False)
         self.block: Any = self.layout.block(target.config)
@@ -135,7 +137,9 @@ class Mtp(nn.Module):
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
         """Return steps with shifts 1, 2, ..., which use the layer's features and true tokens."""
-        return unroll(self, batch, self.feature(signal), self._head_VD, num_steps)
+        return unroll(
+            self, batch, self.feature(signal), self._head_VD, num_steps, windows=self._windows
+        )
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start from one layer of the target, with the feature as its input.

@@ -91,7 +91,10 @@ class Candidate:
         """
         self.family, self.target = _find_learning(name), target
         self.cfg = replace(
-            cfg, sequence_length=visible_length(load_text_config(target), cfg.sequence_length)
+            cfg,
+            sequence_length=visible_length(
+                load_text_config(target), cfg.sequence_length, is_head=self.family.is_head
+            ),
         )
         self._machine = machine or this_machine()
         self.pause: Callable[[], None] = _go_on  # called before each micro-batch

@@ -80,7 +80,8 @@ def main(cfg: AnchorsConfig) -> None:
     model = load_target(target, Signal(), device)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
-    length = visible_length(target.text_config, cfg.sequence_length)
+    # Anchors are for standalone drafts.
+    length = visible_length(target.text_config, cfg.sequence_length, is_head=False)
     samples, stats = build_samples(
         conversations, target.tokenizer, max_length=length, day=day, ends=target.end_ids
     )

@@ -85,16 +85,17 @@ def _require_one_rope(config: Any, name: str) -> None:
         )
 
 
-def visible_length(config: Any, asked: int | None = None) -> int:
-    """The number of tokens that a draft for this target attends to when served, `asked` at most.
+def visible_length(config: Any, asked: int | None = None, *, is_head: bool = True) -> int:
+    """The longest text, `asked` tokens at most, on which a draft computes what it does when served.
 
-    If all of the target's layers have a window, vLLM also applies it to the draft's layers.
+    If all of the target's layers have a window, vLLM also applies it to the draft's layers. Heads
+    do the same in training; a standalone draft does not, so its texts end at the window.
 
     Raises:
         ValueError: nothing specifies the number.
     """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
-    lengths.append(target_window(config))
+    lengths.append(None if is_head else target_window(config))
     if not any(lengths):
         raise ValueError(
             f"the config.json of this {config.model_type} does not say max_position_embeddings"

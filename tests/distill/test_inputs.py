@@ -36,14 +36,17 @@ from tests.helpers.target_families import MOE, TINY
 DAY = datetime.date(2024, 2, 29)
 
 
-def load(source: Path, target: Path, folder: Path, **changes: Any) -> LoadedData:
+def load(
+    source: Path, target: Path, folder: Path, *, is_head: bool = True, **changes: Any
+) -> LoadedData:
     data = Data(
         source=str(source),
         **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes},
     )
     run = RunFolder(folder, Accelerator(cpu=True))
     run.date = DAY
-    return load_data(data, TargetFolder.open(target), Loop(sequence_length=96, batch_size=1), run)
+    loop = Loop(sequence_length=96, batch_size=1)
+    return load_data(data, TargetFolder.open(target), loop, run, is_head=is_head)
 
 
 def ask(content: str) -> dict[str, str]:
@@ -97,20 +100,28 @@ def test_every_row_is_used_or_counted_in_both_parts(
     assert len(data.prompts) == 3
 
 
+@pytest.mark.parametrize("is_head", [True, False])
 @pytest.mark.parametrize(
     "changes",
     [{"max_position_embeddings": 40}, {"model_type": "mistral", "sliding_window": 40}, {}],
 )
 def test_conversations_end_where_a_served_drafts_view_ends(
-    changes: dict[str, Any], random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    is_head: bool,
+    random_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A head computes the window of the target's layers, so only positions end its texts."""
     target = Path(shutil.copytree(random_target, tmp_path / "target"))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, **changes}))
     rows = [{"prompt": f"question {i}", "completion": f"answer {i} " * 30} for i in range(8)]
-    data = load(write_rows(tmp_path / "chat.jsonl", rows), target, tmp_path / "run")
-    said, length = capsys.readouterr().out, 40 if changes else 96
-    assert (f"{length} tokens: a server" in said) == bool(changes)
+    path = write_rows(tmp_path / "chat.jsonl", rows)
+    data = load(path, target, tmp_path / "run", is_head=is_head)
+    is_cut = bool(changes) and not (is_head and "sliding_window" in changes)
+    said, length = capsys.readouterr().out, 40 if is_cut else 96
+    assert (f"{length} tokens: a server" in said) == is_cut
     for part in (data.train, data.held_out):
         assert max(len(sample.input_ids) for sample in part.samples) == length
         batch = part.batch(0, batch_size=1)

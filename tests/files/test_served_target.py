@@ -124,7 +124,9 @@ def test_a_draft_sees_as_much_as_vllm_will_show_it(
     served = EngineArgs(model=str(target), dtype="float32").create_engine_config()
     assert (served.cache_config.sliding_window or served.model_config.max_model_len) == length
     config = TargetFolder.open(target).text_config
-    assert [visible_length(config, asked) for asked in (None, 4096, 32)] == [length, length, 32]
+    for is_head, most in ((False, length), (True, 1024)):  # a head computes the window itself
+        found = [visible_length(config, asked, is_head=is_head) for asked in (None, 4096, 32)]
+        assert found == [most, most, 32]
 
 
 @pytest.mark.parametrize("family", ["eagle3", "standalone"])

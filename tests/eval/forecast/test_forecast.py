@@ -294,11 +294,14 @@ def test_the_window_of_a_target_of_text_and_images_is_its_language_models():
         require_window(target, [Prompt(token_ids=[1] * 30)], 11)
 
 
-def test_the_window_of_all_layers_is_a_drafts_too() -> None:
+def test_the_window_of_all_layers_is_a_drafts_too_and_only_heads_compute_it() -> None:
     target = SimpleNamespace(config=MistralConfig(sliding_window=40, max_position_embeddings=64))
-    require_window(target, [Prompt(token_ids=[1] * 30)], 10)
+    require_window(target, [Prompt(token_ids=[1] * 30)], 10, is_head=False)
     with pytest.raises(ValueError, match=r"\b30\b.*\b11\b.*\b40\b"):
-        require_window(target, [Prompt(token_ids=[1] * 30)], 11)
+        require_window(target, [Prompt(token_ids=[1] * 30)], 11, is_head=False)
+    require_window(target, [Prompt(token_ids=[1] * 30)], 34)
+    with pytest.raises(ValueError, match=r"\b30\b.*\b35\b.*\b64\b"):
+        require_window(target, [Prompt(token_ids=[1] * 30)], 35)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])

@@ -36,9 +36,10 @@ def test_every_step_has_a_salt_and_a_repeated_step_has_the_same(
     assert len(set.union(*salts)) == 3
 
 
-def test_no_step_shows_a_draft_more_than_a_server_does(
+def test_the_window_of_a_target_ends_no_text_of_a_head(
     random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The head computes that window itself, in a step and for the gate."""
     target = Path(shutil.copytree(random_target, tmp_path / "target"))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(
@@ -46,11 +47,12 @@ def test_no_step_shows_a_draft_more_than_a_server_does(
     )
     record = with_states(make_record(), random_target, "eagle3")
     longest = []
-    for folder in (random_target, target):
+    for folder, window in ((random_target, None), (target, 4)):
         candidate = Candidate(Training(sequence_length=64), "eagle3", folder)
         candidate.begin(
             head := make_head("eagle3", random_target, tmp_path / folder.name / "v000001")
         )
+        assert [view.window for view in candidate.load(head).views] == [window]
         steps: list[list[RecordedBatch]] = []
         monkeypatch.setattr(candidate.distillation, "step", steps.append)
         candidate.step([record], 0)
@@ -60,11 +62,11 @@ def test_no_step_shows_a_draft_more_than_a_server_does(
         monkeypatch.setattr(
             judging, "score_requests", lambda *_, sequence_length, **__: sequence_length
         )
-        assert judge._score(head, []) == (4 if folder == target else 64)
+        assert judge._score(head, []) == 64
         candidate.distillation.close()
         longest.append(max(int((batch.document_BT >= 0).sum()) for batch in steps[0]))
-    assert longest[0] > longest[1]
-    assert longest[1] == 4
+    assert longest[0] == longest[1] > 4
+    assert Candidate(Training(sequence_length=64), "standalone", target).cfg.sequence_length == 4
 
 
 def test_the_gate_compares_drafts_without_a_salt(random_target: Path) -> None:
