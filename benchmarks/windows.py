@@ -1,6 +1,7 @@
 """Does a window in a head pay at long context, and does a head extrapolate without one?
 
-$ python -m benchmarks.windows                      # SmolLM2-135M-Instruct, hours on two cores
+$ python -m benchmarks.windows                      # SmolLM2-135M-Instruct, 40 minutes on two quiet cores
+$ python -m benchmarks.windows --steps 2000 --num-prompts 32 --output outputs/bench/windows-long    # a day
 $ python -m benchmarks.windows --target tests/assets/tiny-target --lengths 64 128 --contexts 64 192 \
       --window 32 --steps 4 --num-prompts 2         # a minute, to see that it works
 
@@ -9,6 +10,10 @@ without, on rows of each of `lengths`, all on as many tokens. Their tau is forec
 which the target continues from each of `contexts` tokens on. `tau_full_N` and `tau_window_N` are of
 the heads trained on the longest rows, at N tokens of context; those of the shorter rows stand below
 `trained_at`. Each tau has its 95% interval over prompts.
+
+The times are estimates from counted tokens: 4 heads x 24 steps x 8,192 tokens are 0.8 million tokens
+of training (the long form has 66 million), at 600 tokens/s of one thread. A killed run continues
+with the same command: heads that are done, and batches of prompts, are not computed again.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +53,13 @@ class Config:
     """Tokens before the first drafted one."""
     window: int = 512
     """Positions that the layer of a windowed head sees."""
-    steps: int = 2000
+    steps: int = 24
     """Training steps of each head."""
     tokens_per_step: int = 8192
     """Tokens of a training step; by the length of a row, the batch has fewer rows or more."""
     num_steps: int = 3
     """Draft tokens to train and to forecast."""
-    num_prompts: int = 32
+    num_prompts: int = 10
     """Prompts per context."""
     max_tokens: int = 64
     """Tokens of an answer."""
@@ -77,10 +83,18 @@ def main(cfg: Config) -> None:
     write_lines(cfg.output / "prompts.jsonl", make_prompts(cfg, tokenizer))
     # 2. a head of each kind for each length
     heads: dict[tuple[int, str], Path] = {}
-    for length in cfg.lengths:
-        for kind in (FULL, WINDOW):
-            heads[length, kind] = train(cfg, target, length, kind)
+    kinds = [(length, kind) for length in cfg.lengths for kind in (FULL, WINDOW)]
+    began = time.monotonic()
+    for number, (length, kind) in enumerate(kinds, 1):
+        minutes = (time.monotonic() - began) / 60
+        print(
+            f"head {number} of {len(kinds)}: {kind}, rows of {length}; {minutes:.0f} minutes so far"
+        )
+        heads[length, kind] = train(cfg, target, length, kind)
     # 3. their acceptance by context
+    count = cfg.num_prompts * len(cfg.contexts)
+    minutes = (time.monotonic() - began) / 60
+    print(f"forecasts of {len(kinds)} heads on {count} prompts; {minutes:.0f} minutes so far")
     taus = forecast(cfg, target, heads)
     longest = cfg.lengths[-1]
     write_results(
@@ -121,8 +135,10 @@ def make_training(length: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _around(tokenizer: Any) -> int:
-    """Tokens of the question and, at most, of the chat template."""
-    return len(tokenizer(QUESTION)["input_ids"]) + 32
+    """Tokens of the question and the chat template, and a few for what is split anew at the cuts."""
+    asked = [{"role": "user", "content": QUESTION}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 8
 
 
 def make_prompts(cfg: Config, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -139,18 +155,20 @@ def make_prompts(cfg: Config, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    # A training continues on the same file only, by its time of writing.
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
 
 
 def train(cfg: Config, target: Path, length: int, kind: str) -> Path:
+    """The head of this kind; an interrupted training continues, and a finished one is kept."""
     folder = cfg.output / f"{kind}-{length}"
-    if (folder / "draft").is_dir():  # an interrupted benchmark continues
-        return folder / "draft"
     window = ["--head.window", str(cfg.window)] if kind == WINDOW else []
     run_redraft(
-        "train", "eagle3", "--target", str(target), "--output", str(folder), "--overwrite",
+        "train", "eagle3", "--target", str(target), "--output", str(folder),
         "--data.source", str(cfg.output / f"train-{length}.jsonl"), "--data.held-out", "0.02",
-        "--data.num-prompts", "4",
+        "--data.num-prompts", "4", "--prove.max-tokens", "16", "--loop.eval-every", "0",
         "--loop.steps", str(cfg.steps), "--loop.sequence-length", str(length),
         "--loop.batch-size", str(max(1, cfg.tokens_per_step // length)),
         "--head.num-steps", str(cfg.num_steps), *window,
@@ -176,7 +194,8 @@ def forecast(
         "--num-prompts", str(cfg.num_prompts * len(cfg.contexts)),
         "--max-prompt-tokens", str(max(cfg.contexts)), "--max-tokens", str(cfg.max_tokens),
         "--num-speculative-tokens", str(cfg.num_steps), "--temperature", "0",
-        "--output", str(folder), "--overwrite",
+        # Few, because a prompt has up to 7,936 tokens, and a finished batch is kept.
+        "--batch-size", "2", "--output", str(folder),
     )  # fmt: skip
     found = {}
     for row in json.loads((folder / "report.json").read_text())["results"]:
@@ -198,7 +217,9 @@ def by_context(taus: dict[tuple[int, str, int], dict[str, Any]], length: int) ->
 
 
 def run_redraft(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "redraft.recipes.cli", *arguments], check=True)
+    done = subprocess.run([sys.executable, "-m", "redraft.recipes.cli", *arguments])
+    if done.returncode:  # the command has said why
+        raise SystemExit(done.returncode)
 
 
 if __name__ == "__main__":
