@@ -25,13 +25,21 @@ def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
             "layout",
             _cure_direction(family, trained_causal={view.is_causal for view in trained}),
         )
-    own, now = trained_with(config).get("window", 0), trained[0].window
+    recorded = trained_with(config)
+    own, now = recorded.get("window", 0), trained[0].window
     now = next((view.window for view in trained if view.window), now)
+    full = [layer for layer, view in enumerate(trained) if view.window is None]
     if own and (now is None or now > own):
         yield Finding(
             f"the layers see {now or 'all'} positions, the head was trained with a window of {own} "
             "and has seen nothing further away",
             f'write "sliding_window": {own} and the layer_types of training',
+        )
+    elif own and full != recorded.get("full_layers", full):
+        yield Finding(
+            f"layers {full or 'none'} see all positions, in training "
+            f"{recorded['full_layers'] or 'none'} did",
+            "write the layer_types of training",
         )
     elif now is not None and own != 0 and (own is None or now < own):
         yield Finding(

@@ -348,7 +348,8 @@ class DFlash(nn.Module):
             "rope_parameters": dict(self.shape.rope_parameters),
         }
         kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
-        recorded = {**served, **rotation, "window": self.config.window}
+        windows = {"window": self.config.window, "full_layers": list(self.config.full_layers)}
+        recorded = {**served, **rotation, **windows}
         return {"family": self.family, **kept, TRAINED_WITH: recorded}
 
     def _served(self) -> dict[str, Any]:

@@ -337,7 +337,12 @@ class Eagle3(nn.Module):
     def _training(self) -> dict[str, Any]:
         kept = {"own_head", "num_steps", "step_decay"}
         training = {name: value for name, value in asdict(self.config).items() if name in kept}
-        recorded = {**self._architecture(), "window": self.config.window, **self.shape.record()}
+        recorded = {
+            **self._architecture(),
+            "window": self.config.window,
+            "full_layers": list(self.config.full_layers),
+            **self.shape.record(),
+        }
         return {"family": self.family, **training, TRAINED_WITH: recorded}
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ WINDOWS = {
 def train(head: str, heads: dict[str, Path]) -> Path:
     if head not in heads:
         family, _, windows = head.partition(", ")
-        output = heads["folder"] / head
+        output = heads["folder"] / re.sub(r"\W+", "-", head)
         command = [sys.executable, "-m", "benchmarks.studies.presets", family]
         command += WINDOWS.get(windows, [])
         command += ["--prove.no-engine", "--output", str(output)]

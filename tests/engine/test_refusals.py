@@ -97,6 +97,42 @@ def test_no_runner_serves_a_p_eagle_head_with_windows_beside_full_layers() -> No
         require_runner(find_family("peagle").speculative, {}, views=MIXED, on_cpu=False)
 
 
+KINDS = {
+    "all layers alike": [(View(512, True),) * 2, (View(),) * 2],
+    "windows beside full layers": [MIXED],
+    "any windows": [(View(512, True),) * 2, MIXED],
+}
+"""Views of the layers, by their words in the table of docs/engines.md."""
+
+
+def test_the_table_of_windows_says_which_runner_serves_which_head() -> None:
+    page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    _, _, section = page.partition("\n## Windows in heads\n")
+    rows = [line.strip("|").split("|") for line in section.partition("\n\n")[0].splitlines()]
+    assert [cell.strip() for cell in rows[0]] == ["head", "V1", "V2"]
+    titles = {family.title: family for family in FAMILIES}
+    checked = set()
+    for head, *cells in rows[2:]:
+        names, _, kind = head.strip().partition(": ")
+        for name in names.split(", "):
+            for runner, cell in zip("01", cells, strict=True):
+                for views in KINDS[kind]:
+                    assert is_served(titles[name], runner, views) is (cell.strip() == "yes")
+            checked.add((name, kind))
+    windowed = {family.title for family in FAMILIES if family.layers_key}
+    assert {name for name, _ in checked} == windowed
+    assert len(checked) == 2 * len(windowed) - 1, "DSpark has one row"
+
+
+def is_served(family: Family, runner: str, views: tuple[View, ...]) -> bool:
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    try:
+        require_runner(family.speculative, environment, views=views, on_cpu=False)
+    except ValueError:
+        return False
+    return True
+
+
 def test_windows_are_read_from_the_folder_before_a_server_starts(tmp_path: Path) -> None:
     types = ["sliding_attention", "full_attention"]
     config = {"num_hidden_layers": 2, "layer_types": types, "sliding_window": 512,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,31 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from redraft.distill.doctor.in_engine import (
+    CACHE_BLOCK,
     EngineCheck,
     Plan,
     Served,
     ask_fallback,
     judge_acceptance,
+    load_as_trained,
     plan_run,
 )
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.hardware import Machine
+from redraft.engine.parity.run import run_engine
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
+from redraft.eval.parity.compare import compare
 from redraft.files.artifact import publish
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.target_folder import TargetFolder
+from redraft.heads.catalog import find_family
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.eagle1 import Config, Eagle1
 from redraft.heads.families.eagle3 import Config as Eagle3Config
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.target import Target
 
-NUM_TOKENS = 3
+NUM_TOKENS, WINDOW = 3, 16
 DRAFTS, ACCEPTED = 40, 30
 
 
@@ -154,6 +160,35 @@ def test_a_head_with_windows_is_compared_where_the_engine_has_evicted_blocks(
     assert any("evict" in note or "positions only" in note for note in plan.notes) is (
         positions < 304
     )
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_the_engine_computes_a_windowed_head_as_training_where_it_has_evicted_blocks(
+    name: str, random_target: Path, tmp_path: Path
+) -> None:
+    """At three windows and two blocks of context, and three times as far; W + 1 is found there."""
+    target = shutil.copytree(random_target, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    borrowed = Target.from_model(LlamaForCausalLM.from_pretrained(target))
+    sizes = {"window": WINDOW, "aux_layer_ids": (1, 2), "num_layers": 2}
+    family = find_family(name)
+    blocks = {"block_size": 4} if name == "dflash" else {}
+    head = family.draft_class()(family.options_class()(**sizes, **blocks), borrowed)
+    publish(tmp_path / "draft", head.export, {})
+    pair = Pair.read(TargetFolder.open(target), tmp_path / "draft")
+    check = EngineCheck(folder=tmp_path, dtype="float32", num_prompts=2, max_tokens=16)
+    plan = plan_run(pair, NUM_TOKENS, check)
+    (dump,) = run_engine([plan.run], tmp_path)
+    lengths = [len(dump.prefix(block)) for block in dump.recorded()]
+    assert max(lengths) > 900
+    assert any(3 * WINDOW + 2 * CACHE_BLOCK < length < 900 for length in lengths)
+    draft, signal = load_as_trained(pair, dump.run.dtype)
+    assert compare(draft, name, signal, dump) == []
+    draft.views = tuple(replace(view, window=WINDOW + 1) for view in draft.views)
+    assert compare(draft, name, signal, dump) != []
 
 
 def test_a_head_without_windows_gets_no_long_prompt(random_target: Path, tmp_path: Path) -> None:

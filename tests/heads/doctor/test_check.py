@@ -556,6 +556,13 @@ def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_p
         ),
         ("dspark", "", {"sliding_window": 12}, r"see 12\b.*window of 9\b", '"sliding_window": 9'),
         ("eagle3", "", {"layer_types": ["full_attention"] * 2}, r"see all\b.*window of 9\b", "9"),
+        (
+            "eagle3",
+            "",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            r"layers \[1\] see all.*in training none\b",
+            "layer_types",
+        ),
         ("eagle3", "", {"layer_types": ["sliding_attention"]}, r"1 layers.*has 2\b", "each layer"),
         (
             "eagle3",
