@@ -156,16 +156,12 @@ class RunTable:
             is_valid = row >= 0 and row >> EPOCH_AT >= self._epoch - 1
             if is_valid and not self.shares:
                 is_valid = row >> TOKEN_BITS & OWNERS == number
-            if not is_valid:
-                place = self._take_slot(hashed) if place < 0 else place
-                votes, row = 0, -1
-            else:
-                votes = row >> VOTES_AT & VOTES
-            if row >= 0 and row & TOKENS != token and votes:
+            place = self._take_slot(hashed) if place < 0 else place
+            votes = row >> VOTES_AT & VOTES if is_valid else 0
+            if votes and row & TOKENS != token:
                 self._rows[place] = row - (1 << VOTES_AT)
             else:
-                votes = votes + 1 if row >= 0 and row & TOKENS == token else 1
-                self._rows[place] = confirmed | min(votes, MOST_VOTES) << VOTES_AT
+                self._rows[place] = confirmed | min(votes + 1, MOST_VOTES) << VOTES_AT
             if self._changed is not None:
                 self._changed.add(place)
 
@@ -308,6 +304,32 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
             row[most - len(run) :] = run
         found = np.array([*entries.values()], np.float64).reshape(-1, 2)
         return Entries(runs_RN, found[:, 0], found[:, 1])
+
+    def spread(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64], int]:
+        """A half-full hash table: rows and hashes of its slots, probabilities, most probes.
+
+        A row has the token, and from bit `VOTES_AT` on the place of its probability. A full bucket of
+        `WAYS` slots flows over into the next one.
+        """
+        probabilities, kinds_R = np.unique(self._probabilities, return_inverse=True)
+        rows_R = kinds_R.astype(np.uint64) << np.uint64(VOTES_AT) | np.array(self._tokens, np.uint64)
+        hashes_R = np.array(self._hashes, np.uint64)
+        num_buckets = len(self) * 2 // WAYS + 1
+        rows, hashes = (np.zeros(num_buckets * WAYS, np.uint64) for _ in range(2))
+        taken = np.zeros(num_buckets, np.int64)
+        left, num_probes = np.arange(len(self)), 0
+        while len(left):
+            buckets = (hashes_R[left] % np.uint64(num_buckets)).astype(np.int64)
+            buckets = (buckets + num_probes) % num_buckets
+            order = np.argsort(buckets, kind="stable")
+            left, buckets = left[order], buckets[order]
+            ways = taken[buckets] + np.arange(len(left)) - np.searchsorted(buckets, buckets)
+            fits = ways < WAYS
+            places = buckets[fits] * WAYS + ways[fits]
+            rows[places], hashes[places] = rows_R[left[fits]], hashes_R[left[fits]]
+            taken = np.minimum(taken + np.bincount(buckets, minlength=num_buckets), WAYS)
+            left, num_probes = left[~fits], num_probes + 1
+        return rows, hashes, probabilities, max(1, num_probes)
 
     @property
     def num_bytes(self) -> int:

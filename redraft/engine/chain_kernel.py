@@ -16,9 +16,13 @@ import triton.language as tl
 
 WAYS = tl.constexpr(8)
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = tl.constexpr(26), tl.constexpr(16), tl.constexpr(5)
+OWNERS, VOTES, TOKENS = tl.constexpr(0xFFFF), tl.constexpr(31), tl.constexpr(0x3FFFFFF)
+KINDS = tl.constexpr(32)
+"""Of one length: a number of votes."""
+
 FACTOR = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_NUMBERS = tl.constexpr(3)
-ANYONE, NOBODY = tl.constexpr(-1), tl.constexpr(-2)
+ANYONE, NO_OWNER = tl.constexpr(-1), tl.constexpr(-2)
 BEHIND = tl.constexpr(1 << 40)
 """More than any position, for a score of a run's length and then its place."""
 
@@ -154,7 +158,7 @@ def find_in_table(  # type: ignore[no-untyped-def]
     kind, token = owner - owner - 1, owner - owner
     size = tl.cast(num_buckets, tl.uint64)
     for back in tl.static_range(NUM_RUNS):
-        inside = (end > back) & (owner != NOBODY)
+        inside = (end > back) & (owner != NO_OWNER)
         last = read(text, draft, length, end - 1 - back, inside).to(tl.uint64, bitcast=True)
         hashed = (hashed ^ last) * FACTOR
         hashed = hashed ^ (hashed >> 29)
@@ -171,11 +175,11 @@ def find_in_table(  # type: ignore[no-untyped-def]
             above = (row >> (TOKEN_BITS + OWNER_BITS)).to(tl.int64, bitcast=True)
             its_kind = above
             if IS_LIVE:
-                its_owner = (row >> TOKEN_BITS).to(tl.int64, bitcast=True) & ((1 << OWNER_BITS) - 1)
+                its_owner = (row >> TOKEN_BITS).to(tl.int64, bitcast=True) & OWNERS
                 is_run = is_run & ((owner == ANYONE) | (its_owner == owner))
                 is_run = is_run & ((above >> VOTE_BITS) >= oldest)
-                its_kind = ((back + 1) << VOTE_BITS) + (above & ((1 << VOTE_BITS) - 1))
+                its_kind = KINDS * (back + 1) + (above & VOTES)
             kind = tl.where(is_run, its_kind, kind)
-            its_token = row.to(tl.int64, bitcast=True) & ((1 << TOKEN_BITS) - 1)
+            its_token = row.to(tl.int64, bitcast=True) & TOKENS
             token = tl.where(is_run, its_token, token)
     return kind, token
