@@ -48,6 +48,8 @@ class Batch:
     """Varies the selection of rows for drafts that train on a subset: the epoch, or a number per
     step of the learner. 0 in evaluation.
     """
+    shared: SharedRows | None = None
+    """Which rows these are, if ranks share the rows of a batch (`heads.nn.shares`)."""
 
     @staticmethod
     def packed(
@@ -98,6 +100,23 @@ class Batch:
         pairs = zip(texts, num_prompt_tokens, strict=True)
         rows = [[(text, torch.arange(len(text)) >= num_prompt)] for text, num_prompt in pairs]
         return Batch.packed(rows, width=max(map(len, texts)), device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRows:
+    """The rows of a whole batch that one of its ranks computes, t of T."""
+
+    whole: Batch
+    """The batch of all ranks."""
+    group: Any
+    """torch.distributed's process group of these ranks."""
+    num_ranks: int
+    starts: tuple[int, ...]
+    """The first row of each piece, as a row of the whole batch."""
+    rows_t: Tensor
+    """int64, the row of the whole batch."""
+    is_own_t: Tensor
+    """bool; the others are only read, and another rank trains them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,10 +337,17 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
     return aux_BTLD
 
 
+def token_rows(batch: Batch) -> Tensor:
+    """Mark this rank's own tokens, without padding, bool [B, T]."""
+    is_token_BT = batch.document_BT >= 0
+    return is_token_BT if batch.shared is None else is_token_BT & batch.shared.is_own_t
+
+
 def label_rows(batch: Batch, shift: int) -> Tensor:
     """Mark the rows that have a label for a step with this shift, bool [B, T].
 
-    Their x[t + 1 + shift] is in the loss mask and belongs to the document of row t.
+    Their x[t + 1 + shift] is in the loss mask and belongs to the document of row t. If ranks share
+    the batch, only this rank's own rows are marked.
     """
     # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
     ahead = shift + 1
@@ -331,7 +357,7 @@ def label_rows(batch: Batch, shift: int) -> Tensor:
     mask_BT[:, :-ahead] = (
         batch.loss_mask_BT[:, ahead:] & same_document_BT & (batch.document_BT[:, :-ahead] >= 0)
     )
-    return mask_BT
+    return mask_BT if batch.shared is None else mask_BT & batch.shared.is_own_t
 
 
 def attention_mask(batch: Batch) -> Tensor:

@@ -42,6 +42,9 @@ from redraft.files.served_target import require_served_alike, visible_length
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.logits import LogitRule
 
+TOKENS_A_WRITE = 32_768
+"""Tokens of a batch whose states are computed and written to a cache together."""
+
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
 
@@ -289,9 +292,9 @@ def target_signal(
                 content,
                 target=computed,
                 sequence_length=data.train.sequence_length,
-                # Fixed, not the batch of training: it is in the header, and an interrupted cache
-                # continues under an equal header only.
-                batch_size=8,
+                # Not the batch of training: it is in the header, and an interrupted cache continues
+                # under an equal header only. Long rows are written one by one.
+                batch_size=max(1, TOKENS_A_WRITE // data.train.sequence_length),
                 device=accelerator.device,
                 rank=0 if alone else accelerator.process_index,
                 num_ranks=1 if alone else accelerator.num_processes,

@@ -49,6 +49,7 @@ from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
+from redraft.distill.train.row_ranks import require_shares
 from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig, make_config
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, require_whole_matrices
@@ -67,7 +68,7 @@ from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.family import Family, Training
-from redraft.heads.nn.causal_lm import decoder_layers, final_norm
+from redraft.heads.nn.causal_lm import decoder_layers, final_norm, require_shared_passes
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token
 from redraft.heads.options import LayerSizes, Windows
@@ -123,6 +124,7 @@ class Run:
         self.opened = self.opened.in_dtype(dtype)
         self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
+        require_shares(family, cfg.loop, cfg.signal, self.accelerator.num_processes)
         self._require_room(machine)
         self.folder = RunFolder.open(
             cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite
@@ -155,6 +157,8 @@ class Run:
         if not isinstance(cfg, HeadConfig):
             return
         starts_as_target = cfg.start_from is None and cfg.init not in ("random", "native")
+        if cfg.loop.context_parallel > 1 and cfg.signal.kind == "model":
+            require_shared_passes(self.model)
         if self.family.reads == "layers" or starts_as_target:
             decoder_layers(self.model)
         if starts_as_target:

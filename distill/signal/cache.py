@@ -28,6 +28,7 @@ from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
 from redraft.heads.logits import PLAIN, LogitRule
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, scales
+from redraft.heads.nn.shares import parts_here
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,16 @@ class CachedHiddenStates:
         hidden_BTS = host_zeros(*shape, num_stored, dtype=dtype, device=device)
         aux_BTLS = host_zeros(*shape, len(self._places), num_stored, dtype=dtype, device=device)
         hidden_NS, aux_NLS = hidden_BTS.flatten(0, 1), aux_BTLS.flatten(0, 1)
-        for key, rows_N in keyed_rows(batch, batch.document_BT >= 0):
+        whole = batch if batch.shared is None else batch.shared.whole
+        for key, rows_N in keyed_rows(whole, whole.document_BT >= 0):
             kept = self._shards.document(key)
-            rows = slice(int(rows_N[0]), int(rows_N[-1]) + 1)  # a document's rows are consecutive
-            # `copy_` converts the dtype while it reads from the mapped file: no second copy in
-            # memory.
-            hidden_NS[rows].copy_(kept["hidden"])
-            for own, place in enumerate(self._places):
-                aux_NLS[rows, own].copy_(kept["aux"][:, place])
+            # A document's rows are consecutive.
+            for rows, part in parts_here(batch, int(rows_N[0]), len(rows_N)):
+                # `copy_` converts the dtype while it reads from the mapped file: no second copy in
+                # memory.
+                hidden_NS[rows].copy_(kept["hidden"][part])
+                for own, place in enumerate(self._places):
+                    aux_NLS[rows, own].copy_(kept["aux"][part, place])
         return TargetSignal(
             distribution=ExactTarget(
                 hidden_BTD=self._on_device(hidden_BTS), head_VD=self.head_VD, rule=self._rule

@@ -103,6 +103,7 @@ class InProcessTarget:
         chunk = getattr(self._config, "attention_chunk_size", None)
         # Llama 4: transformers counts the chunks from the start of the row, not of the document.
         packs = self.packs and not (chunk and chunk < batch.input_ids_BT.shape[1])
+        assert batch.shared is None or (packs and self._takes_prefixes), "see require_shared_passes"
         with self._streams() as streams, running_compiled(self._compiled):
             hidden_BTD = self._pass(batch) if packs else self._passes(batch, streams)
         # [B, T, L, D], in the order of `aux_layers`: ascending.
@@ -115,7 +116,7 @@ class InProcessTarget:
     def _pass(self, batch: Batch) -> Tensor:
         """Return the last hidden states for packed rows, [B, T, D]."""
         # Else no mask, which would replace those of the layers: restarting positions separate.
-        within = prefix_arguments(batch.document_BT) if self._takes_prefixes else {}
+        within = prefix_arguments(batch) if self._takes_prefixes else {}
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
     def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:

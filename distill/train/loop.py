@@ -36,7 +36,7 @@ from redraft.distill.launch.ranks import (
     keep_models_whole,
     uses_deepspeed,
 )
-from redraft.distill.signal.transfer import to_device
+from redraft.distill.train.row_ranks import RowRanks
 from redraft.distill.train.run_config import Loop
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
@@ -190,17 +190,18 @@ def train(
     if loop.compile:
         distillation.compile_layers()
     run.restore(distillation.resume)
-    trainer = _Trainer(distillation, data, run, num_speculative_tokens)
+    ranks = RowRanks.of(accelerator, loop, distillation.draft)
+    trainer = _Trainer(distillation, data, run, num_speculative_tokens, ranks)
     if loop.minutes is not None:
         loop = replace(loop, steps=trainer.plan_steps(loop))
     elif loop.epochs is not None:
-        micro_batches = data.train.num_batches(loop.batch_size, accelerator.num_processes)
+        micro_batches = data.train.num_batches(loop.batch_size, ranks.data_ranks)
         loop = replace(
             loop, steps=max(1, round(loop.epochs * micro_batches / distillation.optim.accumulation))
         )
     distillation.num_steps = loop.steps
     if accelerator.is_main_process:
-        rows = loop.batch_size * distillation.optim.accumulation * accelerator.num_processes
+        rows = loop.batch_size * distillation.optim.accumulation * ranks.data_ranks
         print(describe_length(loop, rows, data))
         if distillation.step_index >= loop.steps or _is_past_its_best(run.metrics, loop):
             print("the training was complete: its draft is published and proven again")
@@ -252,8 +253,9 @@ class _Trainer:
         data: LoadedData,
         run: RunFolder,
         num_speculative_tokens: int,
+        ranks: RowRanks,
     ) -> None:
-        self.distillation, self.data, self.run = distillation, data, run
+        self.distillation, self.data, self.run, self.ranks = distillation, data, run, ranks
         self.num_speculative_tokens = num_speculative_tokens
         self.meter = _Meter()
 
@@ -285,7 +287,7 @@ class _Trainer:
         """Train up to step `last`, or until `loop.stop_by` ends the run as acceptance falls."""
         distillation, run = self.distillation, self.run
         accelerator = distillation.accelerator
-        held_out = _take_held_out(self.data.held_out, loop, accelerator)
+        held_out = _take_held_out(self.data.held_out, loop, self.ranks, accelerator.device)
         steps = range(distillation.step_index, last)
         bar = Progress(
             steps,
@@ -303,8 +305,8 @@ class _Trainer:
             ):  # also at once, if a run is resumed that had ended by this
                 bar.close()
                 break
-            batches = upcoming or _batches(distillation, self.data, loop, step)
-            upcoming = _batches(distillation, self.data, loop, step + 1) if step + 1 < last else []
+            batches = upcoming or self._batches(loop, step)
+            upcoming = self._batches(loop, step + 1) if step + 1 < last else []
             unread = distillation.take_step(batches, *upcoming[:1])
             self.meter.add(unread)
             done = step + 1
@@ -325,6 +327,24 @@ class _Trainer:
             if loop.save_every and (done % loop.save_every == 0 or is_last):
                 with self.meter.paused():
                     run.save(done, distillation.save)
+
+    def _batches(self, loop: Loop, step: int) -> list[Batch]:
+        """This rank's micro-batches for `step`.
+
+        They depend only on the step, so a resumed run gets the same ones.
+        """
+        accumulation = self.distillation.optim.accumulation
+        batches = [
+            self.data.train.batch(
+                step * accumulation + micro,
+                batch_size=loop.batch_size,
+                rank=self.ranks.data_rank,
+                num_ranks=self.ranks.data_ranks,
+            )
+            for micro in range(accumulation)
+        ]
+        device = self.distillation.accelerator.device
+        return [self.ranks.place(batch, device) for batch in batches]
 
 
 def _describe(stats: StepStats) -> dict[str, Any]:
@@ -368,29 +388,11 @@ def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
     return len(later) >= loop.patience
 
 
-def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int) -> list[Batch]:
-    """This rank's micro-batches for `step`.
-
-    They depend only on the step, so a resumed run gets the same ones.
-    """
-    accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
-    batches = [
-        data.train.batch(
-            step * accumulation + micro,
-            batch_size=loop.batch_size,
-            rank=accelerator.process_index,
-            num_ranks=accelerator.num_processes,
-        )
-        for micro in range(accumulation)
-    ]
-    return [to_device(batch, accelerator.device) for batch in batches]
-
-
-def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:
-    batches = held_out.in_order(
-        loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes
-    )
-    return [to_device(batch, accelerator.device) for batch in islice(batches, loop.eval_batches)]
+def _take_held_out(
+    held_out: PackedDataset, loop: Loop, ranks: RowRanks, device: torch.device
+) -> list[Batch]:
+    batches = held_out.in_order(loop.batch_size, rank=ranks.data_rank, num_ranks=ranks.data_ranks)
+    return [ranks.place(batch, device) for batch in islice(batches, loop.eval_batches)]
 
 
 def peak_rss_mib() -> float:

@@ -176,6 +176,12 @@ class Loop:
     draft is poor beyond the positions it was trained on. A longer conversation is cut after the
     last answer that fits.
     """
+    context_parallel: int = 1
+    """Number of processes that share each row: every one computes an equal part of its tokens, and
+    attention gathers the keys of the others. For rows of 32k tokens and more. Twice this number
+    must divide --loop.sequence-length. Not for P-EAGLE and standalone drafts, and not with servers:
+    give --signal.kind model or cache.
+    """
     log_every: int = 10
     """Number of steps between log lines of metrics; the last step is always logged."""
     eval_every: int = 200
@@ -215,7 +221,7 @@ class Loop:
         require_least(
             self, "loop.", steps=1, batch_size=1, sequence_length=2, eval_batches=1, patience=1
         )
-        require_least(self, "loop.", log_every=1, eval_every=0, save_every=0)
+        require_least(self, "loop.", log_every=1, eval_every=0, save_every=0, context_parallel=1)
         for name, amount in (("minutes", self.minutes), ("epochs", self.epochs)):
             if amount is not None and not 0 < amount < math.inf:
                 raise ValueError(f"--loop.{name} is {amount}: it must be above 0 and finite")

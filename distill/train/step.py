@@ -34,7 +34,7 @@ from redraft.distill.train.objective import distill_loss
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
-from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
+from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows, token_rows
 
 PROGRESS = "progress.json"  # of a checkpoint: steps done, and the layout of the ranks
 MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it stops
@@ -314,9 +314,7 @@ class Distillation:
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
         """Tokens and labels of all ranks and micro-batches, int64 [2]."""
-        counts = [
-            torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches
-        ]
+        counts = [torch.stack([token_rows(b).sum(), label_rows(b, 0).sum()]) for b in batches]
         return self._sum_over_ranks(torch.stack(counts).sum(0))
 
     def _backward(self, loss: Tensor) -> bool:

@@ -174,7 +174,8 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
         rates = step_rates(
             step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0
         )
-        results_3N[:, chunk_N] = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
+        rates_3C = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
+        results_3N[:, chunk_N] = rates_3C.float()
         token_N[chunk_N] = rates.token
     alpha_BT, alpha_greedy_BT, agree_BT = results_3N.view(3, *step.mask_BT.shape)
     return ComparedRows(

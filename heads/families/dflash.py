@@ -46,6 +46,7 @@ from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import LlamaShape, PreNormLayer, Projections, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
+from redraft.heads.nn.shares import gather_keys, in_whole, most_of_ranks
 from redraft.heads.nn.vocabulary import check_ids, id_maps
 from redraft.heads.target import Target, aux_layers, layer_weights
 
@@ -217,7 +218,10 @@ class DFlash(nn.Module):
         # once for all blocks: no block changes the context's keys, and an engine keeps them in its
         # cache
         contexts = [
-            cast(Attention, layer.self_attn).keys_and_values(context_BTD, cos_sin)
+            gather_keys(
+                batch.shared,
+                *cast(Attention, layer.self_attn).keys_and_values(context_BTD, cos_sin),
+            )
             for layer in layers
         ]
         outs = []
@@ -238,7 +242,7 @@ class DFlash(nn.Module):
                 last_BA, ahead = anchor_BA, 0
             # one for each kind of layer, which share the rows that they see
             masks = {
-                view: BlockMask.make(last_BA, batch.document_BT, num_slots, view, first_ahead=ahead)
+                view: BlockMask.make(*in_whole(batch, last_BA), num_slots, view, first_ahead=ahead)
                 for view in {*views}
             }
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
@@ -415,8 +419,15 @@ def choose_anchors(
 
     The rows ascend. They are chosen among those with a label one row after the anchor. If a row of
     the batch has fewer than `limit` such rows, other rows fill the gap and are not marked as
-    chosen. See `choose_rows`.
+    chosen. See `choose_rows`. If ranks share the batch, they choose among all of its rows, and each
+    gets the chosen ones of its own.
     """
+    if (shared := batch.shared) is not None:
+        _, is_chosen_BT = choose_anchors(shared.whole, limit)
+        is_here_Bt = is_chosen_BT[:, shared.rows_t] & shared.is_own_t
+        # As many on each rank as on the one with the most: see below.
+        most = max(most_of_ranks(shared, is_chosen_BT), 1)
+        return is_here_Bt.byte().topk(most, dim=1).indices.sort(dim=1).values, is_here_Bt
     has_label_BT = label_rows(batch, 1)
     if limit is None:
         # Training passes a limit and never comes here. Ranks take as many blocks as each other,

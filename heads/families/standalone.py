@@ -176,7 +176,7 @@ class StandaloneDraft(nn.Module):
         They are ranges of keys if the model accepts them, and otherwise a mask.
         """
         if self._takes_prefixes:
-            return prefix_arguments(batch.document_BT)
+            return prefix_arguments(batch)
         return {"attention_mask": self._mask(batch)}
 
     def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from redraft.heads.draft import Batch
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
+from redraft.heads.nn.shares import gather_keys, prefixes_of
 
 
 class Memory(Protocol):
@@ -45,7 +46,8 @@ class StepMemory:
     def __init__(
         self, batch: Batch, rows_BN: Tensor | None = None, window: int | None = None
     ) -> None:
-        self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
+        assert rows_BN is None or batch.shared is None, "ranks choose no rows of a shared batch"
+        self._prefixes, self._rows_BN, self._shared = prefixes_of(batch), rows_BN, batch.shared
         self._window = window
         self._of_first: dict[int, Prefixes] = {}  # of the first n rows, sorted once for all `after`
         self.pairs: list[tuple[Tensor, Tensor]] = []  # Keys and values of each call, [B, G, T, E].
@@ -60,6 +62,8 @@ class StepMemory:
 
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         q, k, v = _prepare(q_BHTE, k_BGTE, v_BGTE)
+        if not self.pairs:  # later keys are of the row itself
+            k, v = gather_keys(self._shared, k, v)
         self.pairs.append((k, v))
         # The first pair has the keys of every row, [B, G, T, E]. A later one has one key for each
         # row it continues.

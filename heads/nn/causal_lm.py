@@ -3,7 +3,7 @@
 Each token attends to its own document, in ranges of keys.
 
     from outside, once          take_prefixes(model)
-    each pass                   model(ids, positions, **prefix_arguments(document_BT))
+    each pass                   model(ids, positions, **prefix_arguments(batch))
     a pass without arguments    SDPA, as before
 
 SDPA would get a mask [B, 1, T, T], compute the scores of all pairs, and repeat the key heads.
@@ -21,9 +21,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from redraft.heads.draft import Batch, SharedRows
 from redraft.heads.logits import LogitRule
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
+from redraft.heads.nn.shares import gather_keys, prefixes_of
 
 PREFIX_ATTENTION = "redraft_prefixes"  # in transformers; without prefixes it is SDPA's
 
@@ -142,14 +144,29 @@ def take_prefixes(model: Any) -> bool:
     return bool(config._attn_implementation == PREFIX_ATTENTION)
 
 
-def prefix_arguments(document_BT: Tensor) -> dict[str, Any]:
+def require_shared_passes(model: Any) -> None:
+    """Raise ValueError unless ranks can share the rows of a pass of this causal LM."""
+    if not take_prefixes(model):
+        raise ValueError(
+            f"processes cannot share rows of {type(model).__name__} "
+            f"({model.config.get_text_config().model_type}): write its states to disk first "
+            "(--signal.kind cache)"
+        )
+
+
+def prefix_arguments(batch: Batch) -> dict[str, Any]:
     """Arguments that confine attention to each document, for a model that accepts prefixes.
 
-    A sliding layer attends within its window.
+    A sliding layer attends within its window. If ranks share the batch, each layer gathers the keys
+    of all of its rows.
     """
     # The model makes no mask of its own if it is given one, however small.
-    unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=document_BT.device)
-    return {"attention_mask": unread, "prefixes": Prefixes.of(document_BT)}
+    unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=batch.document_BT.device)
+    return {
+        "attention_mask": unread,
+        "prefixes": prefixes_of(batch),
+        "shared_rows": batch.shared,
+    }
 
 
 def attend_prefixes(
@@ -159,6 +176,7 @@ def attend_prefixes(
     value: Tensor,
     attention_mask: Tensor | None,
     prefixes: Prefixes | None = None,
+    shared_rows: SharedRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function for transformers, [B, T, H, E]."""
@@ -175,8 +193,8 @@ def attend_prefixes(
     # Most hand a layer's window on. Qwen 2 MoE keeps it in the layer, and has 0 for none.
     window = options.get("sliding_window") or getattr(module, "sliding_window", None) or None
     dtype = product_dtype(value)
-    q, context = query.to(dtype), (key.to(dtype), value.to(dtype))
-    out_BHTE = attend(q, context, prefixes, options["scaling"], window=window)
+    keys, values = gather_keys(shared_rows, key.to(dtype), value.to(dtype))
+    out_BHTE = attend(query.to(dtype), (keys, values), prefixes, options["scaling"], window=window)
     return out_BHTE.transpose(1, 2), None
 
 

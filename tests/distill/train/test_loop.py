@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.train import loop
 from redraft.distill.train.loop import LoadedData, choose_precision
 from redraft.distill.train.optim import Optim
+from redraft.distill.train.row_ranks import RowRanks
 from redraft.distill.train.run_config import Loop
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation
@@ -96,12 +96,10 @@ def test_no_more_held_out_batches_are_made_than_are_evaluated(
     held_out, made = PackedDataset(samples, sequence_length=4, seed=0), []
     collate = held_out._collate
     monkeypatch.setattr(held_out, "_collate", lambda rows: made.append(len(rows)) or collate(rows))
-    accelerator: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    ranks, cpu = RowRanks(data_rank=0, data_ranks=1), torch.device("cpu")
     for wanted, num in ((2, 2), (9, 5)):
         made.clear()
-        batches = loop._take_held_out(
-            held_out, Loop(batch_size=1, eval_batches=wanted), accelerator
-        )
+        batches = loop._take_held_out(held_out, Loop(batch_size=1, eval_batches=wanted), ranks, cpu)
         assert len(batches) == len(made) == num
 
 
