@@ -25,9 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.engine.hooks import hooked
-
-BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `load_weights`
+from redraft.engine.patches import BUILD, without_fused_buffers
 
 
 @contextmanager
@@ -40,7 +38,7 @@ def without_build(draft: Any) -> Iterator[None]:
     if block is None:
         yield
         return
-    with hooked(block, "reload", **{BUILD: lambda _: lambda: None}):
+    with without_fused_buffers(block):
         yield
 
 

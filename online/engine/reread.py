@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.engine.hooks import around, hook
-
 logger = logging.getLogger("vllm.redraft")
 
 Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks say yes; all must ask
@@ -140,7 +138,7 @@ class Rereader:
         read_text: ReadText,
         agree: Agree | None = None,
     ) -> None:
-        """Hook into the runner of a standalone draft.
+        """Follow the runner of a standalone draft.
 
         `proposer` is vLLM's proposer for the draft, and `groups` are its layers' attention groups.
 
@@ -160,8 +158,8 @@ class Rereader:
         self.error = ""
         _require_plain_keys(proposer, groups)
         self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)
-        self._execute: Any
-        hook(runner, "reread", execute_model=around(self, "_execute", self.execute))
+        self.next_execute: Callable[..., Any]
+        """The runner's own `execute_model` (`worker_hooks.reread_before_steps`)."""
 
     def execute(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
         if not self.error:
@@ -178,7 +176,7 @@ class Rereader:
                 self.error = f"{type(error).__name__}: {error}"
         # After the reading: the draft proposes at the end of this step, and needs the new keys
         # then.
-        return self._execute(scheduler_output, *args, **options)
+        return self.next_execute(scheduler_output, *args, **options)
 
     def _follow(self, scheduler_output: Any) -> None:
         computed = self.ledger.follow(scheduler_output)

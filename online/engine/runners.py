@@ -8,6 +8,7 @@ from redraft.heads.catalog import find_method
 from redraft.online.engine import runner_v1, runner_v2
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.reread import Rereader
+from redraft.online.engine.worker_hooks import reread_before_steps
 
 Runner = Literal["v1", "v2"]
 
@@ -71,7 +72,9 @@ def install_reread(runner: Any) -> Rereader:
         raise ValueError(
             f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}"
         )
-    return Rereader(runner, *MODULES[version].find_proposer(runner))
+    rereader = Rereader(runner, *MODULES[version].find_proposer(runner))
+    reread_before_steps(rereader)
+    return rereader
 
 
 def install_proposers(runner: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from redraft.engine.hooks import hook
 from redraft.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
 from redraft.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
@@ -217,58 +215,6 @@ def loading(worker: Any) -> Iterator[None]:
         torch.device(worker.device),
     ):
         yield
-
-
-def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
-    """Name the drafts that vLLM updates push `pushed-1`, `pushed-2` and so on.
-
-    Records made with these drafts do not count for any version in the registry. Updates from files
-    may use only files within `roots`.
-    """
-    state, numbers = worker.redraft, itertools.count(1)
-    # ours loads through it
-    worker.weight_transfer_engine.worker, worker.weight_transfer_engine.roots = worker, roots
-    is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
-    kept = {} if is_ours or worker.model_runner.get_draft_model() is None else _keep_pushes(worker)
-
-    def name_pushes(finish: Callable[..., Any]) -> Callable[..., Any]:
-        def finish_and_name(*args: Any, **kwargs: Any) -> Any:
-            if not worker._weight_update_is_draft:
-                return finish(*args, **kwargs)
-            state.is_draft_intact = False
-            result = finish(*args, **kwargs)
-            state.manifest_sha256 = ""
-            state.name_draft(f"pushed-{next(numbers)}")
-            if not is_ours:
-                load_draft(worker, kept)
-                kept.clear()
-            state.is_draft_intact = True
-            return result
-
-        return finish_and_name
-
-    hook(worker, "pushes", finish_weight_update=name_pushes)
-
-
-def _keep_pushes(worker: Any) -> dict[str, Tensor]:
-    """Keep vLLM's draft updates from loading anything.
-
-    They would overwrite the target's modules, and copy weights that have no values yet. Returns the
-    dictionary in which each update leaves its tensors for `load_draft`.
-    """
-    draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()
-
-    def keep(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def load_or_keep(weights: Any) -> Any:
-            if not (worker._weight_update_active and worker._weight_update_is_draft):
-                return load(weights)
-            kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
-            return set()
-
-        return load_or_keep
-
-    hook(draft, "pushes", load_weights=keep)
-    return kept
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:

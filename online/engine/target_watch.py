@@ -18,7 +18,7 @@ weights, in the same shards, agree.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redraft.engine.hooks import Wrap, hook
 from redraft.files.target_folder import TARGET_VERSION
 from redraft.online.engine.copies import repack_tied_heads
 from redraft.online.engine.swap import (
@@ -163,62 +162,8 @@ class TargetWatch:
             yield tensor[first:end] if end else tensor
 
 
-def watch_target(worker: Any) -> None:
-    """Keep the version of the target weights up to date.
-
-    It is determined again after each of the methods in UPDATES, and, after any other load, before
-    the next step.
-    """
-    if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
-        return  # replicas of experts move between ranks
-    model = worker.model_runner.get_model()
-    worker.redraft.target_watch = watch = TargetWatch(model)
-
-    def note_load(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_and_note(*args: Any, **kwargs: Any) -> Any:
-            with _writing(worker):
-                return load(*args, **kwargs)
-
-        return load_and_note
-
-    def look_before(execute: Callable[..., Any]) -> Callable[..., Any]:
-        def look_and_execute(*args: Any, **kwargs: Any) -> Any:
-            if watch.has_moved:
-                settle(worker)
-            else:
-                look_at_target(worker)
-            watch.is_cache_spoiled |= bool(watch.not_finite)
-            return execute(*args, **kwargs)
-
-        return look_and_execute
-
-    updates = {name: _settling_after(worker, name) for name in UPDATES}
-    hook(worker, "target_watch", execute_model=look_before, **updates)
-    hook(model, "target_watch", load_weights=note_load)
-
-
-def _settling_after(worker: Any, name: str) -> Wrap:
-    ends = name in ("reload_weights", "update_weights")
-
-    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_and_settle(*args: Any, **kwargs: Any) -> Any:
-            with _writing(worker, ends=ends):
-                try:
-                    result = update(*args, **kwargs)
-                except BaseException:
-                    if ends or name == "finish_weight_update":
-                        _end_reload(worker)
-                    raise
-            settle(worker)
-            return result
-
-        return update_and_settle
-
-    return wrap
-
-
 @contextmanager
-def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
+def writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
     """Context for a block that writes weights, and may fail half-way.
 
     `ends`: if the block succeeds, it repairs an earlier failure.
@@ -233,7 +178,7 @@ def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
     watch.is_torn &= not ends
 
 
-def _end_reload(worker: Any) -> None:
+def end_reload(worker: Any) -> None:
     """Restore the old weights of layers that still wait for new ones, after a load has failed.
 
     vLLM leaves these layers on `meta`. There, the next step would end the engine, and the next load

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from redraft.engine.hooks import Attached, RunnerState, attach, find_state, hook
+from redraft.engine.hooks import Attached, RunnerState, attach, find_state
 from redraft.files.folder import model_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_method
@@ -32,7 +32,6 @@ from redraft.online.engine.runners import (
     install_proposers,
     install_reread,
 )
-from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import (
     HostMemory,
@@ -49,7 +48,6 @@ from redraft.online.engine.swap import (
     count_cache,
     load_draft,
     shared_modules,
-    watch_pushes,
 )
 from redraft.online.engine.target_watch import (
     TargetWatch,
@@ -57,9 +55,14 @@ from redraft.online.engine.target_watch import (
     load_target,
     look_at_target,
     name_target,
-    watch_target,
 )
 from redraft.online.engine.trainer_files import describe_target
+from redraft.online.engine.worker_hooks import (
+    stop_before_shutdown,
+    watch_pushes,
+    watch_sleep,
+    watch_target,
+)
 from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
@@ -344,15 +347,7 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
     capture.kept_states = _count_kept_states(worker)
     install_capture(worker.model_runner, capture)
     capture.start()
-
-    def stop_before(shutdown: Callable[[], None]) -> Callable[[], None]:
-        def stop_and_shutdown() -> None:
-            capture.stop()
-            shutdown()
-
-        return stop_and_shutdown
-
-    hook(worker, "capture", shutdown=stop_before)
+    stop_before_shutdown(worker, capture.stop)
     state.capture = capture
 
 

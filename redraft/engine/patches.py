@@ -11,6 +11,7 @@ not yield as well: Linux holds the turns it gave away against it.
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
+from redraft.engine.hooks import hooked
 from redraft.engine.process import LIBC
+
+BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `load_weights`
 
 PR_SET_TIMERSLACK = 29  # Option of prctl(2).
 
@@ -143,3 +147,8 @@ def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
         await shutdown(self, sockets)
 
     return bounded
+
+
+def without_fused_buffers(block: Any) -> AbstractContextManager[None]:
+    """Keep a block draft's `load_weights` from making copies of its weights."""
+    return hooked(block, "reload", **{BUILD: lambda _: lambda: None})

@@ -87,8 +87,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "params": ("sampling_params:SamplingParams",),
     },
     "online/engine/runners.py": {"vllm_config": (VLLM_CONFIG,), "speculative": (SPECULATIVE,)},
-    "online/engine/sleep.py": {
+    "online/engine/worker_hooks.py": {
         "worker": (WORKER,),
+        "rereader.runner": (V1_RUNNER, V2_RUNNER),
         "worker.model_runner": (V1_RUNNER, V2_RUNNER),
         "runner": (V1_RUNNER, V2_RUNNER),
         "worker.vllm_config": (VLLM_CONFIG,),

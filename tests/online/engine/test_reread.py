@@ -25,6 +25,7 @@ from redraft.engine.settings import write_settings
 from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.config import read_config
 from redraft.online.engine.reread import Ledger, Rereader
+from redraft.online.engine.worker_hooks import reread_before_steps
 
 SIZE = 4
 
@@ -204,9 +205,11 @@ def make_rereader(parallel=PARALLEL, agree=None, **changes):
     )
     groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, layer_names=["layer"])]
     runner = SimpleNamespace(execute_model=lambda scheduler_output, *rest: ("done", rest))
-    return runner, Rereader(
+    rereader = Rereader(
         runner, SimpleNamespace(vllm_config=config, **changes), groups, lambda *_: [], agree
     )
+    reread_before_steps(rereader)
+    return runner, rereader
 
 
 def test_an_error_ends_the_reading_and_not_the_server():

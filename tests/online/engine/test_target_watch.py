@@ -16,11 +16,10 @@ from waiting import in_event_loop
 
 from redraft.files.folder import lineage
 from redraft.files.target_folder import TARGET_VERSION
-from redraft.online.engine import swap, target_watch
+from redraft.online.engine import swap, target_watch, worker_hooks
 from redraft.online.engine.calibration import Calibration
 from redraft.online.engine.class_hooks import compare_ranks
 from redraft.online.engine.engine_calls import RefusedError
-from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.swap_transaction import Move, Swaps
 from redraft.online.engine.target_watch import (
     TargetWatch,
@@ -30,9 +29,9 @@ from redraft.online.engine.target_watch import (
     look_at_target,
     name_target,
     update_rank,
-    watch_target,
 )
 from redraft.online.engine.worker import WorkerState, redraft_move, redraft_status
+from redraft.online.engine.worker_hooks import watch_pushes, watch_sleep, watch_target
 
 
 class Model(nn.Sequential):
@@ -94,7 +93,7 @@ class Worker:
 def ended(monkeypatch):
     """Failed loads, each ended by vLLM's part of it."""
     ended = []
-    monkeypatch.setattr(target_watch, "_end_reload", ended.append)
+    monkeypatch.setattr(worker_hooks, "end_reload", ended.append)
     return ended
 
 
@@ -317,7 +316,7 @@ def test_a_draft_that_a_trainer_pushes_has_another_name(worker):
     worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="redraft")
     worker._weight_update_is_draft = False
     state.draft_version = state.loaded_version = "v000003"
-    swap.watch_pushes(worker)
+    watch_pushes(worker)
     worker.finish_weight_update()
     assert state.draft_version == "v000003"
     worker._weight_update_is_draft = True
@@ -334,8 +333,10 @@ def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(work
     worker.model_runner.get_draft_model = lambda: draft
     worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="nccl")
     worker.weight_transfer_engine, worker._weight_update_is_draft = SimpleNamespace(), False
-    monkeypatch.setattr(swap, "load_draft", lambda worker, tensors: loaded.append(dict(tensors)))
-    swap.watch_pushes(worker)
+    monkeypatch.setattr(
+        worker_hooks, "load_draft", lambda worker, tensors: loaded.append(dict(tensors))
+    )
+    watch_pushes(worker)
     draft.load_weights([("swapped", torch.ones(2))])
     worker._weight_update_active = worker._weight_update_is_draft = True
     buffer = torch.ones(2)
@@ -348,7 +349,7 @@ def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(work
         {"a": [1, 1], "b": [2, 2]}
     ]
     assert (at_once, state.draft_version, state.is_draft_intact) == (["swapped"], "pushed-1", True)
-    monkeypatch.setattr(swap, "load_draft", lambda worker, tensors: {}["k_proj"])
+    monkeypatch.setattr(worker_hooks, "load_draft", lambda worker, tensors: {}["k_proj"])
     with pytest.raises(KeyError):
         worker.finish_weight_update()
     assert not state.is_draft_intact
