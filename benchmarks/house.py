@@ -5,8 +5,9 @@
 
 Nothing checks these figures. They show in a review whether a change leaves fewer concepts.
 
-The target's walk is counted while a `Run` of the tiny target is made: a return is a call that enters
-a room of the package which the walk has entered before and left.
+The target's walk is counted while a `Run` of the tiny target is made. A return is a call that enters
+a room which the walk has entered before and left; calls below `load_data` are the data's, and do not
+count. The entries of files/folder.py are those of the whole `Run`.
 """
 
 import argparse
@@ -18,8 +19,9 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +32,8 @@ from redraft.recipes.cli.commands import COMMANDS
 from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[1]
+
+GROUND = ("engine", "files")  # Rooms whose folders are in `redraft/` itself.
 
 ROOMS = ("distill", "eval", "heads", "online", "recipes", "redraft")
 
@@ -50,12 +54,17 @@ def count_statements(tree: ast.AST) -> int:
     )
 
 
+def find_room(parts: Sequence[str]) -> str:
+    """The room of a file, given the parts of its path."""
+    return "/".join(parts[:2] if len(parts) > 2 else parts[:1])
+
+
 def count_rooms() -> dict[str, int]:
     """Statements by package and room."""
     counts: Counter[str] = Counter()
     for path in list_sources(*ROOMS, "benchmarks", "tests"):
         parts = path.relative_to(ROOT).parts
-        room = "/".join(parts[:2] if len(parts) > 2 and parts[0] not in ("tests",) else parts[:1])
+        room = parts[0] if parts[0] == "tests" else find_room(parts)
         counts[room] += count_statements(ast.parse(path.read_text(encoding="utf-8")))
     return dict(counts)
 
@@ -113,18 +122,21 @@ def list_pages() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def walk_target() -> dict[str, int]:
     """Returns to a room, and entries of the module that opens folders, while a `Run` is made."""
-    from redraft.distill.run.training_run import Run  # imports torch
+    from redraft.distill.run.inputs import load_data  # imports torch
+    from redraft.distill.run.training_run import Run
 
-    steps: list[tuple[str, str]] = []
+    steps: list[tuple[str, bool]] = []
+    below_data = False
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not (name := frame.f_globals.get("__name__", "")).startswith(
-            "redraft."
-        ):
-            return
-        room = ".".join(name.split(".")[1:3])
-        if not steps or steps[-1] != (room, name):
-            steps.append((room, name))
+        nonlocal below_data
+        code, name = frame.f_code, frame.f_globals.get("__name__", "")
+        if code is load_data.__code__ and event in ("call", "return"):
+            below_data = event == "call"
+        # A generator that goes on is no call.
+        is_step = event == "call" and not code.co_name.startswith("<")
+        if is_step and name.startswith("redraft.") and (not steps or steps[-1][0] != name):
+            steps.append((name, below_data))
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.jsonl"
@@ -142,13 +154,14 @@ def walk_target() -> dict[str, int]:
             Run(find_family("eagle3"), cfg)
         finally:
             sys.setprofile(None)
-    rooms = [room for k, (room, _) in enumerate(steps) if not k or steps[k - 1][0] != room]
+    paths = [name.removeprefix("redraft.").split(".") for name, of_data in steps if not of_data]
+    walk = [find_room(["redraft", *path] if path[0] in GROUND else path) for path in paths]
     seen: set[str] = set()
     returns = 0
-    for room in rooms:
-        returns += room in seen
+    for before, room in pairwise(["", *walk]):
+        returns += room != before and room in seen
         seen.add(room)
-    opens = sum(name.endswith("files.folder") for _, name in steps)
+    opens = sum(name.endswith("files.folder") for name, _ in steps)
     return {"returns to a room": returns, "entries of files/folder.py": opens}
 
 
