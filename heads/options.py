@@ -19,19 +19,17 @@ class LayerSizes:
     """
 
     intermediate_size: int | None = None
-    """Width of the MLP in the head's layers; by default that of the target's, or 8/3 of the hidden
+    """MLP width of the head's layers. Default: that of the target's layers, or 8/3 of the hidden
     size.
     """
     num_attention_heads: int | None = None
-    """Query heads of the head's layers; by default as many as in the target's, or hidden size /
-    128.
-    """
+    """Number of query heads per layer. Default: as in the target's layers, or hidden size / 128."""
     num_key_value_heads: int | None = None
-    """Key heads of the head's layers; by default as many as in the target's, or one for four query
+    """Number of key heads per layer. Default: as in the target's layers, or one per four query
     heads.
     """
     head_dim: int | None = None
-    """Size of the attention heads of the head's layers; by default that of the target's, or 128."""
+    """Size of each attention head. Default: as in the target's layers, or 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +37,13 @@ class Windows:
     """How far back the layers of a head attend."""
 
     num_layers: int = 1
-    """Layers of the draft."""
+    """Number of layers in the draft."""
     window: int | None = None
     """Positions that a layer of the head sees, its own included. Engines keep no keys beyond. By
     default all, or as many as the target's layers if each of these has a window.
     """
     full_layers: tuple[int, ...] = ()
-    """Layers of the head, counted from 0, that see all positions in spite of `window`."""
+    """Layers of the head, counted from 0, that attend to all positions despite `window`."""
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -67,7 +65,7 @@ class Unrolled:
     """A head that drafts step by step, each step using the output of the previous one."""
 
     num_steps: int = 1
-    """Draft steps trained at once."""
+    """Number of draft steps trained at once."""
     step_decay: float = 0.8
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
 
@@ -80,12 +78,12 @@ class Unrolled:
 @dataclass(frozen=True, kw_only=True)
 class Eagle1(Unrolled, LayerSizes):
     num_steps: int = 1
-    """Draft steps trained at once. The paper trains 1; with more, the head also learns from
-    features of earlier steps, as it reads them in serving.
+    """Number of draft steps trained at once. The paper trains 1; with more, the head also learns
+    from its own features of earlier steps, which it reads in serving.
     """
     regression_weight: float = 10.0
-    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper
-    uses 1 and 0.1.
+    """Weight of the SmoothL1 distance to the target's feature, relative to a divergence weight of
+    1. The paper uses 1 and 0.1.
     """
 
 
@@ -94,29 +92,30 @@ class LayerMix(Windows, LayerSizes):
     """A head that reads a mix of the target's layers, as EAGLE-3 does."""
 
     aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty
-    chooses 2, n // 2 and n - 3 of n layers.
+    """Target layers to read, in ascending order; k is the residual stream after k layers. Default
+    for n layers: 2, n // 2 and n - 3.
     """
     own_head: bool = True
     """Train the output head, starting from the target's. If false, the target's rows are used and
     stay frozen.
     """
     norm_before_fc: bool = False
-    """Norm the concatenated streams before they are mixed (gpt-oss)."""
+    """Normalise the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
-    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+    """Normalise the stream of each target layer before they are mixed (EAGLE-3.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3(Unrolled, LayerMix):
     num_layers: int = 1
-    """Layers of the draft. The first one reads the token's embedding next to the feature."""
+    """Number of layers in the draft. The first one reads the token's embedding next to the feature.
+    """
     norm_before_residual: bool = False
     """Add the layer's output to the normed feature instead of the feature itself."""
     norm_output: bool = False
     """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
     num_steps: int = 7
-    """Draft steps trained at once; each reads the features of the step before."""
+    """Number of draft steps trained at once; each reads the features of the previous step."""
 
     def __post_init__(self) -> None:
         self.require_reach(self.num_steps)
@@ -125,28 +124,28 @@ class Eagle3(Unrolled, LayerMix):
 @dataclass(frozen=True, kw_only=True)
 class DFlash(Windows, LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers, from 1.
-    Empty chooses 2, n // 2 and n - 3 of n layers.
+    """Target layers to read, in ascending order; k is the residual stream after k layers, from 1.
+    Default for n layers: 2, n // 2 and n - 3.
     """
     num_layers: int = 5
-    """Layers of the draft."""
+    """Number of layers in the draft."""
     block_size: int = 16
-    """Slots of a block in training: the anchor, and one for every draft token. An engine may serve
-    fewer tokens, never more than block_size - 1.
+    """Number of slots per block in training: the anchor and one slot per draft token. An engine may
+    serve fewer tokens, but never more than block_size - 1.
     """
     mask_token_id: int | None = None
-    """Token whose embedding stands in the empty slots. It must be in the target's table and should
-    never occur in text. By default the recipe takes a row that the tokenizer does not use, or
-    else the padding token.
+    """Token whose embedding fills the empty slots. It must be in the target's table and should
+    never occur in text. Default: a row that the tokenizer does not use, otherwise the padding
+    token.
     """
     num_anchors: int = 512
-    """Blocks to train in each row of a batch. Every epoch chooses other anchors."""
+    """Number of blocks to train in each row of a batch. Every epoch uses different anchors."""
     gamma: float = 7.0
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma).
     Usual values are 4 for blocks of 8 and 7 for blocks of 16.
     """
     is_causal: bool | None = None
-    """Whether a slot of a block sees earlier slots only. By default it does in layers with a
+    """Whether each slot of a block attends only to earlier slots. Default: only in layers with a
     window, as in the heads of z-lab and speculators.
     """
 
@@ -178,17 +177,17 @@ class DFlash(Windows, LayerSizes):
 @dataclass(frozen=True, kw_only=True)
 class DSpark(DFlash):
     block_size: int = 7
-    """Slots of a block in training, each for a draft token. Without `sample_from_anchor` there is
-    one token fewer. An engine may serve fewer tokens, never more.
+    """Number of slots per block in training, one per draft token. Without `sample_from_anchor`,
+    there is one token fewer. An engine may serve fewer tokens, but never more.
     """
     gamma: float = 4.0
-    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma)."""
+    """Decay of a draft token's loss weight: token i has the weight exp(-(i - 1) / gamma)."""
     sample_from_anchor: bool = True
-    """The slot of the last known token proposes the first draft token. If false, it proposes none,
-    as in DFlash.
+    """Let the slot of the last known token propose the first draft token. If false, it proposes
+    none, as in DFlash.
     """
     markov_rank: int = 256
-    """Rank of the bias by the token before."""
+    """Rank of the logit bias that depends on the previous token."""
     confidence_head: bool = True
     """Learn to estimate the acceptance of every draft token, for engines that verify fewer tokens
     if it is low.
@@ -198,7 +197,7 @@ class DSpark(DFlash):
         super().__post_init__()
         if self.markov_rank < 1:
             raise ValueError(
-                f"a bias of rank {self.markov_rank}: give markov_rank 1 or more, or train a DFlash head, which has none"
+                f"markov_rank is {self.markov_rank}: give 1 or more, or train a DFlash head, which has no bias"
             )
 
     @property
@@ -210,22 +209,23 @@ class DSpark(DFlash):
 @dataclass(frozen=True, kw_only=True)
 class PEagle(LayerMix):
     num_layers: int = 4
-    """Layers of the draft. The first one reads the token's embedding next to the feature. A draft
-    that guesses several tokens ahead at once needs more layers than EAGLE-3's one.
+    """Number of layers in the draft. The first one reads the token's embedding next to the feature.
+    A draft that predicts several tokens at once needs more layers than EAGLE-3's one.
     """
     num_steps: int = 8
-    """Draft tokens to learn, all in one pass. An engine may serve fewer, never more."""
+    """Number of draft tokens to learn, all in one pass. An engine may serve fewer, but never more.
+    """
     mask_token_id: int | None = None
-    """Token whose embedding stands in the slots to fill. It must be in the target's table and
-    should never occur in text. By default the recipe takes a row that the tokenizer does not
-    use, or else the padding token.
+    """Token whose embedding fills the slots to predict. It must be in the target's table and should
+    never occur in text. Default: a row that the tokenizer does not use, otherwise the padding
+    token.
     """
     keep_ratio: float = 0.7
-    """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses
-    other rows.
+    """Fraction of a step's rows on which the next step trains, above 0 and at most 1. Every epoch
+    selects different rows.
     """
     min_share: float = 0.2
-    """Smallest share of the first step's rows that a step trains."""
+    """Minimum fraction of the first step's rows on which a step trains."""
     norm_before_residual: bool = False
     """Add the first layer's output to the normed feature instead of the feature itself."""
 
@@ -253,11 +253,13 @@ class PEagle(LayerMix):
 @dataclass(frozen=True, kw_only=True)
 class Medusa:
     num_heads: int = 3
-    """Number of heads: the most draft tokens per step. An engine may serve fewer, never more."""
+    """Number of heads, the maximum number of draft tokens per step. An engine may serve fewer, but
+    never more.
+    """
     num_layers: int = 1
-    """Residual blocks in each head."""
+    """Number of residual blocks in each head."""
     bias: bool = True
-    """Give the residual blocks' linear layers a bias."""
+    """Whether the linear layers of the residual blocks have a bias."""
     step_decay: float = 0.8
     """Weight of head i in the loss is step_decay^i, with i from 0."""
 
@@ -270,10 +272,10 @@ class Medusa:
 @dataclass(frozen=True, kw_only=True)
 class Mtp(Unrolled):
     num_steps: int = 3
-    """Draft steps trained at once; each reads the output of the step before."""
+    """Number of draft steps trained at once; each reads the output of the previous step."""
     as_mimo: bool = False
-    """Rewrite a Llama target into the MiMo layout, which computes the same and has room for an MTP
-    layer.
+    """Convert a Llama target into the MiMo layout, which computes the same results and has space
+    for an MTP layer.
     """
 
 
@@ -284,12 +286,11 @@ class Standalone:
     checkpoint: str | None = None
     """Folder or hub name of a causal LM to start from."""
     layers: tuple[int, ...] = ()
-    """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and
+    """Indices of the target layers to start from, with 0 for the first. Embeddings, final norm and
     head are kept too.
     """
     num_layers: int | None = None
-    """Start from a new Llama of this many layers, with random weights and the target's vocabulary.
-    """
+    """Start from a new Llama with this many layers, random weights and the target's vocabulary."""
     hidden_size: int = 512
     """Hidden size of that new Llama."""
 

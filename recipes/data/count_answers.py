@@ -27,16 +27,16 @@ class CountConfig:
     .gz or .zst), or a folder.
     """
     output: Path = Path("outputs/retrieval")
-    """Folder to write the draft to."""
+    """Output folder of the draft."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of the data set."""
     sequence_length: int = 4096
-    """Longest sample in tokens."""
+    """Maximum sample length in tokens."""
     date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
+    """Date, as YYYY-MM-DD, for chat templates that contain today's date. Default: today."""
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     overwrite: bool = False
-    """Replace a folder that redraft has written."""
+    """Replace an output folder that was written by redraft."""
 
 
 def main(cfg: CountConfig) -> None:

@@ -21,11 +21,11 @@ import tyro
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
     file: Annotated[Path, tyro.conf.Positional]
-    """GGUF file of an architecture that transformers reads."""
+    """GGUF file with an architecture that transformers supports."""
     output: Annotated[Path, tyro.conf.Positional]
-    """Folder to write the model to."""
+    """Output folder of the model."""
     overwrite: bool = False
-    """Replace a folder that redraft has written."""
+    """Replace an output folder that was written by redraft."""
 
 
 def main(cfg: ImportConfig) -> None:

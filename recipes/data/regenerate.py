@@ -36,12 +36,12 @@ def main(cfg: RegenerateConfig) -> None:
     """
     if cfg.target is not None and cfg.url is not None:
         raise ValueError(
-            "give --target to start a server of it, or --url to ask a running one: not both"
+            "set --target to start a server, or --url to use a running one, but not both"
         )
     if cfg.keep_states is not None and cfg.target is not None:
         raise ValueError(
-            "--keep-states needs a server of `redraft serve-features`: start one, and give --url in "
-            "place of --target"
+            "--keep-states needs a server of `redraft serve-features`: start one, and set --url instead "
+            "of --target"
         )
     states = (Storage(cfg.storage), Storage(cfg.keep_states)) if cfg.keep_states else None
     if cfg.output.suffix != ".jsonl":

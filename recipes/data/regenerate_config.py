@@ -30,30 +30,31 @@ class RegenerateConfig(Sampling):
     output: Path
     """JSONL file to write, one line per finished conversation. Existing lines are kept."""
     overwrite: bool = False
-    """Answer everything again. The answers in --output are set aside at the first new one, and
-    deleted when all new ones are there.
+    """Regenerate all answers. Existing answers in --output are kept aside from the first new one
+    until all new ones are complete.
     """
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of the data set."""
     num_conversations: int | None = None
-    """Highest number of conversations to take, from the beginning; by default all."""
+    """Maximum number of conversations to use, from the start; by default all."""
     target: str | None = None
-    """Folder or hub name of the target. A vLLM server of it is started for this run, in the type in
-    which drafts are trained for it; `-- --dtype=bfloat16` chooses another.
+    """Folder or hub name of the target. The command starts a vLLM server for it, in the dtype in
+    which drafts are trained; `-- --dtype=bfloat16` overrides it.
     """
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
+    """Further arguments for each vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     url: str | None = None
-    """Address of a running server, instead of --target; without both, http://127.0.0.1:8000. If the
-    variable OPENAI_API_KEY is set, it is sent as the key of each request.
+    """Address of a running server, instead of --target. Default without both:
+    http://127.0.0.1:8000. If the variable OPENAI_API_KEY is set, it is sent as the API key of each
+    request.
     """
     model: str | None = None
-    """The name of the target at --url; by default, the first model that the server lists."""
+    """Name of the target at --url; by default, the first model that the server lists."""
     keep_states: str | None = None
-    """Folder or fsspec URL in which to keep the hidden states of prompts and answers, for
-    `redraft train --signal.kept`. --url is then a server of `redraft serve-features`.
+    """Folder or fsspec URL in which hidden states of prompts and answers are stored for `redraft
+    train --signal.kept`. --url must then be a server of `redraft serve-features`.
     """
     storage: str = DEFAULT_STORAGE
     """The `--storage` of that server."""
     concurrency: int = 64
-    """Number of requests in flight at once."""
+    """Maximum number of concurrent requests."""

@@ -29,19 +29,22 @@ class ScoreConfig:
     target: str
     """Folder or hub name of the served model."""
     spool: Path
-    """Folder to write scored records to: the spool of a learner."""
+    """Output folder for scored records: the spool of a learner."""
     draft: Path | None = None
-    """Folder of the draft that learns. A head gets the hidden states that it reads."""
+    """Folder of the draft that will be trained. For a head, the records include the hidden states
+    that it reads.
+    """
     target_dtype: TargetDtype | None = None
     """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
     stored so and the CPU has instructions for bfloat16, else float32.
     """
     logprobs: int = 32
-    """Token probabilities to record at every position."""
+    """Number of token probabilities recorded per position."""
     spool_bytes: int = 1 << 30
-    """Size limit of `spool`, in bytes (default 1 GiB). Above it the oldest records are dropped."""
+    """Maximum size of `spool` in bytes (default 1 GiB). Above it, the oldest records are dropped.
+    """
     follow: bool = False
-    """Wait for further files instead of ending."""
+    """Wait for new files instead of exiting."""
 
 
 def main(cfg: ScoreConfig) -> None:
@@ -66,9 +69,11 @@ def main(cfg: ScoreConfig) -> None:
     from redraft.online.records.spool import SpoolWriter, spool_files
 
     if not cfg.records.is_dir():
-        raise FileNotFoundError(f"there is no folder {cfg.records}: give the spool of a tap")
+        raise FileNotFoundError(f"the folder {cfg.records} does not exist: give the spool of a tap")
     if cfg.records.resolve() == cfg.spool.resolve():
-        raise ValueError(f"--spool {cfg.spool} is the folder to read: give another one to write")
+        raise ValueError(
+            f"--spool {cfg.spool} is the input folder: choose another one for the output"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=device.type == "cpu")
     reads: Reads = "nothing"

@@ -24,37 +24,34 @@ class ShowConfig:
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of the data set."""
     domain_column: str | None = None
-    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it.
-    """
+    """Column with the domain of each row (chat, code, math, ...). Default: `domain`, if present."""
     held_out: float = 0.05
-    """Share of the conversations to hold out, between 0 and 1. A draft vocabulary is judged on
-    them.
+    """Fraction of the conversations to hold out, between 0 and 1. Draft vocabularies are evaluated
+    on them.
     """
     sequence_length: int = 4096
-    """Longest sample in tokens. Use the --loop.sequence-length of the training."""
+    """Maximum sample length in tokens. Use the training's --loop.sequence-length."""
     date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
+    """Date, as YYYY-MM-DD, for chat templates that contain today's date. Default: today."""
     num_samples: int = 3
-    """Number of samples to show, from every domain in turn, and at least one with each kind of
+    """Number of samples to show, taken from each domain in turn, with at least one of each type of
     turn.
     """
     json: Path | None = None
-    """File for the samples and everything read, refused and left out, as JSON."""
+    """JSON file for the samples and for everything that was used, rejected and left out."""
     sample_tokens: int = 300
-    """Number of tokens to show of each sample."""
+    """Number of tokens to show per sample."""
     color: bool = True
-    """Show labels in green. With --no-color, or if the output is not a terminal, labels stand
-    between 「 and 」.
+    """Show labels in green. With --no-color, or if the output is not a terminal, labels are
+    enclosed in 「 and 」.
     """
     strict: bool = False
-    """End at the first row that cannot be used, instead of counting such rows."""
+    """Stop at the first row that cannot be used. By default, such rows are skipped and counted."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(
-                f"--held-out is {self.held_out}: the share to hold out lies between 0 and 1"
-            )
+            raise ValueError(f"--held-out is {self.held_out}: it must be between 0 and 1")
         if self.sequence_length < 2:
             raise ValueError(f"--sequence-length is {self.sequence_length}: it must be at least 2")

@@ -51,7 +51,7 @@ class BenchConfig(MeasureConfig):
     train: tuple[str, ...] = ()
     """Drafts to make from --data, each trained for --minutes."""
     minutes: float = 2.5
-    """Length of each training."""
+    """Training time per draft in minutes."""
     data: str | None = None
     """Answers of the target to train on and to count, as written by `redraft regenerate`. By
     default those of SmolLM2-135M-Instruct, if it is the target. Without answers nothing is counted.
@@ -101,7 +101,7 @@ class BenchConfig(MeasureConfig):
                 )
             if draft.lookup and not (draft.lookup in LOOKUP_TOKENS and head.startswith("eagle3")):
                 raise ValueError(
-                    f"--train {name}: {' or '.join(LOOKUP_TOKENS)} goes before eagle3-Nk only"
+                    f"--train {name}: {' or '.join(LOOKUP_TOKENS)} can only precede eagle3-Nk"
                 )
             if self.train.count(name) > 1:
                 raise ValueError(f"--train {name} is given twice")
