@@ -110,7 +110,7 @@ def paired_interval(
     """
     if not 0 < len(rows) == len(ours) == len(theirs):
         raise ValueError(
-            f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}"
+            f"the numbers of prompts must be equal, got {len(ours)}, {len(theirs)} and {len(rows)}"
         )
     gain_N = np.subtract(ours, theirs).astype(np.float64)
     return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(bounds=(-1.0, 1.0))
@@ -157,7 +157,9 @@ def estimate_tau_gain(
 def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
     """(ratio, the ratio with each prompt left out [N], degrees of freedom)."""
     if not len(over_N) or over_N.shape != under_N.shape:
-        raise ValueError(f"the sums must pair up, got {over_N.shape} and {under_N.shape}")
+        raise ValueError(
+            f"the sums must have the same shape, got {over_N.shape} and {under_N.shape}"
+        )
     over, under = over_N.sum(), under_N.sum()
     value = float(over / under) if under > 0 else 0.0
     rest_N = under - under_N

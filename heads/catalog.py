@@ -1,4 +1,4 @@
-"""The table of draft families, one row each: all that the rest of redraft knows about a family.
+"""The table of draft families, one row each, with all that other modules use.
 
 To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and
 add a row here. Training, export, forecast, doctor, serving and the learner need nothing else.
@@ -333,8 +333,8 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
         method = find_quantization(config)
         if method and family.is_head and not family.is_in_target:
             raise ValueError(
-                f"{folder} holds a quantized head ({method}): vLLM serves it; give redraft the "
-                "weights from before quantization"
+                f"{folder} contains a quantized head ({method}), which vLLM serves; give redraft the "
+                "unquantized weights"
             )
         return family
     # A state dict that was saved of a wrapper: a prefix stands before every name that fits.
@@ -349,9 +349,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
                     f"{name}: save them again without this prefix"
                 )
     example = min(names, default="none")
-    raise ValueError(
-        f"{folder} holds no draft of a known family: its tensors are such as {example}"
-    )
+    raise ValueError(f"{folder} contains no draft of a known family: its tensors include {example}")
 
 
 def match_tensors(names: Collection[str]) -> Family | None:
@@ -371,9 +369,7 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
             (`require_trained_for`).
     """
     if (found := detect_family(folder).name) != name:
-        raise ValueError(
-            f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}"
-        )
+        raise ValueError(f"{folder} contains a {found} head, not {name}: use the recipe of {found}")
     require_trained_for(folder, target)
 
 

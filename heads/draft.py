@@ -316,7 +316,7 @@ def final_hidden(signal: TargetSignal) -> Tensor:
         return signal.distribution.hidden_BTD
     if signal.hidden_BTD is None:
         raise ValueError(
-            "this head reads the target's last hidden state, which the signal lacks: capture it as "
+            "this head reads the target's last hidden state, which the signal does not contain: capture it as "
             "well"
         )
     return signal.hidden_BTD
@@ -332,7 +332,7 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
     if aux_BTLD is None or aux_BTLD.shape[2] != len(aux_layer_ids):
         held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
         raise ValueError(
-            f"this head reads target layers {aux_layer_ids}, the signal holds {held} layers"
+            f"this head reads target layers {aux_layer_ids}, but the signal contains {held} layers"
         )
     return aux_BTLD
 

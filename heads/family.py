@@ -38,7 +38,7 @@ pass
 """
 
 NUM_TOKENS = 3
-"""Draft tokens a step of a server that is told no number."""
+"""Number of draft tokens per step if a server is given none."""
 
 RATE_TIMES_WIDTH = 1.15
 """Largest learning rate times the width, for a new draft that the learner trains."""

@@ -147,10 +147,10 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     flag = "--head.aux-layer-ids"
     if list(layers) != sorted(set(layers)):
         if chosen:
-            raise ValueError(f"{flag} {layers}: give distinct layers, ascending")
+            raise ValueError(f"{flag} {layers}: give distinct layers in ascending order")
         some = sorted({0, (num_layers + 1) // 2, num_layers})
         raise ValueError(
-            f"a target of {num_layers} layers is too shallow for the default aux layers "
+            f"a target of {num_layers} layers is too small for the default aux layers "
             f"{layers}: choose some, e.g. {flag} {' '.join(map(str, some))}"
         )
     # num_layers is allowed: the stream after the last layer, before the final norm.

@@ -321,7 +321,9 @@ def to_stderr(entry: Entry) -> None:
 def _to_python(value: object) -> Any:
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
         return value.item()
-    raise ValueError(f"the journal takes numbers and identifiers, not {type(value).__name__}")
+    raise ValueError(
+        f"the journal accepts only numbers and identifiers, not {type(value).__name__}"
+    )
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_to_python)

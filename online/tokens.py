@@ -24,7 +24,7 @@ def read_token(path: Path) -> str:
 
 
 def read_key(path: Path) -> str:
-    """Read the key for a server from `path`. It is not one of ours, so it may be short.
+    """Read the key for a server from `path`. It may be short, because redraft did not create it.
 
     Raises:
         ValueError: if the file holds no key, or others can read it.
@@ -32,7 +32,7 @@ def read_key(path: Path) -> str:
     """
     key = _read_private(path)
     if not _TOKEN.fullmatch(key):
-        raise ValueError(f"{path} holds no key: it must be one line of ASCII")
+        raise ValueError(f"{path} contains no key: it must be one line of ASCII")
     return key
 
 
@@ -50,12 +50,12 @@ def check_token(token: str, source: str) -> str:
         ValueError: if it is not a token, or is too short.
     """
     if not token.strip():
-        raise ValueError(f"{source} is empty: `redraft fleet token FILE` makes a token")
+        raise ValueError(f"{source} is empty: create a token with `redraft fleet token FILE`")
     if not _TOKEN.fullmatch(token):  # it could not be sent as a header
-        raise ValueError(f"{source} holds no token: it must be one line of ASCII")
+        raise ValueError(f"{source} contains no token: it must be one line of ASCII")
     if len(token) < MIN_TOKEN_CHARS:
         raise ValueError(
-            f"{source} holds a token of {len(token)} characters, which is easy to guess: it needs "
+            f"{source} contains a token of {len(token)} characters, which is easy to guess: it needs "
             f"{MIN_TOKEN_CHARS} or more; `redraft fleet token FILE` makes one"
         )
     return token

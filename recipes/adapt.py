@@ -49,19 +49,17 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         )
         raise SystemExit(0)
     if args[0].startswith("-"):
-        raise ValueError(
-            f"{prog} needs OLD, the folder of an exported draft, first, before {args[0]}"
-        )
+        raise ValueError(f"{prog} needs OLD, the folder of an exported draft, before {args[0]}")
     old = fetch_model(args[0])
     if not old.is_dir():
         raise FileNotFoundError(
-            f"there is no draft in {old}: give the folder or the hub name of an exported draft"
+            f"{old} contains no draft: give the folder or the hub name of an exported draft"
         )
     read_config(old)  # names the draft of a run's folder
     family = detect_family(old)
     if family.training is None:
         raise ValueError(
-            f"{old} holds {family.title}, made without training: make them anew from the target's "
+            f"{old} contains {family.title}, which are not trained: create them again from the target's "
             "answers"
         )
     recipe = Recipe(
@@ -111,7 +109,9 @@ def main(family: Family, old: Path, cfg: Any) -> None:
     from redraft.distill.run.training_run import refuse
 
     if not cfg.target:
-        raise ValueError(f"name the new version of the target: redraft adapt {old} --target TARGET")
+        raise ValueError(
+            f"the new version of the target is missing: redraft adapt {old} --target TARGET"
+        )
     if not cfg.data.source:
         refuse(family, cfg)  # before hours of answers
         cfg = replace(cfg, data=replace(cfg.data, source=str(_answer(old, cfg))))
@@ -130,7 +130,7 @@ def _answer(old: Path, cfg: Any) -> Path:
     asked = read_provenance(old).config.data
     if not asked.source:
         raise ValueError(
-            f"{old} does not name the data of its training: give --data.source, best answers of "
+            f"{old} does not contain the name of its training data: set --data.source, ideally to answers of "
             f"{cfg.target}"
         )
     asking = RegenerateConfig(

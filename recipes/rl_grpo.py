@@ -117,7 +117,7 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
                 f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None
             )
             if answer.is_error:
-                raise ValueError(f"the server does not load {folder}: {answer.text}")
+                raise ValueError(f"the server could not load {folder}: {answer.text}")
             self.moved = answer.json()
             shutil.rmtree(output / f"step-{self.num_pushes - 2}", ignore_errors=True)
 

@@ -132,7 +132,8 @@ class RowReader:
         turns = read_turns(self.row[TOKEN_IDS])
         if len(turns) != num_answers:
             raise UnusableRowError(
-                "with token ids of another number of answers", f"{len(turns)}, not {num_answers}"
+                "with a different number of answers than lists of token ids",
+                f"{len(turns)}, not {num_answers}",
             )
         return turns
 

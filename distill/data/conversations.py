@@ -184,7 +184,7 @@ def load_source(
     if others and not find_files(path, kinds):
         names = ", ".join((*TABLES, *TEXTS))
         raise ValueError(
-            f"{source} holds no conversation: of {names} there is no file, but {_join(others)}"
+            f"{source} has no conversations: found no {names} files, but {_join(others)}"
         )
     files, splits = choose_files(path, find_files(path, kinds), split)
     rows = read_rows(source, split) if kinds == TABLES else _text_rows(path, files)
@@ -297,11 +297,11 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
     if domain_column and loaded.conversations and not loaded.columns.read[domain_column]:
         names = ", ".join(sorted(loaded.columns.read | loaded.columns.unread))
         raise ValueError(
-            f"{source} has no column {domain_column!r}, but {names}: name the one that holds the "
+            f"{source} has no column {domain_column!r}, but {names}: choose the column with the "
             "domain"
         )
     if not loaded.conversations and loaded.skipped.counts:
-        raise ValueError(f"{source} holds no conversation that can be used: {loaded.skipped}")
+        raise ValueError(f"{source} has no usable conversations: {loaded.skipped}")
     if not loaded.conversations:
         raise ValueError(f"{source} holds no conversation")
     return loaded
@@ -338,7 +338,7 @@ def read_conversation(
     try:
         json.dumps(conversation, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
-        raise UnusableRowError("with half a character", "an unpaired surrogate") from None
+        raise UnusableRowError("with an incomplete character", "an unpaired surrogate") from None
     if turns := reader.token_turns(sum(m["role"] == "assistant" for m in messages)):
         conversation["turns"] = turns
     if columns is not None:

@@ -278,7 +278,7 @@ def _content(raw: Mapping[str, Any]) -> Any:
     ]
     if texts and not has_place:
         raise UnusableRowError(
-            f"with a message without {', '.join(TEXT_KEYS)}", f"but with {', '.join(texts)}"
+            f"with a message without {', '.join(TEXT_KEYS)}", f"its keys are {', '.join(texts)}"
         )
     return raw.get(first_key(raw, TEXT_KEYS))
 
@@ -409,7 +409,7 @@ def read_tools(value: Any, unread: set[str]) -> list[Tool]:
 def _read_tool(tool: Any, unread: set[str]) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UnusableRowError("with a tool that is not a function's definition")
+        raise UnusableRowError("with a tool that is not a function definition")
     # The fields and their order are those of vLLM's request, because templates write them with
     # `tojson`.
     fields = {

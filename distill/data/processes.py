@@ -50,7 +50,7 @@ def map_in_processes(
         yield from pool.map(_work, chunks)
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a process that tokenises was killed: is there enough memory?"
+            "a tokenising process was killed, possibly because memory ran out: use fewer processes or more memory"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

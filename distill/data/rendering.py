@@ -63,7 +63,7 @@ class Renderer:
         if writes_date(tokenizer):
             if day is None:
                 raise ValueError(
-                    "the chat template writes today's date: choose one day for the whole run"
+                    "the chat template contains today's date: set one date for the whole run"
                 )
             midnight = datetime.datetime.combine(day, datetime.time())
             # An option shadows the global of the same name, which reads the clock.

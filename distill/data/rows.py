@@ -113,7 +113,7 @@ def _is_on_hub(path: Path) -> bool:
             if path.suffix.lower() in OTHER_PACKED
             else "convert it, for example with datasets.Dataset.from_csv(FILE).to_json('FILE.jsonl')"
         )
-        raise ValueError(f"{path} is no {', '.join(TABLES)} file: {cure}")
+        raise ValueError(f"{path} is not a {', '.join(TABLES)} file: {cure}")
     return table_format(path) is None
 
 
@@ -130,7 +130,7 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
         with file.open("rb") as data:
             data.seek(max(0, file.stat().st_size - len(ARROW_END)))
             if data.read() != ARROW_END:
-                raise ValueError(f"{file} is truncated: save or fetch it again")
+                raise ValueError(f"{file} is truncated: save or download it again")
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.Dataset):
         return saved
@@ -184,7 +184,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
         for path in (parent / name for name in files if not name.startswith(".")):
             if table_format(path, (*TABLES, *TEXTS)) and not path.exists():
                 raise FileNotFoundError(
-                    f"{path} is a link to {path.readlink()}, which is not there: fetch it again"
+                    f"{path} is a link to {path.readlink()}, which does not exist: download it again"
                 )
             if path.is_file():
                 yield path
@@ -215,7 +215,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
             else:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        raise ValueError(f"{path} is corrupt or truncated ({error}): fetch it again") from error
+        raise ValueError(f"{path} is corrupt or truncated ({error}): download it again") from error
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -285,7 +285,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
     if isinstance(value, list):
         yield from _numbered(value)
     elif value is None and content.lstrip()[:1] == b"[":
-        raise ValueError(f"{path} is a JSON list with an error, or truncated: fetch it again")
+        raise ValueError(f"{path} is an invalid or truncated JSON list: download it again")
     else:
         yield from _json_lines(io.BytesIO(content)) if value is None else _numbered([value])
 

@@ -295,7 +295,7 @@ def held_out_prompts(
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if conversations and left_out["plain texts"] == len(conversations):
         raise ValueError(
-            "plain texts hold no prompt to measure on: give some with --data.prompts FILE (of "
+            "plain texts contain no prompts to evaluate on: provide some with --data.prompts FILE (of "
             "eval, --prompts)"
         )
     if not prompts:

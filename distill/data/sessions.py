@@ -75,7 +75,7 @@ def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
         except (TypeError, KeyError, ValueError):
             is_whole = False
         if not is_whole:
-            raise UnusableRowError("with token ids that redraft regenerate did not write")
+            raise UnusableRowError("with token ids that were not written by redraft regenerate")
         turns.append(StoredTurn(int(kept), *(part.astype(np.int32) for part in ids)))
         length = turns[-1].num_tokens
     return turns

@@ -84,7 +84,9 @@ def _declared(folder: Path, files: Sequence[Path]) -> dict[Path, str]:
         if len(configs) == 1 or name == "default" or config.get("default") is True
     ]
     if not main:
-        raise ValueError(f"{folder} has the configs {', '.join(names)}: give {folder}:CONFIG")
+        raise ValueError(
+            f"{folder} has the configs {', '.join(names)}: choose one with {folder}:CONFIG"
+        )
     base = folder / str(main[0].get("data_dir") or "")
     found: dict[Path, str] = {}
     for split, pattern in _patterns(main[0]["data_files"]):

@@ -111,7 +111,7 @@ class TurnWriter:
         """
         kind = Kind(self._thinks(message), "tool_calls" in message)
         if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
-            raise RefusedAnswerError("with reasoning, for which the chat template has no tags")
+            raise RefusedAnswerError("with reasoning, but the chat template has no tags for it")
         turn, _ = self._first(
             _Answer(self, before, tools, message, is_ended=is_ended), self._choices(kind, given)
         )

@@ -20,7 +20,7 @@ def require_smaller(size: int, vocab_size: int) -> None:
     """Raise ValueError unless `size` is between 0 (the whole vocabulary) and `vocab_size`."""
     if not 0 <= size <= vocab_size:
         raise ValueError(
-            f"a draft vocabulary of {size:,} ids: the target's has {vocab_size:,}, choose at most "
+            f"a draft vocabulary of {size:,} ids is larger than the target's, {vocab_size:,}: choose "
             "that"
         )
 

@@ -45,12 +45,12 @@ def require_compiler() -> None:
     if uses_deepspeed():
         raise ValueError(
             "--loop.compile does not work with DeepSpeed: launch with ddp.yaml or fsdp2.yaml, or "
-            "leave it"
+            "remove the flag"
         )
     compilers = (os.environ.get("CXX", ""), "g++", "clang++")
     if not any(name and shutil.which(name) for name in compilers):
         raise ValueError(
-            "--loop.compile needs a C++ compiler, and there is no g++ or clang++ here: install one"
+            "--loop.compile needs a C++ compiler, but neither g++ nor clang++ was found: install one"
         )
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         raise ValueError("--loop.compile needs Triton on a GPU: pip install triton")

@@ -80,8 +80,7 @@ def refuse_abandoned_build() -> None:
         with suppress(FileNotFoundError):  # a build that ends now removes its lock
             if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
                 raise TimeoutError(
-                    "a build of DeepSpeed's extension was killed and would never end: delete "
-                    f"{lock}"
+                    f"a build of DeepSpeed's extension was killed and left a lock: delete {lock}"
                 )
 
 

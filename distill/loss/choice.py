@@ -52,7 +52,7 @@ class Divergence:
             )
         if not 0 < self.beta < 1:
             raise ValueError(
-                f"beta must lie between 0 and 1, not be {self.beta}; for 0 or 1 use forward_kl or "
+                f"beta must be between 0 and 1, not {self.beta}; for 0 or 1 use forward_kl or "
                 "reverse_kl"
             )
         if not self.eta >= 0:

@@ -196,7 +196,7 @@ def _check(
         raise ValueError("cross_entropy learns from the text: pass labels_N")
     if isinstance(target, TopKRows) and divergence.temperature != 1:
         raise ValueError(
-            f"temperature {divergence.temperature} needs the target's whole distribution: top-k "
+            f"temperature {divergence.temperature} needs the target's full distribution: top-k "
             "log-probabilities were "
             "taken at temperature 1 and their tail cannot be rescaled; use temperature 1 or an "
             "exact target"

@@ -66,12 +66,12 @@ class Plan:
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
             raise ValueError(
-                f"{self.documents} documents in a row of {self.sequence_length} tokens: each "
-                "needs 2"
+                f"{self.documents} documents do not fit into a row of {self.sequence_length} tokens: each "
+                "needs 2 tokens"
             )
         if self.draft_vocab_size > self.target.vocab_size:
             raise ValueError(
-                f"a draft vocabulary of {self.draft_vocab_size} of the target's "
+                f"a draft vocabulary of {self.draft_vocab_size} is larger than the target's "
                 f"{self.target.vocab_size}"
             )
 

@@ -148,7 +148,7 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
         on_host = need.host + (room.processes * both if room.device_bytes is None else 0)
         if on_host > room.host_bytes:
             raise ValueError(
-                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} "
+                f"{name}: one process reads the whole target into this machine's memory, {_gb(on_host)} "
                 f"in all: more than {_gb(room.host_bytes)}; {ways}"
             )
     elif on_host > room.host_bytes:

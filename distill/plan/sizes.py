@@ -75,7 +75,7 @@ def find_sizes(name: str) -> Any:
             f"did you mean {close[0]}?" if close else f"known without the hub: {', '.join(KNOWN)}"
         )
         raise ValueError(
-            f"there is no config of a model {name} ({error}): give a folder or a {CONFIG}; {hint}"
+            f"the config of model {name} cannot be loaded ({error}): give a folder or a {CONFIG}; {hint}"
         ) from error
 
 

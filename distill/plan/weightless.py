@@ -108,7 +108,7 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if not VALUE_TAGS.intersection(func.tags):
             raise
         raise ValueError(
-            f"{func} cannot be counted without weights: its result depends on values"
+            f"{func} cannot be counted without weights, because its result depends on their values"
         ) from error
 
 

@@ -55,7 +55,7 @@ def require_no_engine(signal: Signal, *, engine: bool) -> None:
     """
     if signal.shard and engine:
         raise ValueError(
-            "a target in shards leaves no room for an engine: add --prove.no-engine, and run "
+            "a sharded target leaves no memory for vLLM: add --prove.no-engine, and then run "
             "redraft eval"
         )
 
@@ -100,7 +100,7 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
         # In parts: the comparison makes a tensor of booleans.
         flat = values.detach().flatten()
         if not all(bool(part.isfinite().all()) for part in torch.split(flat, 1 << 26)):
-            raise ValueError(f"{name} has values in {weight} that are not finite: fetch it again")
+            raise ValueError(f"{name} has non-finite values in {weight}: download it again")
 
 
 def load_data(
@@ -184,7 +184,7 @@ def _tokenise(
         if num_questions == 1 and len(conversations) > 1:
             raise ValueError(
                 f"{data.source}: all {len(conversations)} conversations have the same first "
-                "question, and answers to one question are never split: add other questions"
+                "question, so none can be held out: add conversations with other questions"
             )
         raise ValueError(
             f"{data.source}: {found}, of {num_questions} first questions; give more data or change "
@@ -237,7 +237,7 @@ def live_signal(
     if aux_layers is None and not signal.exact:
         if signal.kept:
             raise ValueError(
-                "--signal.kept has hidden states, and a standalone draft reads the top k: add "
+                "--signal.kept contains hidden states, but a standalone draft reads the top k: add "
                 "--signal.exact"
             )
         source = EndpointTarget(servers, signal.k, opened)

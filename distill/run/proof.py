@@ -144,13 +144,13 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
     """Raise ValueError if the draft tokens exceed the head's draft steps, or these vLLM's limit."""
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(
-            f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
+            f"the head has {num_steps} draft steps, but vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
             "tokens"
         )
     if not 1 <= num_speculative_tokens <= num_steps:
         raise ValueError(
-            f"{num_speculative_tokens} draft tokens asked of a head that learns {num_steps}: lower "
-            "--prove.num-speculative-tokens or let the head learn more"
+            f"{num_speculative_tokens} draft tokens requested, but the head is trained for {num_steps}: lower "
+            "--prove.num-speculative-tokens or train the head for more"
         )
 
 

@@ -448,21 +448,23 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     row = _training(family)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
     if cfg.gradient_checkpointing and not family.can_recompute:
-        raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
+        raise ValueError(
+            f"{family.title} does not support --gradient-checkpointing: remove the flag"
+        )
     if isinstance(cfg, StandaloneConfig):
         return _open(family, cfg)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
     if cfg.init not in row.starts:
         raise ValueError(
-            f"--init {cfg.init} is not for {family.title}: choose {' or '.join(row.starts)}"
+            f"{family.title} does not support --init {cfg.init}: choose {' or '.join(row.starts)}"
         )
     if cfg.layout not in row.layouts:
         raise ValueError(
-            f"--layout {cfg.layout} is not for {family.title}: its exports have one layout"
+            f"{family.title} does not support --layout {cfg.layout}: its exports have only one layout"
         )
     if cfg.draft_vocab_size and row.draft_vocab_size is None:
         raise ValueError(
-            f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary"
+            f"{family.title} does not support --draft-vocab-size: it uses the target's vocabulary"
         )
     target = _open(family, cfg)
     if cfg.start_from is not None:
@@ -533,15 +535,15 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
             "give fewer, or --init random"
         )
     if cfg.init == "least_squares" and num_layers > 1:
-        raise ValueError("--init least_squares is for a head of one layer: take --init last_layer")
+        raise ValueError("--init least_squares supports only one layer: use --init last_layer")
     if cfg.init == "least_squares" and not options.fc_norm:
         raise ValueError(
-            "--init least_squares needs --head.fc-norm, without which the head trains badly from "
-            "there: give it, or another --init"
+            "--init least_squares needs --head.fc-norm, because the head trains badly without "
+            "it: set it, or choose another --init"
         )
     if cfg.init == "least_squares" and options.norm_before_residual:
         raise ValueError(
-            "--init least_squares is not for heads with --head.norm-before-residual: give "
+            "--init least_squares does not support --head.norm-before-residual: use "
             "--init last_layer"
         )
     if family.is_in_target:

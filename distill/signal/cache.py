@@ -119,8 +119,8 @@ class HiddenStates:
         codes = encode_float8(states).cpu()
         if not bool(scales(codes).isfinite().all()):
             raise ValueError(
-                "a hidden state of the target is not finite, and float8 would lose all of its "
-                "numbers: choose --signal.cache-dtype bfloat16"
+                "a hidden state of the target is not finite, and float8 cannot represent it: "
+                "use --signal.cache-dtype bfloat16"
             )
         return codes
 

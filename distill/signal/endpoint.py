@@ -45,7 +45,7 @@ class Endpoint:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
         if concurrency < 1:
-            raise ValueError(f"a concurrency of {concurrency} allows no request: give at least 1")
+            raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
         self._model = model
@@ -78,7 +78,7 @@ class Endpoint:
             except (LookupError, TypeError):
                 url = f"{self.url}/v1/models"
                 raise RequestRefusedError(
-                    url, 200, "it lists no model; redraft regenerate can name one with --model"
+                    url, 200, "it lists no model: set one with redraft regenerate --model"
                 ) from None
         return self._model
 

@@ -116,9 +116,7 @@ class Endpoints:
                 async with self._changed:
                     # one slot is free again, so one waiting request can go
                     self._changed.notify()
-        raise ConnectionError(
-            f"a request got no answer in {self.attempts} tries; the last failure: {failure}"
-        )
+        raise ConnectionError(f"a request failed {self.attempts} times; the last error: {failure}")
 
     async def _free_member(self) -> Member:
         async with self._changed:

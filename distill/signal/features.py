@@ -53,7 +53,9 @@ def server_args(
         ValueError: if the target does not have a layer, or the storage cannot be used here.
     """
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
-        raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
+        raise ValueError(
+            f"auxiliary layers {wrong} do not exist: the target has {num_layers} layers"
+        )
     # With the last stream, from which the final norm and the head make the distribution.
     ids = {"eagle_aux_hidden_state_layer_ids": sorted({*layers, num_layers})}
     speculative = {
@@ -130,7 +132,7 @@ def load_part(
     read = read_tensors(folder, stored)
     # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
     if packed := sorted(name for name, tensor in read.items() if tensor.element_size() == 1):
-        raise ValueError(f"{folder} holds quantised weights, such as {packed[0]}")
+        raise ValueError(f"{folder} contains quantised weights, such as {packed[0]}")
     tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read.items()}
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
@@ -278,7 +280,7 @@ class EndpointHiddenStates(EndpointTarget):
             rows = slice(first, first + len(states_tLD))
             if rows.stop > len(last_TD) or states_tLD.shape[2] != last_TD.shape[1]:
                 raise StatesLostError(
-                    f"states of another text or target: {list(states_tLD.shape)} from row {first}"
+                    f"the states belong to another text or target: {list(states_tLD.shape)} from row {first}"
                 )
             last, aux = self._find(list(held), url)
             # `copy_` converts the dtype on the way: no second copy in memory.
@@ -314,8 +316,8 @@ class EndpointHiddenStates(EndpointTarget):
                 self._require_version(description, endpoint.url)
                 return answer, description
         raise ValueError(
-            f"the states that {endpoint.url} sends do not arrive: {lost}; start it with a "
-            "--storage that is seen here"
+            f"hidden states from {endpoint.url} do not arrive: {lost}; start it with a "
+            "--storage that this machine can read"
         )
 
     def _read_url(self, answer: dict[str, Any], endpoint: Endpoint | Endpoints) -> str:
@@ -336,7 +338,7 @@ class EndpointHiddenStates(EndpointTarget):
         lineage, fingerprint, version = description.target
         if version != "":
             raise ValueError(
-                f"{url} serves weights that have moved since its start "
+                f"{url} serves weights that were updated after its start "
                 f"({version or 'half-written'!r:.80}): restart it with the weights to train on"
             )
         opened = self._opened

@@ -105,7 +105,7 @@ def absolute(storage: str) -> str:
     named = (storage if "://" in storage else os.path.abspath(storage)).rstrip("/")
     if not storage or not named or named.endswith(":"):
         raise ValueError(
-            f"{storage!r} is no storage for hidden states: give a folder, or a URL such as "
+            f"{storage!r} is not a storage for hidden states: give a folder, or a URL such as "
             "s3://bucket/states"
         )
     return named
@@ -278,7 +278,7 @@ class Storage:
         folder, _, name = url.rpartition("/")
         if folder != self.root or not _NAME.fullmatch(name):
             raise ValueError(
-                f"a server names {url[:300]!r} for hidden states, which is not directly below "
+                f"a server returned {url[:300]!r} as the path of hidden states, which is not directly below "
                 f"{self.root}: start "
                 "`redraft serve-features --storage` and the trainer (--signal.storage) with the "
                 "same storage"
@@ -307,10 +307,10 @@ class Storage:
                 # another shape will not become better by waiting.
                 return msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
             except (msgspec.ValidationError, RecursionError) as error:
-                raise StatesLostError(f"{url} is not described as states are: {error}") from None
+                raise StatesLostError(f"{url} has an invalid description: {error}") from None
             except (FileNotFoundError, msgspec.DecodeError):  # not there yet, or half written
                 if time.monotonic() > deadline_s:
-                    raise StatesLostError(f"{url} did not come within {wait_s:g} s") from None
+                    raise StatesLostError(f"{url} did not arrive within {wait_s:g} s") from None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -52,7 +52,7 @@ def read_last_layers(
     """
     if method := target.quantization:
         raise ValueError(
-            f"{target.name} is quantised ({method}), and a head starts from plain weights"
+            f"{target.name} is quantised ({method}), but a head can start only from unquantised weights"
         )
     first = target.text_config.num_hidden_layers - count
     return last_layers(
@@ -102,5 +102,5 @@ def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tenso
     ]
     scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
     if len(scales) < len(norms) or norm_scale(final) is None:
-        raise ValueError(f"the norms of {name} are not those of a head: choose another --init")
+        raise ValueError(f"the norms of {name} differ from those of a head: choose another --init")
     return scales

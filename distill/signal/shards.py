@@ -176,7 +176,7 @@ def _claim(folder: Path, header: CacheHeader) -> None:
     for name, wanted in asdict(header).items():
         if (found := there[name]) != wanted:
             raise ValueError(
-                f"{folder} holds a cache with {name} {found}, not {wanted}: choose another folder"
+                f"{folder} contains a cache with {name} {found}, not {wanted}: choose another folder"
             )
 
 
@@ -321,8 +321,8 @@ class Shards:
         """
         if key not in self._places:
             raise ValueError(
-                f"{self.folder} does not hold this text: train on the data that the cache was "
-                "written for"
+                f"{self.folder} does not contain this text: train on the data for which the cache was "
+                "written"
             )
         shard, index, rows = self._places[key]
         tensors = self._tensors[shard]
@@ -351,7 +351,7 @@ def read_header(folder: Path) -> CacheHeader:
     """
     path = folder / HEADER
     if not path.exists():
-        raise FileNotFoundError(f"{folder} holds no cache of target signals (no {HEADER})")
+        raise FileNotFoundError(f"{folder} contains no cache of the target (no {HEADER})")
     return read_as(path, CacheHeader, "write the cache again")
 
 

@@ -91,7 +91,7 @@ class InProcessTarget:
         num_layers = self._config.num_hidden_layers
         if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
             raise ValueError(
-                f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers"
+                f"auxiliary layers {self.aux_layers} do not all exist: the target has {num_layers} layers"
             )
         self.rule, self.packs = LogitRule.of(model.config), True
         if has_weights:
@@ -237,7 +237,7 @@ class InProcessTarget:
         alone, followed = behind_one[:half].float(), before_other[:half].float()
         if (alone - followed).norm() > 1e-2 * alone.norm():
             raise ValueError(
-                f"a token of {type(self.model).__name__} sees those that follow it: {TOP_K_ONLY}"
+                f"a token of {type(self.model).__name__} attends to later tokens: {TOP_K_ONLY}"
             )
         kinds = set(getattr(self._config, "layer_types", None) or ())
         return (
@@ -257,7 +257,9 @@ def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ValueError: if k exceeds the vocabulary.
     """
     if k > len(exact.head_VD):
-        raise ValueError(f"the top {k} of a vocabulary of {len(exact.head_VD)}: choose a smaller k")
+        raise ValueError(
+            f"k = {k} is larger than the vocabulary, {len(exact.head_VD)}: choose a smaller k"
+        )
     ids, log_probs = [], []
     for rows_C in torch.split(rows_N, CHUNK):
         # The product in the target's dtype, as it is served; only the softmax is wider.

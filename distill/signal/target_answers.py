@@ -195,7 +195,7 @@ class _Regeneration:
                     f"{self.output}: run the same command again{without} to continue"
                 ) from error
         if self._num_kept == 0:
-            raise ValueError(f"nothing was regenerated: {self.stats}")
+            raise ValueError(f"no conversation was regenerated: {self.stats}")
         drop_previous(previous_answers(self.output))
         return self.stats
 
@@ -320,7 +320,7 @@ class _Regeneration:
         url = parameters.get("hidden_states") if isinstance(parameters, dict) else None
         if not isinstance(url, str):
             raise ConnectionError(
-                f"{self.endpoint.url} sends no hidden states to keep: start it with `redraft "
+                f"{self.endpoint.url} sends no hidden states: start it with `redraft "
                 "serve-features`"
             )
         return url
@@ -425,7 +425,7 @@ def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:
     except (LookupError, TypeError, AttributeError):
         raise RequestRefusedError(url, 200, f"no answer in {str(reply)[:100]}") from None
     if is_filtered:
-        raise RequestRefusedError(url, 200, "a content filter has cut the answer")
+        raise RequestRefusedError(url, 200, "a content filter truncated the answer")
     return choice
 
 
@@ -466,7 +466,7 @@ def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
             raise _not_ours(output, number) from None
         if settings is not None and used != settings:
             raise ValueError(
-                f"{output} was answered with {used}, not {settings}: give --overwrite or another "
+                f"{output} was generated with {used}, not {settings}: use --overwrite or another "
                 "--output"
             )
         keys.add(key)

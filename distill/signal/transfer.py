@@ -1,4 +1,4 @@
-"""Copies from the host's memory to a device: pinned, so that nobody waits for them."""
+"""Asynchronous copies from pinned host memory to a device."""
 
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, cast

@@ -49,11 +49,9 @@ class Optim:
                 f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0"
             )
         if not (0 <= self.warmup_fraction <= 1 and 0 <= self.min_lr_fraction <= 1):
-            raise ValueError(f"warmup_fraction and min_lr_fraction are shares, from 0 to 1: {self}")
+            raise ValueError(f"warmup_fraction and min_lr_fraction must be between 0 and 1: {self}")
         if self.accumulation < 1:
-            raise ValueError(
-                f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch"
-            )
+            raise ValueError(f"accumulation is {self.accumulation}: it must be at least 1")
 
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate at `step`, as a share of `lr`."""

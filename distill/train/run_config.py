@@ -32,7 +32,7 @@ def require_least(config: Any, group: str = "", **least: int) -> None:
     for name, number in least.items():
         if (value := getattr(config, name)) is not None and value < number:
             raise ValueError(
-                f"--{group}{name.replace('_', '-')} is {value}: give at least {number}"
+                f"--{group}{name.replace('_', '-')} is {value}: it must be at least {number}"
             )
 
 
@@ -78,9 +78,7 @@ class Data:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(
-                f"--data.held-out is {self.held_out}: the share to evaluate on lies between 0 and 1"
-            )
+            raise ValueError(f"--data.held-out is {self.held_out}: it must be between 0 and 1")
         if self.date is not None:
             choose_day(self.date, "--data.date")
         require_least(self, "data.", num_prompts=1)
@@ -139,21 +137,20 @@ class Signal:
             )
         if self.shard and self.url:
             raise ValueError(
-                "--signal.shard is for a target in these processes: with --signal.url servers hold "
+                "--signal.shard shards a target in these processes, but with --signal.url servers run "
                 "it"
             )
         if self.kept and not self.url:
             raise ValueError(
-                "--signal.kept is read beside servers, which compute the states that it lacks: give "
-                "--signal.url too"
+                "--signal.kept needs servers that compute missing states: set --signal.url too"
             )
         if self.kind == "model" and self.exact:
             raise ValueError(
-                "--signal.exact is for servers and caches: a target in this process is always exact"
+                "--signal.exact applies to servers and caches: a target in this process is always exact"
             )
         if self.kind == "model" and self.url:
             raise ValueError(
-                "--signal.url is not read with --signal.kind model: choose endpoint or cache"
+                "--signal.url has no effect with --signal.kind model: choose endpoint or cache"
             )
 
 
@@ -227,7 +224,7 @@ class Loop:
                 raise ValueError(f"--loop.{name} is {amount}: it must be above 0 and finite")
         if self.epochs is not None and self.minutes is not None:
             raise ValueError(
-                "--loop.epochs and --loop.minutes both say how long to train: leave out one of them"
+                "--loop.epochs and --loop.minutes both set the training length: remove one of them"
             )
         if self.stop_by == "acceptance" and not self.eval_every:
             raise ValueError(

@@ -125,7 +125,7 @@ class RunFolder:
         day = run.on_main(lambda: run._claim(overwrite))
         if not (folder / LOCK).exists():
             raise ValueError(
-                f"{folder} is not seen by every machine of this launch: choose a shared one as "
+                f"{folder} is not accessible from every machine of this launch: choose a shared folder as "
                 "--output"
             )
         run.date = datetime.date.fromisoformat(day)
@@ -175,7 +175,7 @@ class RunFolder:
         )
         if holds_work and not started.exists():
             raise ValueError(
-                f"{self.folder} is not a run of ours (no {RUN}): choose another --output"
+                f"{self.folder} is not a redraft run (no {RUN}): choose another --output"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own()
@@ -201,7 +201,7 @@ class RunFolder:
                     )
                     key, was, is_now = f"{key}.{part}", was.get(part), is_now.get(part)
                 raise ValueError(
-                    f"{self.folder} holds another run, {key} was {was!r} and is now {is_now!r}: "
+                    f"{self.folder} contains a different run, {key} was {was!r} and is now {is_now!r}: "
                     f"{self._way_out()}"
                 )
         self._describe()
@@ -246,7 +246,7 @@ class RunFolder:
             fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise ValueError(
-                f"another process trains in {self.folder}: choose another --output"
+                f"another process is training in {self.folder}: choose another --output"
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -273,7 +273,7 @@ class RunFolder:
         ]
         if changed and self._checkpoints():
             raise ValueError(
-                f"the {changed[0]} of the run in {self.folder} has changed since: {self._way_out()}"
+                f"the {changed[0]} of the run in {self.folder} has changed: {self._way_out()}"
             )
         write_whole(self.folder / RUN, json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
 

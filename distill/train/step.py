@@ -135,7 +135,7 @@ def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
     """Raise ValueError if Muon is to train matrices that ranks or DeepSpeed split."""
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
-            f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch "
+            f"muon needs whole matrices, but {describe_layout(accelerator)} shard them: launch "
             "with DDP (accelerate launch --multi_gpu), or give --optim.name adamw and its --optim.lr, "
             "e.g. 1e-4 for an 8B target"
         )
@@ -330,8 +330,8 @@ class Distillation:
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
             if self.optim.accumulation > 1:
                 raise ValueError(
-                    "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at "
-                    "a lower rate, or with --optim.accumulation 1"
+                    "a loss is not finite, and DeepSpeed cannot skip a step that has started: resume with "
+                    "a lower --optim.lr, or with --optim.accumulation 1"
                 )
             return False
         # By all ranks or none: they wait for each other in the reduction of the gradients.
@@ -355,8 +355,8 @@ class Distillation:
             finite = math.isfinite(grad_norm) and not optimizer.step_was_skipped
             if not finite and not optimizer.step_was_skipped:
                 raise ValueError(
-                    "DeepSpeed took a step with a gradient that is not finite; resume at a lower "
-                    "rate"
+                    "DeepSpeed applied a step with a non-finite gradient: resume with a lower "
+                    "--optim.lr"
                 )
         else:
             grad_norm, num_finite, tokens, labels = self._read_norm(norm, losses, counts_2)

@@ -1,4 +1,4 @@
-"""Read a training checkpoint without running code that somebody put into it.
+"""Read a training checkpoint without running code that it may contain.
 
 A checkpoint's optimizer state is a pickle, and a pickle may call any function. Who reads them:
 
@@ -70,9 +70,9 @@ def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]
         if not reasons:
             raise
         raise ValueError(
-            f"{checkpoint} holds more than tensors and numbers and was not loaded: {reasons[0]}. "
-            "Somebody changed it, "
-            "or another program wrote it: delete it to resume from the checkpoint before"
+            f"{checkpoint} contains more than tensors and numbers and was not loaded: {reasons[0]}. "
+            "It was modified, "
+            "or written by another program: delete it to resume from the previous checkpoint"
         ) from error
     finally:
         vars(filesystem)["pickle"] = pickle

@@ -46,7 +46,7 @@ def require_tokens(num_speculative_tokens: int) -> None:
     """Raise ValueError for a server that would draft nothing, which vLLM refuses after a minute."""
     if num_speculative_tokens < 1:
         raise ValueError(
-            f"--num-speculative-tokens {num_speculative_tokens} drafts nothing: give 1 or more, or "
+            f"--num-speculative-tokens {num_speculative_tokens} proposes no tokens: give 1 or more, or "
             "start vLLM without a draft (vllm serve)"
         )
 
@@ -281,7 +281,7 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
         return {"method": _guess_method(config) or detect_family(folder).method}
     if family.is_in_target and any(WHOLE_MODEL.fullmatch(name) for name in names):
         raise ValueError(
-            f"{folder} is a target with its {family.title} layer in it: serve it as the target, "
+            f"{folder} is a target that contains its {family.title} layer: serve it as the target, "
             f"with --draft {family.name}"
         )
     return family.speculative

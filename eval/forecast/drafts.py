@@ -82,7 +82,7 @@ def _require_distinct(names: Sequence[str]) -> None:
         raise ValueError("no draft to evaluate: give --draft FOLDER, or --draft ngram")
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
-        raise ValueError(f"two drafts are called {twice}: tell them apart as --draft NAME=FOLDER")
+        raise ValueError(f"two drafts have the name {twice}: rename one with --draft NAME=FOLDER")
 
 
 def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod) -> NamedDraft:
@@ -218,7 +218,7 @@ def _require_rows(folder: Path, draft: Any, target: Any) -> None:
     rows, its = (len(model.get_output_embeddings().weight) for model in (draft, target))
     if rows != its:
         raise ValueError(
-            f"{folder} has {rows} logits and the target {its}: an engine refuses the pair"
+            f"{folder} has {rows} logits but the target has {its}: engines refuse this pair"
         )
 
 

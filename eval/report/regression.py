@@ -115,7 +115,9 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> R
             f"{schema_version}"
         )
     if target.fingerprint != target_fingerprint:
-        raise ValueError(f"{path} is a baseline of another target, {target.name}: measure one")
+        raise ValueError(
+            f"{path} is a baseline for another target, not {target.name}: measure a new one"
+        )
     return baseline
 
 
@@ -155,7 +157,7 @@ def match_drafts(
     measured = {row.temperature for row in baseline.per_prompt}
     if missing := sorted(set(settings.get("temperatures", ())) - measured):
         raise ValueError(
-            f"the baseline has no temperature {missing[0]:g}: measure both at the same"
+            f"the baseline has no temperature {missing[0]:g}: measure both at the same temperatures"
         )
     baseline_families = {draft.name: draft.family for draft in baseline.drafts}
     pairs = {name: name for name in families if name in baseline_families}
@@ -171,7 +173,7 @@ def match_drafts(
         return {**pairs, new[0]: old[0]}
     if new:
         raise ValueError(
-            f"cannot tell which draft of the baseline ({', '.join(baseline_families)}) to compare "
+            f"it is ambiguous which draft of the baseline ({', '.join(baseline_families)}) to compare "
             f"with {', '.join(new)}: give both the same name (--draft NAME=FOLDER)"
         )
     return pairs
@@ -188,7 +190,7 @@ def compare_reports(report: Report, baseline: Report, max_loss: float) -> Compar
     if missing := sorted(forecast - {change.draft for change, _ in changes}):
         raise ValueError(
             f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at "
-            "temperatures and numbers of draft tokens that it has"
+            "temperatures and numbers of draft tokens that it contains"
         )
     # Every comparison could fall by chance, so each gets an equal share of the false alarms
     # (Bonferroni). Twice, because a two-sided interval misses on either side, and only the lower

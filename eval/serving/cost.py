@@ -327,7 +327,7 @@ def advise(
         0 <= now <= before + 1e-9 for before, now in itertools.pairwise((1.0, *rates))
     ):
         raise ValueError(
-            f"acceptance by position must fall from at most 1 to at least 0, got {list(rates)}"
+            f"acceptance by position must be non-increasing and between 0 and 1, got {list(rates)}"
         )
     ks = sorted({0, *(choices if choices is not None else range(1, len(rates) + 1))})
     if ks[0] < 0 or ks[-1] > len(rates):

@@ -47,7 +47,7 @@ class Candidate:
         if self.given is not None and not self.has_one_acceptance:
             raise ValueError(
                 f"the acceptance of {self.title} changes with the load or the number of tokens: "
-                "leave out --acceptance"
+                "remove --acceptance"
             )
 
     @property

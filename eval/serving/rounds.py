@@ -183,7 +183,7 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
     """
     if len(modes := {server.mode for server in servers.values()}) > 1:
         found = ", ".join(f"{name} is {server.mode}" for name, server in servers.items())
-        raise ValueError(f"servers of {len(modes)} modes are not compared: {found}")
+        raise ValueError(f"servers with {len(modes)} different modes cannot be compared: {found}")
     results: dict[tuple[str, int], list[Measurement]] = {
         (n, c): [] for n in servers for c in plan.prompts
     }

@@ -63,7 +63,7 @@ class Pair:
         family = detect_family_by_tensors(tensors, draft)
         if family.is_lookup:
             raise ValueError(
-                f"{draft} holds {family.title}: no model computes them, so there is nothing to "
+                f"{draft} contains {family.title}, which no model computes, so there is nothing to "
                 "compare"
             )
         return Pair(

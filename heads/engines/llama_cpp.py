@@ -149,7 +149,7 @@ def write(export: Export, folder: Path) -> None:
             architecture; or a tensor is missing, unknown or has the wrong shape.
     """
     if export.gguf is None:
-        raise ValueError(f"{TITLE} serves a draft beside the target's GGUF file: give --gguf")
+        raise ValueError(f"{TITLE} needs the target's GGUF file: set --gguf")
     pair, gguf = export.pair, GgufTarget(export.gguf)
     if pair.family.is_head and gguf.architecture not in GIVE_STREAMS:
         raise ValueError(
@@ -290,7 +290,7 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
     ids = torch.linspace(0, len(names) - 1, SAMPLED_ROWS).long().tolist()
     theirs_ND = gguf.rows("token_embd.weight", ids)
     if theirs_ND is None:
-        raise ValueError(f"{gguf.path} has no token_embd.weight: it is not the file of a model")
+        raise ValueError(f"{gguf.path} has no token_embd.weight: it is not a model file")
     ours_ND = Target.from_folder(target.folder).embed_VD[ids].float()
     # A row that no text uses may be all zeros.
     used = (ours_ND.norm(dim=-1) > 0) & (theirs_ND.norm(dim=-1) > 0)
@@ -359,5 +359,5 @@ def _rename(name: str, draft: Path) -> str:
         parts = ["layers", "0", *parts[1:]]
     found = layer_name(int(parts[1]), ".".join(parts[2:])) if parts[0] == "layers" else None
     if found is None:
-        raise ValueError(f"{draft} holds {name}, for which llama.cpp has no place")
+        raise ValueError(f"{draft} contains {name}, which llama.cpp does not support")
     return found

@@ -1,4 +1,4 @@
-"""The table of engines, one row each: all that the rest of redraft knows about who serves a draft.
+"""The table of engines, one row each, with all that other modules use.
 
 To add an engine, write a module with the functions of `Rules`, and add a row here. `redraft export`
 and `redraft doctor --engine` need nothing else.
@@ -102,7 +102,7 @@ class Engine:
         """Raise ValueError if the engine has no method for drafts of this family."""
         if reason := self.unserved.get(family.name):
             raise ValueError(
-                f"{self.title} serves no {family.title}: {reason}; serve it with vLLM, or train "
+                f"{self.title} does not support {family.title}: {reason}; serve it with vLLM, or train "
                 "another family"
             )
 

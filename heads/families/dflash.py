@@ -267,7 +267,7 @@ class DFlash(nn.Module):
             ValueError: the number of layers differs from the draft's.
         """
         if len(layers) != len(self.layers):
-            raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
+            raise ValueError(f"{len(layers)} layers were given to a draft with {len(self.layers)}")
         theirs = {
             f"layers.{i}.{name}": v
             for i, layer in enumerate(layers)
@@ -402,7 +402,7 @@ class DFlash(nn.Module):
         section = {**config, **(config.get(SECTION) or {})}
         if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
             raise ValueError(
-                f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither "
+                f"{folder}: its anchor proposes a token (sample_from_anchor), which DFlash supports neither "
                 "here nor in vLLM"
             )
         return Config(**read_options(config, section, folder))

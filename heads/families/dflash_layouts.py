@@ -53,7 +53,7 @@ def load_head(
         )
         if not target.is_copy(tensors.pop(name, rows), rows):
             raise ValueError(
-                f"{folder}: {name} is not the target's: a leftover, trained, or of another target"
+                f"{folder}: {name} differs from the target's: it was trained, or belongs to another target"
             )
     # Read as a Llama: the norms of q and k are in DFlash's `Attention`, not in the shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
@@ -75,7 +75,7 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     layers = config.get("aux_hidden_state_layer_ids")
     if not layers or config.get("mask_token_id") is None:
         absent = "mask_token_id" if layers else "aux_hidden_state_layer_ids"
-        raise ValueError(f"{folder}: config.json has no {absent}: write the one of training")
+        raise ValueError(f"{folder}: config.json has no {absent}: add the value used in training")
     # the package takes Qwen3's defaults for absent keys
     inner = read_layer_config(
         {"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}
@@ -103,7 +103,7 @@ def read_options(
     if config.get("is_neox_style") is False:
         raise ValueError(f"{folder}: only rotary halves (is_neox_style) are supported here")
     if (act := config.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise ValueError(f"{folder}: hidden_act is {act}, only silu is supported here, as in vLLM")
+        raise ValueError(f"{folder}: hidden_act is {act}, but only silu is supported, as in vLLM")
     windows = read_block_windows(config, folder)
     require_trained_window(windows["window"], trained_with(config).get("window"), folder)
     # other trainers do not write how the head was trained

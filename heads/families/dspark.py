@@ -147,7 +147,7 @@ class DSpark(DFlash):
         """
         if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
             raise ValueError(
-                f"{folder}: a Markov head of type {kind} is not supported here, only vanilla"
+                f"{folder}: a Markov head of type {kind} is not supported; only vanilla is"
             )
         has_confidence = bool(config.get("enable_confidence_head"))
         # vLLM takes false if the key is absent, so an absent key is refused as well.
@@ -158,8 +158,8 @@ class DSpark(DFlash):
             )
         if speculators.MARK in config and "sample_from_anchor" not in config:
             raise ValueError(
-                f"{folder}: config.json does not say whether the anchor proposes, and speculators "
-                'takes true, vLLM false: write the "sample_from_anchor" of training'
+                f"{folder}: config.json does not specify whether the anchor proposes a token "
+                '(default: true in speculators, false in vLLM): add the value of "sample_from_anchor" used in training'
             )
         # an engine looks there first
         section = {**config, **(config.get(SECTION) or {})}

@@ -147,7 +147,7 @@ class Eagle1(nn.Module):
         ):
             if not target.is_copy(tensors.pop(name, shared_VD), shared_VD):
                 raise ValueError(
-                    f"{folder}: {name} is not the target's: a leftover, or of another target"
+                    f"{folder}: {name} differs from the target's: it is left over, or belongs to another target"
                 )
         load_into(head, tensors, folder)
         return head

@@ -228,7 +228,7 @@ class Eagle3(nn.Module):
         """
         if len(layers) != self.config.num_layers:
             raise ValueError(
-                f"{len(layers)} layers were given to a draft of {self.config.num_layers}"
+                f"{len(layers)} layers were given to a draft with {self.config.num_layers}"
             )
         layer, *others = layers
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
@@ -431,7 +431,7 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
     if not target.is_copy(embed_VD, target.embed_VD):
         raise ValueError(
-            f"{folder} has embeddings that are not the target's: a leftover, or of another target"
+            f"{folder} has embeddings that differ from the target's: they are left over, or belong to another target"
         )
     shape = LlamaShape.from_head_config(
         config.get("transformer_layer_config", config), target.config

@@ -129,7 +129,7 @@ class Mtp(nn.Module):
         if signal.aux_BTLD is None or signal.aux_BTLD.shape[2] != 1:
             raise ValueError(
                 f"this MTP layer reads only the target's layer {self.aux_layer_ids[0]}: capture "
-                "that one"
+                "that layer"
             )
         return signal.aux_BTLD[:, :, 0]
 

@@ -29,7 +29,7 @@ def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tenso
     names = [name for name in list_tensors(folder) if layout.holds(name, num_layers)]
     if not names:
         raise ValueError(
-            f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from "
+            f"{folder} contains no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from "
             "scratch"
         )
     return layout.from_checkpoint(read_tensors(folder, names), num_layers)
@@ -117,7 +117,7 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
         or config.get("mlp_bias")
     ):
         raise ValueError(
-            f"{llama_folder} is not a LlamaForCausalLM without biases: only that can be converted "
+            f"{llama_folder} is not a LlamaForCausalLM without biases: only such models can be converted "
             "to MiMo"
         )
     heads, hidden = config["num_attention_heads"], config["hidden_size"]

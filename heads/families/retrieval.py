@@ -78,13 +78,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_run <= 16:
-            raise ValueError(f"runs of up to {self.max_run} tokens: give 1 to 16")
+            raise ValueError(f"max_run is {self.max_run}: it must be between 1 and 16")
         if self.min_texts < 1:
-            raise ValueError(
-                f"a run is to be found in {self.min_texts} conversations: give at least 1"
-            )
+            raise ValueError(f"min_texts is {self.min_texts}: it must be at least 1")
         if not 0 <= self.verify_cost <= 1:
-            raise ValueError(f"a token costs {self.verify_cost} steps to verify: give 0 to 1")
+            raise ValueError(f"verify_cost is {self.verify_cost}: it must be between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +211,7 @@ class Retrieval:
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(
-                f"{folder} holds no counted answers: `redraft data count` writes such a folder"
+                f"{folder} contains no counted answers: create such a folder with `redraft data count`"
             )
         tensors = load_file(folder / WEIGHTS)
         entries = Entries(*(tensors[f"ngrams.{name}"] for name in ("runs", "token", "probability")))
@@ -237,7 +235,7 @@ def require_answers(folder: Path) -> None:
             if "ngrams.runs" in tensors.keys() and tensors.get_slice("ngrams.runs").get_shape()[0]:  # noqa: SIM118
                 return
     raise ValueError(
-        f"{folder} holds no answers: count some (`redraft data count --target TARGET --data FILE`), or "
+        f"{folder} contains no answers: count some (`redraft data count --target TARGET --data FILE`), or "
         f"let the server count its own (--draft {LIVE})"
     )
 
@@ -284,7 +282,7 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
     for text in texts:
         deque(counts.learn(text), maxlen=0)
     if not runs.num_texts:
-        raise ValueError("no answer to count: the data has no label")
+        raise ValueError("there are no answers to count: the data has no labels")
     return Retrieval(config, runs.list_entries(counts.probability), counts.by_length())
 
 

@@ -312,7 +312,9 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
         `WAYS` slots flows over into the next one.
         """
         probabilities, kinds_R = np.unique(self._probabilities, return_inverse=True)
-        rows_R = kinds_R.astype(np.uint64) << np.uint64(VOTES_AT) | np.array(self._tokens, np.uint64)
+        rows_R = kinds_R.astype(np.uint64) << np.uint64(VOTES_AT) | np.array(
+            self._tokens, np.uint64
+        )
         hashes_R = np.array(self._hashes, np.uint64)
         num_buckets = len(self) * 2 // WAYS + 1
         rows, hashes = (np.zeros(num_buckets * WAYS, np.uint64) for _ in range(2))

@@ -216,7 +216,7 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
         raise ValueError(
             f"{type(draft.model).__name__} has layers of {', '.join(sorted(recurrent))}, whose "
-            "state would run on from "
+            "state would leak from "
             "one packed document into the next: choose a draft with attention layers only"
         )
     _require_exact(draft.model)
@@ -235,7 +235,7 @@ def _require_exact(model: Any) -> None:
     attention, wanted = config._attn_implementation, attention_of(config) or "sdpa"
     if attention not in (wanted, PREFIX_ATTENTION):
         raise ValueError(
-            f"a draft of type {config.model_type} trains with {wanted} attention, not {attention}"
+            f"a draft of type {config.model_type} must be trained with {wanted} attention, not {attention}"
         )
     find_rule(model)
 
@@ -283,7 +283,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     """
     if target.config.get_text_config() is not target.config:
         raise ValueError(
-            f"{type(target).__name__} reads images too, and a draft of the target's layers would: "
+            f"{type(target).__name__} also reads images, and so would a draft from its layers: "
             "begin with draft.checkpoint or draft.num_layers"
         )
     prefix, total = _find_layers(target)

@@ -77,7 +77,7 @@ class LlamaShape:
         )
         if None in (hidden, vocabulary, positions):
             raise ValueError(
-                f"no head can be made for {type(config).__name__}, which does not say hidden_size, "
+                f"no head can be created for {type(config).__name__}, because it does not specify hidden_size, "
                 "vocab_size and max_position_embeddings"
             )
         heads, key_heads, head_dim = map(

@@ -103,9 +103,7 @@ class Prefixes:
         if isinstance(ahead, Tensor):
             return self._narrowed(window, ahead)
         if window <= ahead:
-            raise ValueError(
-                f"a window of {window} positions does not reach back over {ahead} draft tokens"
-            )
+            raise ValueError(f"a window of {window} positions does not cover {ahead} draft tokens")
         # The host has the length of the rows, not of their documents.
         if self.is_whole and window >= self.start_BN.shape[1] + ahead:
             return self
@@ -575,8 +573,8 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
                 return compiled(*args, **options)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise RuntimeError(
-                f"{function.__name__} is compiled at most {MAX_GRAPHS} times in a process, and "
-                "these are used up "
+                f"{function.__name__} can be compiled at most {MAX_GRAPHS} times in a process, and "
+                "this limit was reached "
                 f"before queries of shape {list(args[0].shape)} in {args[0].dtype}: start the "
                 "process again"
             ) from error

@@ -42,7 +42,7 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
     ids_W = offset_W + torch.arange(len(offset_W))
     if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
         raise ValueError(
-            f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the "
+            f"{source}: d2t and t2d contain different ids: d2t must be the target's id minus the "
             "draft's"
         )
     return ids_W

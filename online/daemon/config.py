@@ -68,8 +68,7 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         if bool(self.ingest) == bool(self.spool):
             raise ValueError(
-                "records come from a spool (a folder) or an ingest log (nats://...): set one of "
-                "them"
+                "no source of records: set either spool (a folder) or ingest (nats://...) of them"
             )
         if self.ingest:
             parse_addresses(self.ingest)

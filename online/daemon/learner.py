@@ -76,8 +76,7 @@ def run(cfg: LearnerConfig) -> None:
         read_fleet(cfg.fleet.file, token)
     if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
         raise ValueError(
-            "zero_retention keeps no text on a disk: it needs a spool in memory, such as "
-            "/dev/shm/spool"
+            "zero_retention stores no text on disk: put the spool into memory, e.g. /dev/shm/spool"
         )
     candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
     if not candidate.accelerator.is_main_process:
@@ -443,7 +442,7 @@ class Learner:
                     str(request["tenant"]), is_dry=bool(request.get("dry_run"))
                 )
             case other:
-                raise ValueError(f"the learner does not know the request {other!r}")
+                raise ValueError(f"unknown request {other!r} to the learner")
 
     async def _forget(self, tenant: str, *, is_dry: bool) -> Forgotten:
         async with self._intake:

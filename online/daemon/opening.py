@@ -114,7 +114,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
         if cfg.draft.initial is None:
             raise ValueError(
                 f"{registry.folder} has no version yet: set draft.initial to the draft that is "
-                "served now"
+                "currently served"
             )
         initial, family = cfg.draft.initial, find_family(cfg.draft.family)
         copy: Callable[[Path, Path], None] = copy_model
@@ -151,7 +151,7 @@ def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> N
     # the layer in a quantised target may be plain: the tensors say so when they are read
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
-            f"{draft} is quantised ({method}), and training needs the weights from before: set "
+            f"{draft} is quantised ({method}), but training needs unquantised weights: set "
             "draft.initial to those"
         )
     if family.is_head:

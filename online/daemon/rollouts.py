@@ -121,7 +121,9 @@ class Rollouts:
         """
         self.registry.path(version)
         if pending := self.inbox.find(Event.SWAP_REQUESTED):
-            raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
+            raise ValueError(
+                f"{pending.candidate} is already requested and being rolled out: wait for it"
+            )
         settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
         try:
             # Without the shield a cancel would end the future, and the request would stay.

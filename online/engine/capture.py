@@ -108,7 +108,7 @@ class Capture:
         }
 
     def report(self, error: Exception, stage: str) -> None:
-        """Count and log an error of capture. Serving goes on without the record."""
+        """Count and log an error of capture. Serving continues without the record."""
         self.counts[f"errors_{stage}"] += 1
         message = f"{type(error).__name__}: {error}"
         if message != self.last_error:  # the same error on every step would flood the log

@@ -148,7 +148,7 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
     for folder in config.targets:
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"targets names {folder}, which is no folder: create it, or leave it out"
+                f"targets contains {folder}, which is not a folder: create it, or remove it"
             )
     check_pace(config.pace)
     return replace(config, token=_read_token(environment.get("REDRAFT_TOKEN"), config.token_file))
@@ -161,10 +161,12 @@ def check_pace(pace: str, most: int | None = None) -> str:
         ValueError: if it is not a pace, or is a number above `most`.
     """
     if pace not in ("off", "auto", "adaptive") and not pace.isdecimal():
-        raise ValueError(f"{pace} is no pace: give auto, adaptive, off or a number of draft tokens")
+        raise ValueError(
+            f"{pace} is not a valid pace: use auto, adaptive, off or a number of draft tokens"
+        )
     if most is not None and pace.isdecimal() and int(pace) > most:
         raise ValueError(
-            f"pace {pace} is above --num-speculative-tokens, {most}: raise that, or lower the pace"
+            f"pace {pace} is above --num-speculative-tokens, {most}: raise the latter, or lower the pace"
         )
     return pace
 

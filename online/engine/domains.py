@@ -90,7 +90,7 @@ def mark_step(
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
-    """Requests of a step whose draft tokens nobody proposed.
+    """Requests of a step whose draft tokens are only padding.
 
     vLLM gives such tokens to a request that joins with one token to read, e.g. the last of a cached
     prompt, so that all requests in the batch have the same length.

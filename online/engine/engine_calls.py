@@ -169,7 +169,7 @@ class EngineCalls:
         """
         if (found := await self.read_pace(new)) is None:
             raise RefusedError(
-                409, "nothing here takes a pace: start this server with redraft serve --pace auto"
+                409, "this server does not support a pace: start it with redraft serve --pace auto"
             )
         if new == "adaptive" and not found.get("adaptive"):
             raise RefusedError(

@@ -58,7 +58,7 @@ class PaceMemory:
             if kept is None:
                 return False
             if kept.key != self.key:
-                raise ValueError(f"{self.path} is of another server")
+                raise ValueError(f"{self.path} belongs to another server")
             policy.recall(kept.policy)
         except (OSError, ValueError) as error:
             logger.warning("redraft: --pace begins anew: %s", error)

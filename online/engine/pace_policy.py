@@ -237,7 +237,7 @@ class Policy:
             or {requests for requests, _ in rows} - {*self.requests, None}
             or {context for _, context in rows} - {*self.contexts, None}
         ):
-            raise ValueError("the pace was learned with other numbers of tokens or requests")
+            raise ValueError("the stored pace has different numbers of tokens or requests")
         if (
             any(not 0 <= count < math.inf for some in counts for count in some)
             or any(
@@ -248,7 +248,7 @@ class Policy:
             or not all(math.isfinite(probe.log_ratio) for probe in known.probes)
             or not all(0 < probe.variance < math.inf for probe in known.probes)
         ):
-            raise ValueError("the pace that was learned has impossible numbers")
+            raise ValueError("the stored pace contains invalid numbers")
         self.accepted.recall(tallies)
         self.times.learn(known.probes)
 

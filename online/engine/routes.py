@@ -233,7 +233,8 @@ def authorize(request: Request, config: PluginConfig) -> None:
     # no client: a Unix socket
     if not config.allow_remote and request.client and not is_local(request.client.host):
         raise HTTPException(
-            403, "only this machine may ask: `redraft serve --allow-remote` allows others"
+            403,
+            "only this machine may use this route: `redraft serve --allow-remote` allows others",
         )
     if config.token is None:
         raise HTTPException(

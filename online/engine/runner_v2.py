@@ -67,7 +67,7 @@ def _require_plain_batches(runner: Any) -> None:
     for name, part in unknown.items():
         if part is not None:
             raise ValueError(
-                f"a server with {name} is not recorded: start it without, or without capture"
+                f"a server with {name} cannot be recorded: start it without {name}, or without capture"
             )
 
 

@@ -70,7 +70,7 @@ def install_reread(runner: Any) -> Rereader:
     version = find_runner(runner)
     if version is None:
         raise ValueError(
-            f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}"
+            f"only vLLM's V1 and V2 model runners are supported, not {type(runner).__qualname__}"
         )
     rereader = Rereader(runner, *MODULES[version].find_proposer(runner))
     reread_before_steps(rereader)
@@ -93,7 +93,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
     version = find_runner(runner)
     if version is None:
         raise ValueError(
-            f"vLLM's V1 and V2 model runners are recorded, not {type(runner).__qualname__}"
+            f"only vLLM's V1 and V2 model runners can be recorded, not {type(runner).__qualname__}"
         )
     method = getattr(runner.speculative_config, "rejection_sample_method", "standard")
     if method not in LOSSLESS:

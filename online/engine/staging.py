@@ -354,9 +354,9 @@ class Staging:
             return reader.finish(path.stat().st_size)
 
     def require_wanted(self) -> None:
-        """Raise ValueError if this read was given up."""
+        """Raise ValueError if this read was aborted."""
         if self._is_discarded:
-            raise ValueError(f"reading {self.folder} was given up")
+            raise ValueError(f"reading {self.folder} was aborted")
 
     def _free(self) -> None:
         self.tensors = {}

@@ -164,7 +164,7 @@ class EngineStep:
 
     @property
     def num_rows(self) -> int:
-        """The number of logit rows; 0 if no request sampled, or if the rows were given up."""
+        """The number of logit rows; 0 if no request sampled, or if the rows were dropped."""
         rows = self.logits_RV if self.largest is None else self.largest.log_sum_exp_R
         return 0 if rows is None else len(rows)
 

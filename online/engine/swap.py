@@ -75,7 +75,7 @@ class Layout:
             return replace(self, shared={})
         if not self.folder.is_dir():
             raise ValueError(
-                f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server"
+                f"{self.folder}, the loaded draft, was deleted with its embeddings: restart the server"
             )
         return replace(self, shared=_hash_tensors(_find_weights(self.folder), shared))
 

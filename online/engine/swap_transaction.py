@@ -191,7 +191,7 @@ class Swaps:
     def _require_latest(self, version: str) -> None:
         if version != self._latest:
             raise RefusedError(
-                409, f"the swap to {version} gave way to the next, to {self._latest}"
+                409, f"the swap to {version} was replaced by a swap to {self._latest}"
             )
 
     async def _read_into_memory(self, found: _Found, serving: str) -> None:
@@ -257,7 +257,7 @@ class Swaps:
         if found != status.get("target_lineage"):
             raise RefusedError(
                 409,
-                f"{name} has not the tensors, type and tokenizer of the served target: save all of "
+                f"{name} differs from the served target in tensors, type or tokenizer: save all of "
                 "a checkpoint, or restart the server with it",
             )
         return str(folder)
@@ -354,7 +354,7 @@ class Swaps:
             name = found.name if found else "the target"
             raise RefusedError(
                 504,
-                f"{name} was not loaded within {deadline_s:.0f} s, and generation goes on: swap "
+                f"{name} was not loaded within {deadline_s:.0f} s, and generation continues: swap "
                 "again",
             ) from None
         except HalfNewError:
@@ -396,12 +396,10 @@ class Swaps:
                     if not all(rank["ok"] for rank in ranks):
                         raise HalfNewError(
                             500,
-                            f"{refusal.why}; the target is half new, and the engine stays paused: "
+                            f"{refusal.why}; the target is partly updated, and the engine stays paused: "
                             "load again",
                         )
-                raise RefusedError(
-                    refusal.code, f"{refusal.why}; the target has the weights of before"
-                )
+                raise RefusedError(refusal.code, f"{refusal.why}; the target keeps its old weights")
         if move.label:
             await self.calls.ask("redraft_name_target", move.label)
 
@@ -438,7 +436,7 @@ class Swaps:
 
     async def _require_awake(self) -> None:
         if await self._is_asleep():
-            raise RefusedError(409, "the engine sleeps: wake it up, then swap again")
+            raise RefusedError(409, "the engine is sleeping: wake it up, then swap again")
 
     async def _resume(self) -> None:
         """Resume generation, unless the engine has fallen asleep meanwhile.

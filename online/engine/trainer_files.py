@@ -38,14 +38,14 @@ def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
         elif not found.exists():
             raise FileNotFoundError(f"{entry} is not there")
         elif not found.is_dir():
-            raise ValueError(f"{entry} is no regular file: remove it")
+            raise ValueError(f"{entry} is not a regular file: remove it")
     return files
 
 
 def _require_within(found: Path, named: Path, allowed: list[Path]) -> None:
     if not any(found.is_relative_to(root) for root in allowed):
         raise OutsideError(
-            f"{named} is outside of the folders of `redraft serve --targets`: restart the server to allow it"
+            f"{named} is outside the folders of `redraft serve --targets`: restart the server to allow it"
         )
 
 
@@ -111,7 +111,7 @@ def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         raise ValueError(
             f"the weights differ from the model's in {len(different)} tensors ({name} is "
             f"{found.get(name, 'absent')} instead of {wanted.get(name, 'absent')}): give all "
-            "tensors, an update in as many parts as you like"
+            "tensors, in any number of updates"
         )
 
 

@@ -105,4 +105,4 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
 
 def _require_finite(name: str, tensor: Tensor) -> None:
     if not is_finite(tensor):
-        raise ValueError(f"{name} has values that are not finite: the weights of before stay")
+        raise ValueError(f"{name} has non-finite values: the old weights are kept")

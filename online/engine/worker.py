@@ -253,7 +253,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     if family is not None and family.is_in_target and is_target:
         raise ValueError(
             f"the {family.title} layer is served from the target's folder: start the server with "
-            "--registry, where a learner has put the layer in a folder of its own"
+            "--registry, to which a learner has exported the layer"
         )
     state.loaded_version, state.draft = state.draft_version, Layout.read(folder)
 
@@ -275,7 +275,7 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
         try:
             if family is None or family.is_head:
                 raise ValueError(
-                    "--swap.cache draft is for standalone drafts: choose keep or clear for a head"
+                    "--swap.cache draft supports only standalone drafts: use keep or clear for a head"
                 )
             state.rereader = install_reread(worker.model_runner)
             cache = "draft"
@@ -471,7 +471,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
             }
         if len(state.stuck) >= MAX_STUCK_READS:
             raise ValueError(
-                f"{len(state.stuck)} drafts are still being read: the registry's storage hangs"
+                f"{len(state.stuck)} drafts are still being read: the registry's storage does not respond"
             )
     except ValueError as error:
         return {"ok": False, "error": str(error)}
@@ -608,10 +608,10 @@ def _require_swappable(worker: Any) -> None:
     if getattr(speculative, "draft_lm_head_quantization", None):
         raise ValueError(
             "the draft has a quantised copy of the target's output head "
-            "(draft_lm_head_quantization), which a swap would not make again: restart without it"
+            "(draft_lm_head_quantization), which a swap would not update: restart without it"
         )
     if worker.redraft.asleep:
-        raise ValueError("the engine sleeps: wake it up, then swap again")
+        raise ValueError("the engine is sleeping: wake it up, then swap again")
     if not is_clear(worker):
         raise ValueError(UPDATING)
 

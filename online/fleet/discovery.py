@@ -74,12 +74,16 @@ class FleetConfig:
             FileNotFoundError: if the token's file is missing.
         """
         if not (self.servers or self.file or self.name):
-            raise ValueError("there is no server: set fleet.servers, fleet.file or fleet.name")
+            raise ValueError(
+                "no servers are configured: set fleet.servers, fleet.file or fleet.name"
+            )
         if self.token_file:
             return read_token(self.token_file)
         token = os.environ.get("REDRAFT_TOKEN")
         if not token:
-            raise ValueError("no token for the servers: set fleet.token_file or REDRAFT_TOKEN")
+            raise ValueError(
+                "there is no token for the servers: set fleet.token_file or REDRAFT_TOKEN"
+            )
         return check_token(token, "REDRAFT_TOKEN")
 
 

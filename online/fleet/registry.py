@@ -305,7 +305,7 @@ class Registry:
         previous = to or self.previous()
         if not previous:
             raise FileNotFoundError(
-                f"{self.folder} has no version before {self.current()} to go back to"
+                f"{self.folder} has no version before {self.current()} to roll back to"
             )
         artifact.verify(self.path(previous))
         kept = self.promoted()
@@ -328,7 +328,7 @@ class Registry:
             ValueError: if `keep` is below 1.
         """
         if keep < 1:
-            raise ValueError(f"keep is {keep}: at least the newest version has to stay")
+            raise ValueError(f"keep is {keep}: it must be at least 1")
         needed = {*self.versions()[-keep:], self.current(), self.previous(), *in_use}
         removed = [version for version in self.versions() if version not in needed]
         for version in removed:

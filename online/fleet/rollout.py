@@ -136,7 +136,7 @@ class RolloutPolicy:
             or self.waves[-1] != 1.0
             or self.waves[0] <= 0
         ):
-            raise ValueError(f"waves must rise from above 0 to 1.0, got {self.waves}")
+            raise ValueError(f"waves must increase, start above 0 and end at 1.0, got {self.waves}")
         if not 0.5 < self.confidence < 1 or self.max_loss <= 0:
             raise ValueError(
                 f"confidence must be between 0.5 and 1 and max_loss above 0, got {self.confidence} "

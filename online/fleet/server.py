@@ -95,7 +95,7 @@ def require_address(url: str) -> None:
         is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
         if parts.userinfo:
             raise ValueError(
-                f"the address of {parts.host!r} holds a password, which pages would show: leave it "
+                f"the address of {parts.host!r} contains a password, which pages would show: remove "
                 "out"
             )
         if not is_address and (url.startswith("/") or "unix" in parts.scheme):
@@ -318,9 +318,7 @@ class FleetServer:
             ValueError,
             RecursionError,
         ) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-            raise NonsenseError(
-                f"{self.url} answers with something other than a status: {error}"
-            ) from error
+            raise NonsenseError(f"{self.url} did not return a status: {error}") from error
 
     async def served(self) -> Served | None:
         """Read the engine's own counters, including lookups; None if they cannot be read."""
@@ -371,9 +369,7 @@ class FleetServer:
         try:
             return msgspec.json.decode(content, type=_ForgetAnswer).live_runs
         except (ValueError, RecursionError) as error:
-            raise NonsenseError(
-                f"{self.url} answers with something other than a number of runs: {error}"
-            ) from error
+            raise NonsenseError(f"{self.url} did not return a number of runs: {error}") from error
 
     def serves(self, status: Status, version: str) -> bool:
         """Whether a server with this status serves `version` intact.
@@ -410,7 +406,7 @@ class FleetServer:
             raise
         except Exception as error:  # an odd header can raise anything, and it is the server's fault
             reason = self._quote(repr(error))
-            raise UnreachableError(f"{self.url} cannot be understood: {reason}") from error
+            raise UnreachableError(f"{self.url} sent an invalid response: {reason}") from error
         if code != 200 or foreign:
             reason = foreign or self._quote(content.decode(errors="replace"))
             cure = "" if foreign else CURES.get(code, "")
@@ -443,7 +439,7 @@ class FleetServer:
                 content += part
                 if len(content) > MAX_ANSWER_BYTES:
                     raise NonsenseError(
-                        f"{self.url} answers {path} with more than {MAX_ANSWER_BYTES >> 20} MiB"
+                        f"{self.url} answered {path} with more than {MAX_ANSWER_BYTES >> 20} MiB"
                     )
         return (
             answer.status_code,

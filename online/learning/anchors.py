@@ -42,27 +42,29 @@ def read_anchors(
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no anchors file {path}: make it (redraft data anchors), or remove `anchors`"
+            f"there is no anchors file {path}: create it (redraft data anchors), or remove `anchors`"
         )
     records = []
     for _, record in read_frames(path.read_bytes()):
         if isinstance(record, CorruptRecordError):
             raise ValueError(
-                f"{path} is damaged ({record}): make the anchors again (redraft data anchors)"
+                f"{path} is damaged ({record}): create the anchors again (redraft data anchors)"
             )
         if record.target_fingerprint != target_fingerprint:
             raise ValueError(
-                f"{path} is of target {record.target_fingerprint[:12]}, this one is "
-                f"{target_fingerprint[:12]}: make anchors for this target (redraft data anchors)"
+                f"{path} belongs to target {record.target_fingerprint[:12]}, not to "
+                f"{target_fingerprint[:12]}: create anchors for this target (redraft data anchors)"
             )
         if hidden_shape not in (None, record.hidden_shape):
             raise ValueError(
-                f"{path} holds no hidden states of shape {hidden_shape}, which this head reads: "
+                f"{path} contains no hidden states of shape {hidden_shape}, which this head reads: "
                 "remove `anchors`, because heads learn without them"
             )
         records.append(record)
     if not records:
-        raise ValueError(f"{path} holds no record: make the anchors again (redraft data anchors)")
+        raise ValueError(
+            f"{path} contains no records: create the anchors again (redraft data anchors)"
+        )
     return records
 
 
@@ -73,7 +75,7 @@ def is_record_file(path: Path) -> bool:
 
 
 def forget_in_anchors(path: Path, name: str) -> int:
-    """Rewrite the file without a tenant's records, and overwrite the former file.
+    """Rewrite the file without a tenant's records, and overwrite the old file.
 
     Returns the number of those records.
     """

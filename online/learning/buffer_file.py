@@ -283,7 +283,9 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
         connection.execute("PRAGMA secure_delete = ON")
         (layout,) = connection.execute("PRAGMA user_version").fetchone()
         if layout > LAYOUT:
-            raise LaterFileError(f"{path} is of layout {layout}: this release reads up to {LAYOUT}")
+            raise LaterFileError(
+                f"{path} has layout {layout}; this release reads layouts up to {LAYOUT}"
+            )
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             # One transaction, `user_version` included: a kill cannot leave tables of an unknown
             # layout.
@@ -325,13 +327,13 @@ def named_disk_full() -> Iterator[None]:
     except OSError as error:
         if is_full(error):
             raise BufferFullError(
-                errno.ENOSPC, f"the buffer cannot write ({error}): free disk space"
+                errno.ENOSPC, f"the buffer cannot be written ({error}): free disk space"
             ) from error
         raise
     except sqlite3.OperationalError as error:
         if _primary_code(error) in _CANNOT_WRITE:
             raise BufferFullError(
-                errno.ENOSPC, f"the buffer cannot write ({error}): free disk space"
+                errno.ENOSPC, f"the buffer cannot be written ({error}): free disk space"
             ) from error
         raise
 

@@ -70,7 +70,7 @@ def choose_reads(family: Family, draft: Draft) -> Reads:
 def _find_learning(name: str) -> Family:
     if name not in list_learning():
         raise ValueError(
-            f"drafts of family {name} do not learn online: only {', '.join(list_learning())} do"
+            f"drafts of family {name} cannot learn online: only {', '.join(list_learning())} can"
         )
     return find_family(name)
 

@@ -52,7 +52,7 @@ class SteadyClock:
         self.now_s()
 
     def now_s(self) -> float:
-        """Seconds since the epoch: by the wall clock if it is believed, otherwise as expected."""
+        """Seconds since the epoch: by the wall clock if it is plausible, otherwise as expected."""
         now = _Reading(self._wall(), self._elapsed())
         expected_s = self._believed.expect(now.elapsed_s)
         if abs(now.wall_s - expected_s) <= SLACK_S:

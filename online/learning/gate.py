@@ -76,7 +76,7 @@ class Policy:
             raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
         if self.min_domain_requests < 2 or self.min_requests < 2:
             raise ValueError(
-                "min_requests and min_domain_requests must be at least 2: one request has no spread"
+                "min_requests and min_domain_requests must be at least 2: a single request has no spread"
             )
 
 
@@ -135,7 +135,7 @@ def judge(
             finite, or `look` is below 1.
     """
     if look < 1:
-        raise ValueError(f"looks are counted from 1, got {look}")
+        raise ValueError(f"look must be at least 1, got {look}")
     if not len(candidate) == len(incumbent) == len(domains):
         raise ValueError(
             f"candidate, incumbent and domains must pair up, got {len(candidate)}, "
@@ -187,7 +187,7 @@ def find_loss(
         ValueError: if the sequences differ in length or `look` is below 1.
     """
     if look < 1:
-        raise ValueError(f"looks are counted from 1, got {look}")
+        raise ValueError(f"look must be at least 1, got {look}")
     counts_N4, usable_N = _pair_counts(current, previous)
     if not _is_sane(current):
         return True, "its counts are not finite"

@@ -93,7 +93,7 @@ class Spool:
         """
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"there is no spool {self.folder}: servers make it (--capture.spool)"
+                f"the spool {self.folder} does not exist: servers create it (--capture.spool)"
             )
         taken, paths = Taken(), spool_files(self.folder)
         # Names of files that are gone would only pile up.

@@ -328,7 +328,7 @@ async def provide_stream(
             and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id
         ):
             raise BrokerError(
-                f"a learner of another registry takes the records of {config.stream} already: give "
+                f"a learner of another registry already reads the records of {config.stream}: give "
                 "each learner a different nats.fleet"
             )
         # If the stream lost the newest messages with a disk, an old consumer remembers a later
@@ -362,7 +362,7 @@ async def _make_way(stream: Any, config: Nats) -> None:
         # A running learner nearly always has a request waiting at the broker, a former one never.
         if found.num_waiting or not found.name.startswith(CONSUMER):
             raise BrokerError(
-                f"{found.name} of {config.stream} takes its records already: give each learner a "
+                f"{found.name} of {config.stream} already reads its records: give each learner a "
                 "different nats.fleet"
             )
         await stream.delete_consumer(config.stream, found.name)

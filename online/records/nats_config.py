@@ -100,9 +100,7 @@ def parse_addresses(ingest: str) -> list[str]:
             shown = (
                 f"{parts.scheme}://{parts.hostname}" if parts.hostname else address
             )  # without a password
-            raise ValueError(
-                f"ingest names {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222"
-            )
+            raise ValueError(f"ingest is {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222")
     return found
 
 

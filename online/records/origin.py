@@ -92,7 +92,9 @@ def stored_name(tenant: str) -> str:
         ValueError: if the name is empty.
     """
     if not tenant.strip():
-        raise ValueError("the tenant's name is empty: name the tenant whose records to delete")
+        raise ValueError(
+            "the tenant's name is empty: give the tenant whose records should be deleted"
+        )
     return to_label(tenant)
 
 

@@ -57,7 +57,9 @@ class Recording(Sample):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ingest and self.spool:
-            raise ValueError("records go to a spool or to an ingest log: set one of them")
+            raise ValueError(
+                "records go either to a spool or to an ingest log: set one of them, not both"
+            )
         if self.ingest:
             parse_addresses(self.ingest)
 
@@ -103,5 +105,7 @@ def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
 
         return Publisher(config.ingest, config.nats, guard=guard)
     if config.spool is None:
-        raise ValueError("records go to a spool or to an ingest log: set one of them")
+        raise ValueError(
+            "records go either to a spool or to an ingest log: set one of them, not both"
+        )
     return SpoolWriter(config.spool, server_id, config.spool_bytes)

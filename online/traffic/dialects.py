@@ -134,7 +134,7 @@ class LlamaCppAnswer(IdsAnswer):
         native = message.get("__verbose") or message
         self.request_id = str(message.get("id") or uuid.uuid4().hex)
         if native.get("truncated"):
-            raise AnswerError("truncated", "llama.cpp has cut the prompt to its context")
+            raise AnswerError("truncated", "llama.cpp truncated the prompt to its context")
         used = native["generation_settings"]
         on = [name for name, off in OFF.items() if used.get(name, off) != off]
         if on or used.get("lora") or used.get("grammar"):
@@ -188,7 +188,9 @@ class LlamaCpp(Dialect):
         asked = {"content": answer.prompt, "add_special": True, "parse_special": True}
         answer.prompt_ids = list((await ask("POST", b"/tokenize", asked))["tokens"])
         if len(answer.prompt_ids) != answer.num_prompt_tokens:
-            raise AnswerError("prompt", "llama.cpp tokenizes the prompt otherwise than it read it")
+            raise AnswerError(
+                "prompt", "the token ids from llama.cpp differ from those that it read"
+            )
 
 
 DIALECTS: Mapping[EngineName, Dialect] = {

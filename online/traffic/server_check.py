@@ -168,7 +168,7 @@ class ServerCheck:
         changes = [abs(plain[token] - filtered.get(token, -math.inf)) for token in plain]
         if total > MAX_TOTAL or max(changes) > MAX_CHANGE:
             raise UnfitError(
-                "its log-probabilities are not those of the model: start vLLM with --logprobs-mode "
+                "its log-probabilities differ from the model's: start vLLM with --logprobs-mode "
                 "raw_logprobs"
             )
         return frozenset(names)
@@ -189,7 +189,7 @@ class ServerCheck:
             if sum(map(operator.eq, by_default, tokens)) >= least:
                 return defaults
         raise UnfitError(
-            "it samples by other defaults than the target's generation_config.json: start vLLM "
+            "its sampling defaults differ from the target's generation_config.json: start vLLM "
             "without "
             "--override-generation-config and --watermark-config, and with --generation-config "
             "auto or vllm"
@@ -289,7 +289,7 @@ class SglangCheck(ServerCheck):
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         info = await self.ask(upstream, "GET", b"/server_info")
         if "speculative_algorithm" not in info:
-            raise UnfitError("it is not SGLang: its /server_info names no speculative_algorithm")
+            raise UnfitError("it is not SGLang: its /server_info has no speculative_algorithm")
         self._samples_as_model = info.get("sampling_defaults", "model") == "model"
         return await self._list_models(upstream)
 
@@ -306,7 +306,7 @@ class LlamaCppCheck(SglangCheck):
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         if "build_info" not in await self.ask(upstream, "GET", b"/props"):
-            raise UnfitError("it is not llama.cpp: its /props names no build_info")
+            raise UnfitError("it is not llama.cpp: its /props has no build_info")
         self._samples_as_model = False
         return await self._list_models(upstream)
 

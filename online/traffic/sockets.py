@@ -67,7 +67,7 @@ REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: clo
 LOG_PAUSE_S = 60.0  # The same warning is logged once in this time.
 
 PRIVATE_NAMES = (".localhost", ".svc", ".cluster.local", ".internal")
-"""Endings of names that nobody can register, so no web site can have them."""
+"""Domain suffixes that cannot be registered, so no web site can use them."""
 
 
 class TooMuchError(Exception):

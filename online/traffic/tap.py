@@ -65,8 +65,8 @@ class TapConfig(Recording):
         super().__post_init__()
         if self.engine == "tensorrt-llm":
             raise ValueError(
-                "TensorRT-LLM returns no token ids of a prompt, and refuses a request with a field "
-                "that it does not have: train on regenerated answers (redraft regenerate)"
+                "TensorRT-LLM does not return the token ids of a prompt, and refuses requests with a field "
+                "that it does not support: train on regenerated answers (redraft regenerate)"
             )
 
 

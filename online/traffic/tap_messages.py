@@ -343,7 +343,7 @@ def read_sampling(payload: dict[str, Any]) -> Sampling:
     sampling = structs.replace(Sampling(top_k=min(top_k, MAX_TOP_K)), **numbers)
     if find_bad_sampling(sampling):
         raise AnswerError(
-            "sampling", "a sampling parameter of the request is outside the range that vLLM takes"
+            "sampling", "a sampling parameter of the request is outside the range that vLLM accepts"
         )
     if sampling.temperature == 0:  # greedy: vLLM ignores the filters
         return structs.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)

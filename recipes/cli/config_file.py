@@ -25,9 +25,7 @@ def read_config(path: Path, default: Config) -> Config:
         ValueError: it is not TOML, a key is unknown, or a value does not fit.
     """
     if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no config file {path}: --print-config prints one to begin with"
-        )
+        raise FileNotFoundError(f"there is no config file {path}: create one with --print-config")
     config: Config = _change(default, read_table(path), str(path), "")
     return config
 

@@ -185,7 +185,7 @@ def read_finished(
         return finished
     if has_penalties:
         raise ValueError(
-            f"{cfg.acceptance} has not the penalties of {target.name}: leave out --acceptance, "
+            f"{cfg.acceptance} was measured without the penalties of {target.name}: remove --acceptance, "
             "or benchmark requests without penalties with --temperature"
         )
     finished = give_acceptance(finished, cfg.acceptance, sampling)

@@ -133,12 +133,12 @@ def require_measurable(cfg: EvalConfig, drafts: Sequence[NamedDraft]) -> None:
     if not cfg.engine and (
         unmeasured := [draft.name for draft in drafts if draft.forecast is None]
     ):
-        raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
+        raise ValueError(f"{unmeasured[0]} can only be measured in the engine: remove --no-engine")
     if not cfg.forecast and (
         unserved := [draft.name for draft in drafts if draft.speculative is None]
     ):
         raise ValueError(
-            f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast"
+            f"{unserved[0]} has no proposer in vLLM and can only be forecast: remove --no-forecast"
         )
 
 
@@ -172,23 +172,23 @@ def forecast_all(
 def check(cfg: EvalConfig) -> None:
     """Raise ValueError if the settings do not fit together or a number is out of range."""
     if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
-        raise ValueError("--num-speculative-tokens needs numbers of at least 1")
+        raise ValueError("--num-speculative-tokens must be at least 1")
     if min(cfg.temperature, default=0) < 0:
-        raise ValueError("--temperature needs numbers of at least 0")
+        raise ValueError("--temperature must be at least 0")
     require_least(cfg, num_prompts=1, max_tokens=1, batch_size=1, concurrency=1)
     if not (cfg.forecast or cfg.engine):
         raise ValueError(
-            "--no-forecast and --no-engine leave nothing to measure: leave out one of them"
+            "--no-forecast and --no-engine leave nothing to measure: remove one of them"
         )
     if not cfg.forecast and cfg.baseline:
-        raise ValueError("--baseline is read together with forecasts: leave out --no-forecast")
+        raise ValueError("--baseline needs forecasts: remove --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
     # A baseline is never replaced by the report that is compared with it.
     if obstacle := find_obstacle([cfg.output / name for name in WRITTEN], cfg):
         raise ValueError(f"{obstacle}: choose another --output")
     if (cfg.output / "checkpoints").exists():
-        raise ValueError(f"{cfg.output} holds a training run: choose another --output")
+        raise ValueError(f"{cfg.output} contains a training run: choose another --output")
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:

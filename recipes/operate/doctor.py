@@ -74,7 +74,7 @@ class DoctorConfig:
 
 def main(cfg: DoctorConfig) -> None:
     if cfg.engine not in ("vllm", "none") and cfg.target is None and cfg.url is None:
-        raise ValueError(f"--engine {cfg.engine} checks a draft beside its target: give --target")
+        raise ValueError(f"--engine {cfg.engine} needs the draft's target: set --target")
     has_pair = any(each is not None for each in (cfg.draft, cfg.target, cfg.url))
     machine: dict[str, str] = {}
     found: list[Finding] = []
@@ -125,9 +125,7 @@ def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
 
     draft = DraftSource.parse(source)
     if draft.is_without_folder:
-        raise ValueError(
-            f"--draft {source} needs a target to be checked against: give --target as well"
-        )
+        raise ValueError(f"--draft {source} needs its target: set --target as well")
     return describe_draft(fetch_model(draft.source))
 
 
@@ -147,7 +145,7 @@ def check_pair(cfg: DoctorConfig) -> "Checked":
     draft = DraftSource.parse(cfg.draft or cfg.target)
     if draft.lookup is None and draft.is_without_folder and draft.is_lookup:
         raise ValueError(
-            f"{draft} is looked up: no model computes it, so there is nothing to compare"
+            f"{draft} is a lookup: no model computes it, so there is nothing to compare"
         )
     engine = EngineCheck(
         dtype=cfg.target_dtype,
@@ -185,7 +183,7 @@ def check_running(cfg: DoctorConfig, url: str) -> "Checked":
     from redraft.online.fleet.server import require_address
 
     if cfg.target is None or cfg.draft is None:
-        raise ValueError("--url compares a draft with its server: give --target and --draft too")
+        raise ValueError("--url compares a draft with its server: set --target and --draft too")
     require_address(url)
     pair = Pair.read(TargetFolder.open(cfg.target), fetch_model(cfg.draft))
     server = find_server(url)

@@ -64,11 +64,11 @@ def main(cfg: ExportConfig) -> None:
     engine.require_served(family)
     own = cfg.draft if family.is_in_target else None
     if not (name := cfg.target or own or read_provenance(folder).target):
-        raise ValueError(f"{cfg.draft} does not name its target: give --target")
+        raise ValueError(f"{cfg.draft} does not contain the name of its target: set --target")
     pair = Pair.read(TargetFolder.open(name), folder)
     if family.is_in_target and not pair.is_own_target:
         raise ValueError(
-            f"{cfg.draft} holds an MTP layer alone, and engines read it from the target's folder: "
+            f"{cfg.draft} contains only an MTP layer, but engines read it from the target's folder: "
             "give the folder that `redraft train mtp` wrote"
         )
     num_tokens = pair.choose_tokens(cfg.num_speculative_tokens)

@@ -63,7 +63,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
         incumbent = registry.current()
         if incumbent is None:
             raise FileNotFoundError(
-                f"{cfg.registry} has no current version to go back to: start the learner once"
+                f"{cfg.registry} has no current version to return to: start the learner once"
             )
         async with connected(await discover(cfg.fleet), registry) as servers:
             outcome = await try_canary(servers, version, incumbent, cfg.rollout)

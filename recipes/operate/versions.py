@@ -30,7 +30,7 @@ class VersionsConfig:
 def main(cfg: VersionsConfig) -> None:
     if cfg.config is None and cfg.registry is None:
         raise ValueError(
-            "which registry? Give --config learner.toml, or --registry with the folder of the "
+            "no registry given: set --config learner.toml, or --registry with the folder of the "
             "versions"
         )
     learner = load_config(cfg.config) if cfg.config else None

@@ -80,7 +80,7 @@ def main(cfg: WatchConfig) -> None:
         ValueError: a server serves no draft.
     """
     if not cfg.urls:
-        raise ValueError("no server to watch: give http://HOST:PORT")
+        raise ValueError("no servers to watch: give http://HOST:PORT")
     for url in cfg.urls:
         require_address(url)
     recent = AcceptanceCounts.zero()

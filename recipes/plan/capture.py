@@ -29,7 +29,7 @@ class CapturePlanConfig:
 
     def __post_init__(self) -> None:
         if min(self.requests, default=0) < 1:
-            raise ValueError(f"--requests {self.requests}: a step has at least 1 request")
+            raise ValueError(f"--requests {self.requests}: it must be at least 1")
         require_least(self, num_speculative_tokens=1)
 
 

@@ -53,7 +53,7 @@ def make_plan(cfg: PlanConfig) -> Plan:
     target = whole.get_text_config()
     if cfg.signal == "model" and stored_bits(whole):
         raise ValueError(
-            f"{cfg.target_name} is quantised: a training runs it on servers: --signal endpoint or "
+            f"{cfg.target_name} is quantised, so it must run on servers: use --signal endpoint or "
             "cache"
         )
     if cfg.sequence_length is not None:
@@ -65,10 +65,12 @@ def make_plan(cfg: PlanConfig) -> Plan:
     )
     if vocabulary and not getattr(recipe, "draft_vocab_size", 0):
         raise ValueError(
-            f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary"
+            f"{cfg.family} does not support --draft-vocab-size: it uses the target's vocabulary"
         )
     if cfg.gradient_checkpointing and not family.can_recompute:
-        raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
+        raise ValueError(
+            f"{family.title} does not support --gradient-checkpointing: remove the flag"
+        )
     return Plan(
         family=family.name,
         target=target,
@@ -114,7 +116,7 @@ def _choose_head(cfg: PlanConfig, usual: Any) -> Any:
 def _find_draft(cfg: PlanConfig, target: Any) -> Any:
     if cfg.num_steps is not None:
         raise ValueError(
-            "--num-steps does not fit a standalone draft: it learns one step, for any number of "
+            "standalone drafts do not support --num-steps: they learn one step for any number of "
             "tokens"
         )
     draft = find_sizes(cfg.checkpoint).get_text_config()

@@ -36,13 +36,10 @@ class FleetPlanConfig:
         if not self.tokens_per_s > 0:
             raise ValueError(f"--tokens-per-s is {self.tokens_per_s:g}: it must be above 0")
         if not 0 < self.fraction <= 1:
-            raise ValueError(
-                f"--fraction is {self.fraction:g}: a share of the requests lies above 0 and is at "
-                "most 1"
-            )
+            raise ValueError(f"--fraction is {self.fraction:g}: it must be above 0 and at most 1")
         for name in self.families:
             if not find_family(name).learns_online:
-                raise ValueError(f"--families {name}: it does not learn from live traffic")
+                raise ValueError(f"--families {name}: this family cannot learn from live traffic")
 
 
 def main(cfg: FleetPlanConfig) -> None:

@@ -82,16 +82,18 @@ class PlanConfig:
             self, devices=1, batch_size=1, sequence_length=2, num_steps=1, draft_vocab_size=0
         )
         if self.tokens is not None and not 0 < self.tokens < math.inf:
-            raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
+            raise ValueError(
+                f"--tokens is {self.tokens:g}: give the number of training tokens, e.g. 1e9"
+            )
         if self.sharding != "none" and self.devices == 1:
-            raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
+            raise ValueError(f"--sharding {self.sharding} needs several devices: set --devices")
         if self.exact and (self.signal == "model" or find_family(self.family).is_head):
             raise ValueError(
-                "--exact is for a standalone draft with --signal endpoint or cache: the others are "
+                "--exact applies only to a standalone draft with --signal endpoint or cache: all others are "
                 "exact"
             )
         if self.shard and (self.devices == 1 or self.signal != "model"):
-            raise ValueError("--shard takes several devices and --signal model")
+            raise ValueError("--shard needs several devices and --signal model")
 
     @property
     def target_name(self) -> str:

@@ -70,7 +70,7 @@ def main(cfg: AnchorsConfig) -> None:
     if obstacle := find_obstacle([cfg.output], cfg):
         raise FileExistsError(f"{obstacle}: choose another --output")
     if cfg.output.is_file() and not is_record_file(cfg.output):
-        raise FileExistsError(f"{cfg.output} does not hold anchors: choose another --output")
+        raise FileExistsError(f"{cfg.output} does not contain anchors: choose another --output")
     if cfg.output.exists() and not cfg.overwrite:
         raise FileExistsError(
             f"{cfg.output} already exists: choose another --output, or pass --overwrite"

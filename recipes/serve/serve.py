@@ -144,13 +144,13 @@ def server_command(cfg: ServeConfig) -> list[str]:
         require_own(cfg.live.folder)
         if is_many(flags.get("nnodes", "1")) or flags.get("distributed_executor_backend") == "ray":
             raise ValueError(
-                "--live.folder keeps live counts for the ranks of one machine, and --nnodes or Ray asks "
+                "--live.folder supports the ranks of one machine only, but --nnodes or Ray asks "
                 "for more: leave it out"
             )
     if needs_plugin(config) and is_many(flags.get("pipeline_parallel_size", "1")):
         raise ValueError(
-            "--pipeline-parallel-size above 1 leaves the text of requests on the first stage, and "
-            f"{draft} is looked up on the last: use --tensor-parallel-size"
+            "--pipeline-parallel-size above 1 keeps the text of requests on the first stage, but "
+            f"{draft} is looked up on the last one: use --tensor-parallel-size"
         )
     arguments = ["--speculative-config", json.dumps(vllm_keys(config))]
     arguments += template_arguments(folder) if folder else []
@@ -230,13 +230,13 @@ def require_block(
     """Raise ValueError if block verification does not fit this draft, or gains nothing."""
     if speculative.get("draft_sample_method") != "probabilistic":
         raise ValueError(
-            "--rejection-sample-method block gains nothing on greedy draft tokens: add "
+            "--rejection-sample-method block has no effect on greedy draft tokens: add "
             "--draft-sample-method probabilistic, with a draft that can be sampled"
         )
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER", "0" if ENGINE_IS_CPU else "1")
     if asked == "0":
         raise ValueError(
-            "only vLLM's V2 model runner verifies blocks, and V1 would serve this draft: leave out "
+            "only vLLM's V2 model runner verifies blocks, but V1 would serve this draft: remove "
             "--rejection-sample-method block"
         )
 
@@ -267,12 +267,14 @@ def _refuse_idle(cfg: ServeConfig, draft: DraftSource) -> None:
     if draft.lookup is None and draft.is_lookup:
         changed = (name for name in MODEL_FLAGS if getattr(cfg, name) != getattr(ServeConfig, name))
         if flag := next(changed, None):
-            raise ValueError(f"--{flag.replace('_', '-')} is for a model, and {draft} is looked up")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} applies only to models, but {draft} is a lookup"
+            )
     if cfg.live != LiveConfig() and LIVE not in (draft.source, draft.lookup):
-        raise ValueError(f"--live... is for live counts (--draft {LIVE}), which {draft} has not")
+        raise ValueError(f"--live... applies only to live counts (--draft {LIVE}), not to {draft}")
     if cfg.verify_cost is not None and not draft.has_answers:
         raise ValueError(
-            f"--verify-cost is for counted answers (`redraft data count`), which {draft} has not"
+            f"--verify-cost applies only to counted answers (`redraft data count`), not to {draft}"
         )
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
@@ -343,7 +345,7 @@ def _draft(cfg: ServeConfig) -> DraftSource:
     if cfg.draft is not None:
         return DraftSource.parse(cfg.draft)
     if cfg.registry is None:
-        raise ValueError("no draft: give --draft, or --registry to serve its current version")
+        raise ValueError("no draft given: set --draft, or --registry to serve its current version")
     current = cfg.registry / "current"
     if not current.is_dir():
         raise FileNotFoundError(

@@ -60,7 +60,7 @@ def main(cfg: FeaturesConfig) -> None:
     config = load_text_config(cfg.target)
     if config.model_type in UNSENT:
         raise ValueError(
-            f"{cfg.target} is of type {config.model_type}, whose keys vLLM keeps in several "
+            f"{cfg.target} has the type {config.model_type}, whose keys vLLM keeps in several "
             "groups, and hidden states "
             "are sent beside one group only: train with the target in the training process "
             "(--signal.kind model)"

@@ -129,7 +129,7 @@ def make_plan(cfg: UpConfig) -> Plan:
     """Check the settings, and plan all parts to start. Raises the same errors as `main`."""
     if cfg.join and (cfg.folder or cfg.draft):
         raise ValueError(
-            "--join takes folder and draft of the redraft up that runs there: leave out the others"
+            "--join uses the folder and draft of the running redraft up: remove the other flags"
         )
     target = open_folder(cfg.target).absolute()
     read_config(target)
@@ -150,15 +150,17 @@ def make_plan(cfg: UpConfig) -> Plan:
     settings = check_folder(cfg, folder, target, draft)
     if cfg.draft == HEAD and cfg.capture.fraction == 0 and settings is None:
         raise ValueError(
-            f"--draft {HEAD} beside --capture.fraction 0: {folder} has no head, and nothing would "
-            "train one: leave out one of the two"
+            f"--draft {HEAD} beside --capture.fraction 0: {folder} has no head, and none would "
+            "be trained: remove one of the two flags"
         )
     page_port = settings.page.port if settings else Page().port
     given = flags.get("port", "8000")
     if not given.isdecimal() or not 0 < (port := int(given)) < 1 << 16:
         raise ValueError(f"--port {given} is not a port: give a number from 1 to 65535")
     if is_taken(port):
-        raise ValueError(f"port {port} is in use: give another after the --, as --port 8001")
+        raise ValueError(
+            f"port {port} is in use: choose another one after the --, e.g. --port 8001"
+        )
     if settings and not cfg.join and is_taken(page_port):
         raise ValueError(f"port {page_port} is in use: change [page] port in {folder / SETTINGS}")
     require_space(folder, LEAST_FREE_BYTES)
@@ -197,28 +199,30 @@ def check_folder(
         # A folder follows the snapshot of a hub repository with which it began.
         is_newer = target.parent.name == "snapshots" and target.parent == settings.target.parent
         if settings.target.resolve() != target.resolve() and not is_newer:
-            raise ValueError(f"{folder} is for the target {settings.target}: give another --folder")
+            raise ValueError(
+                f"{folder} belongs to the target {settings.target}: choose another --folder"
+            )
         family = find_family(settings.draft.family)
         if cfg.draft == HEAD and not family.is_head:
             raise ValueError(
-                f"--draft {HEAD}: {folder} began with {initial}, which is a {family.title}: leave "
+                f"--draft {HEAD}: {folder} was started with {initial}, which is a {family.title}: leave "
                 "out --draft, or give another --folder"
             )
         if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
             raise ValueError(
-                f"{folder} began with {initial}: leave out --draft, or give another --folder"
+                f"{folder} was started with {initial}: remove --draft, or choose another --folder"
             )
         return settings
     if cfg.join:
         raise FileNotFoundError(
-            f"{folder} has no {SETTINGS}: --join takes the folder of a redraft up that learns"
+            f"{folder} has no {SETTINGS}: --join needs the folder of a redraft up with a learner"
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / TOKEN).is_file():
-        raise FileExistsError(f"{folder} holds other files: give another --folder")
+        raise FileExistsError(f"{folder} contains other files: choose another --folder")
     if draft is not None:
         if draft.lookup is not None:
             raise ValueError(
-                f"--draft {draft}: redraft up chooses the lookup: give {draft.source} alone"
+                f"--draft {draft}: redraft up chooses the lookup itself: give only {draft.source}"
             )
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
@@ -249,7 +253,7 @@ def require_memory(target: Path) -> None:
     free = psutil.virtual_memory().available
     if ENGINE_IS_CPU and need > free:
         raise ValueError(
-            f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free "
+            f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free: free "
             "some"
         )
 
@@ -345,7 +349,7 @@ def make_new_head(
                 pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
             if is_required:
-                raise ValueError(f"--draft {HEAD}: no head can be made: {error}") from error
+                raise ValueError(f"--draft {HEAD}: no head can be created: {error}") from error
             print(f"no new head, so live counts draft: {error}", flush=True)
             return DraftSource.parse(LIVE)
     return DraftSource(source=str(folder))

@@ -273,7 +273,7 @@ def _read_file(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} has no settings of vLLM: it must be lines of the form `port: 8001`"
+            f"{path} contains no vLLM settings: its lines must have the form `port: 8001`"
         )
     # `key: false` leaves a switch out.
     return {
@@ -301,7 +301,7 @@ def require_agreement(
     """Raise ValueError for arguments of vLLM that do not work beside these parts of redraft."""
     if arguments and not arguments[0].startswith("-"):
         raise ValueError(
-            f"{arguments[0]} after the -- is not a flag of vLLM: the target is the first argument "
+            f"{arguments[0]} after the -- is not a vLLM flag: the target is the first argument "
             "of redraft"
         )
     for clash in _find_clashes(flags, parts):
@@ -343,7 +343,7 @@ def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) ->
     if environment.get(DEV_MODE, "0") == "0" or "uds" in flags or is_local(flags.get("host", "")):
         return
     raise ValueError(
-        f"{DEV_MODE}=1 lets whoever reaches the server replace the weights: add --host 127.0.0.1 "
+        f"{DEV_MODE}=1 allows anyone who can reach the server to replace the weights: add --host 127.0.0.1 "
         "after the --, or leave it out and load weights by POST /redraft/target"
     )
 

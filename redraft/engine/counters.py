@@ -54,7 +54,7 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
     """
     counts = find_counts(metrics)
     if counts is None:
-        raise ValueError(f"no {SPEC_DECODE}* counters: {NO_COUNTERS}")
+        raise ValueError(f"there are no {SPEC_DECODE}* counters: {NO_COUNTERS}")
     return counts
 
 

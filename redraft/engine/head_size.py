@@ -45,7 +45,7 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
     size, itemsize = head_size(config), dtype.itemsize
     if not SMALLEST <= size <= LARGEST:
         raise ValueError(
-            f"{what} has attention heads of size {size}, and FlexAttention on a GPU takes "
+            f"{what} has attention heads of size {size}, but FlexAttention on a GPU supports "
             f"{SMALLEST} to {LARGEST}: "
             "choose another model, or train on a CPU (ACCELERATE_USE_CPU=true)"
         )

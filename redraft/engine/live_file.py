@@ -50,7 +50,7 @@ class LiveConfig:
 
     def __post_init__(self) -> None:
         if self.window < 2:
-            raise ValueError(f"--live.window {self.window} keeps no answers: give 2 or more")
+            raise ValueError(f"--live.window {self.window} is too small: give 2 or more")
 
 
 class LiveFile:
@@ -124,7 +124,7 @@ def open_file(folder: Path, runner: Any, draft: Live) -> LiveFile:
     parallel = runner.vllm_config.parallel_config
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         raise ValueError(
-            "live counts are kept in a folder by ranks of one machine alone: leave out --live.folder"
+            "only ranks of one machine can keep live counts in a folder: remove --live.folder"
         )
     make_private(folder)
     path = folder / f"live-{parallel.data_parallel_rank}.safetensors"

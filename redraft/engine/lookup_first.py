@@ -48,7 +48,7 @@ class HeadLimits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and value < 0:
-                raise ValueError(f"--head-{name} is {value}: give 0 or more")
+                raise ValueError(f"--head-{name} is {value}: it must be at least 0")
 
     def choose(self, num_tokens: int, num_requests: int) -> int:
         """Tokens for the head to draft in a step that allows `num_tokens` per request."""
@@ -69,17 +69,17 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
     if family is None or not family.takes_lookup:
         titles = ", ".join(family.title for family in FAMILIES if family.takes_lookup)
         raise ValueError(
-            f"a lookup goes before {titles}, not before a draft of vLLM's method "
+            f"a lookup can run before {titles}, not before a draft with vLLM's method "
             f"{head.get('method')}"
         )
     if head.get("draft_sample_method") == "probabilistic":
         raise ValueError(
-            "a lookup goes before greedy drafts only: leave out --draft-sample-method probabilistic"
+            "a lookup can run only before greedy drafts: remove --draft-sample-method probabilistic"
         )
     if head.get("enable_adaptive_verification"):
         raise ValueError(
             "a lookup chooses the tokens to verify by its own probabilities, so vLLM's adaptive "
-            "verification has no place beside it: leave out one of the two"
+            "verification cannot be combined with it: remove one of the two"
         )
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
     # With UNPADDED vLLM hands the accepted tokens over as lists on the host,
@@ -107,7 +107,7 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     found = {key: asked[key] for key in KEYS if key in asked}
     for key, value in found.items():
         if type(value) is not int or value < 0:
-            raise ValueError(f"{SECTION}.{key} is {value!r}: give a number of at least 0")
+            raise ValueError(f"{SECTION}.{key} is {value!r}: it must be a number of at least 0")
     return found if LOOKUP[1] in found else {}
 
 

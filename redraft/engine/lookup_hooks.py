@@ -241,8 +241,7 @@ def install(runner: Any) -> None:
         return  # a stage of a pipeline that drafts nothing
     if not is_v2 and not hasattr(runner, "drafter"):
         raise ValueError(
-            "vLLM's V1 and V2 model runners look tokens up as redraft does, not "
-            f"{type(runner).__qualname__}"
+            f"lookups support only vLLM's V1 and V2 model runners, not {type(runner).__qualname__}"
         )
     is_mixed = bool(ngrams) and runner.vllm_config.speculative_config.method != "ngram"
     if answers and is_mixed:

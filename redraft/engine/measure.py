@@ -235,7 +235,7 @@ async def complete_all(
                 return list(await asyncio.gather(*map(one, prompts)))
             except httpx.TransportError as error:
                 raise ConnectionError(
-                    f"{server.url} went away after {bar.n} of {len(prompts)} prompts: {error!r}"
+                    f"{server.url} stopped responding after {bar.n} of {len(prompts)} prompts: {error!r}"
                 ) from error
 
 
@@ -341,7 +341,7 @@ def _read_metrics(server: VllmServer) -> str:
     try:
         return httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
     except httpx.TransportError as error:
-        raise ConnectionError(f"{server.url} went away: {error!r}") from error
+        raise ConnectionError(f"{server.url} stopped responding: {error!r}") from error
 
 
 def _require_equal_counters(

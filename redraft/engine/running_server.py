@@ -102,7 +102,7 @@ def _post(url: str, path: str, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         found: dict[str, Any] = response.json()
     except ValueError as error:
-        raise ValueError(f"{url}{path} answers no JSON") from error
+        raise ValueError(f"{url}{path} did not answer with JSON") from error
     return found
 
 
@@ -150,7 +150,7 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
         if now is not None and emitted >= len(token_ids):
             break
         if time.monotonic() > deadline:
-            raise ValueError(f"{server.url}: its counters do not count its drafts")
+            raise ValueError(f"{server.url}: its counters do not include its drafts")
         time.sleep(0.05)
     # The last block may reach past the end of the answer, by its own length at most.
     if emitted > len(token_ids) + now.num_draft_tokens / max(now.num_drafts, 1):
@@ -166,6 +166,6 @@ def _counted(
     server: RunningServer, token_ids: list[int], drafts: int, accepted: int, drafted: int
 ) -> CountedAnswer:
     if len(token_ids) > 2 and not drafted:
-        raise ValueError(f"{server.url} drafts nothing: it was started without a draft")
+        raise ValueError(f"{server.url} proposes no tokens: it was started without a draft")
     counts = AcceptanceCounts(num_drafts=drafts, num_accepted=accepted, num_draft_tokens=drafted)
     return CountedAnswer(token_ids=token_ids, counts=counts)

@@ -40,7 +40,7 @@ class Sampling:
             "min_p": 0 <= self.min_p <= 1,
         }
         if wrong := [name for name, is_right in ranges.items() if not is_right]:
-            raise ValueError(f"no engine samples with {wrong[0]} {getattr(self, wrong[0])}")
+            raise ValueError(f"engines do not support {wrong[0]} {getattr(self, wrong[0])}")
 
     @property
     def has_filter(self) -> bool:

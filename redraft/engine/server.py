@@ -226,8 +226,8 @@ def require_servable(
     most = family.max_tokens(_read_draft(config))
     if most is not None and asked > most:
         raise ValueError(
-            f"{asked} draft tokens asked of {config['model']}, a {family.title} draft that "
-            f"proposes {most}: give --num-speculative-tokens {most} at most"
+            f"{asked} draft tokens requested from {config['model']}, a {family.title} draft that "
+            f"proposes {most}: set --num-speculative-tokens to at most {most}"
         )
 
 
@@ -360,7 +360,7 @@ def wait_until_healthy(
                     f"{name} did not start: {why_ended(process, log)} (whole log: {log})"
                 )
             if given_up is not None and given_up.is_set():
-                raise ChildProcessError(f"{name} was given up before it was ready: see {log}")
+                raise ChildProcessError(f"{name} was stopped before it was ready: see {log}")
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
                     return

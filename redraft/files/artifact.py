@@ -165,7 +165,7 @@ def require_free(folder: Path, *, overwrite: bool = False) -> None:
         )
     if not overwrite:
         raise FileExistsError(
-            f"{folder} holds another run: choose another output folder, or pass --overwrite"
+            f"{folder} contains another run: choose another output folder, or pass --overwrite"
         )
 
 
@@ -231,7 +231,7 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
     try:
         content = json.loads(path.read_text())
         if content.get("layout", LAYOUT) > LAYOUT:
-            raise ValueError("a later release of redraft wrote it")
+            raise ValueError("it was written by a later release of redraft")
         entries = {name: FileEntry(**entry) for name, entry in content["files"].items()}
         if not entries:
             raise ValueError("it lists no file")
@@ -300,7 +300,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
             raise ValueError(
-                f"{path} is truncated or not a safetensors file ({size} bytes): fetch it again"
+                f"{path} is truncated or not a safetensors file ({size} bytes): download it again"
             )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
@@ -308,11 +308,11 @@ def safetensors_header(path: Path) -> dict[str, Any]:
             data_bytes = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is corrupt (its header cannot be read): fetch it again"
+                f"{path} is corrupt (its header cannot be read): download it again"
             ) from error
     needed = 8 + length + data_bytes
     if size < needed:
-        raise ValueError(f"{path} is truncated: {size} bytes of {needed}; fetch it again")
+        raise ValueError(f"{path} is truncated: {size} bytes of {needed}; download it again")
     return header
 
 

@@ -120,8 +120,7 @@ def load_causal_lm(
     # transformers fills what lacks with random numbers and only warns
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ValueError(
-            f"{name_or_path} lacks {len(wrong)} weights of its architecture, the first is "
-            f"{wrong[0]}"
+            f"{name_or_path} has {len(wrong)} missing weights; the first is {wrong[0]}"
         )
     return model
 
@@ -209,12 +208,12 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     """
     folder = open_folder(name_or_path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
+        raise FileNotFoundError(f"the folder {folder} does not exist")
     if (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").is_file():
         return _load_tekken(folder / TEKKEN)
     if not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
         raise FileNotFoundError(
-            f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder"
+            f"{folder} contains no tokenizer (tokenizer.json): it is not a model folder"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -240,8 +239,8 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
     if default is not None and default.strip() != template.strip():
         other = TEMPLATE if (folder / TEMPLATE).is_file() else "tokenizer_config.json"
         raise ValueError(
-            f"{folder / other} and {path} hold different chat templates, and engines do not choose "
-            "alike: remove the one that is left over"
+            f"{folder / other} and {path} contain different chat templates, and engines do not choose "
+            "the same one: remove the outdated one"
         )
     tokenizer.chat_template = found or template
 

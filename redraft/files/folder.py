@@ -78,7 +78,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file() and (folder / ADAPTER).is_file():
         base = read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise FileNotFoundError(
-            f"{folder} is an adapter of {base}: merge it first (peft's merge_and_unload, then "
+            f"{folder} is an adapter for {base}: merge it first (peft's merge_and_unload, then "
             "save_pretrained), and give the merged model"
         )
     if not (folder / CONFIG).is_file():
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
         elif (folder / "draft" / CONFIG).is_file():
             reason = f"it is the folder of a run; did you mean {folder / 'draft'}?"
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}: {reason}")
+        raise FileNotFoundError(f"{folder} contains no {CONFIG}: {reason}")
     return read_json(folder / CONFIG)
 
 
@@ -207,8 +207,8 @@ def _refuse_two(folder: Path) -> None:
         folder / INDEX, _Index
     ).weight_map.values():
         raise ValueError(
-            f"{folder} has both {WEIGHTS} and {INDEX}, which transformers and vLLM do not choose "
-            "alike: remove the one that is left over"
+            f"{folder} has both {WEIGHTS} and {INDEX}, of which transformers and vLLM may read different "
+            "ones: remove the outdated one"
         )
 
 

@@ -234,8 +234,8 @@ def test_reasoning_of_a_field_is_refused_if_the_target_has_no_tags(name: str) ->
     chat = [user("a"), say("so", reasoning="hm"), user("b"), say("two")]
     found, stats = learn(name, {"messages": chat})
     assert found == [(serve(FAMILIES[name], chat[:3]), "two" + ENDS.get(name, FAMILIES[name].end))]
-    assert stats.refused_answers == {"with reasoning, for which the chat template has no tags": 1}
-    assert "1 answers not learned, with reasoning, for which the chat template has no tags" in str(
+    assert stats.refused_answers == {"with reasoning, but the chat template has no tags for it": 1}
+    assert "1 answers not learned, with reasoning, but the chat template has no tags for it" in str(
         stats
     )
 

@@ -110,7 +110,7 @@ def test_doctor_for_sglang_prints_findings_and_cures(
     assert dispatch([*args, "none"]) == 0
     capsys.readouterr()
     assert dispatch(["doctor", str(pair.draft), "--engine", "sglang"]) == 2
-    assert "give --target" in capsys.readouterr().err
+    assert "set --target" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_export_for_llama_cpp_wants_the_targets_file(
     draft = make_draft(world, "eagle3", tmp_path / "draft", num_steps=0)
     args = ["export", str(draft), "--engine", "llama.cpp", "--target", world.folder.name]
     assert dispatch(args) == 2
-    assert "give --gguf" in capsys.readouterr().err
+    assert "set --gguf" in capsys.readouterr().err
     assert dispatch([*args, "--gguf", str(draft / CONFIG)]) == 2
     assert "not a GGUF file" in capsys.readouterr().err
     assert dispatch([*args, "--gguf", str(world.gguf.path)]) == 0

@@ -143,7 +143,7 @@ def test_only_regular_files_within_the_roots_are_listed(tmp_path: Path) -> None:
     link.unlink()
     os.mkfifo(link)
     for path in (folder, link):
-        with pytest.raises(ValueError, match=r"link\.safetensors is no regular file"):
+        with pytest.raises(ValueError, match=r"link\.safetensors is not a regular file"):
             list_files(path, [root])
 
 

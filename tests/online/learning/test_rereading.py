@@ -113,10 +113,10 @@ def test_score_refuses_in_one_line(
 ) -> None:
     args = ["--target", str(random_target), "--spool", str(tmp_path / "spool")]
     assert dispatch(["data", "score", str(tmp_path / "none"), *args]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     (tmp_path / "spool").mkdir()
     assert dispatch(["data", "score", str(tmp_path / "spool"), *args]) == 2
-    assert "give another one" in capsys.readouterr().err
+    assert "choose another one" in capsys.readouterr().err
     (tmp_path / "ids").mkdir()
     gguf = ["--target", str(tmp_path / "target.gguf"), "--spool", str(tmp_path / "spool")]
     assert dispatch(["data", "score", str(tmp_path / "ids"), *gguf]) == 2

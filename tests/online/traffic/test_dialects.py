@@ -137,7 +137,7 @@ def test_the_tap_says_that_tensorrt_llm_cannot_be_recorded(
 ) -> None:
     args = ["tap", "http://127.0.0.1:9", "--target", str(random_target), "--spool", "x"]
     assert dispatch([*args, "--engine", "tensorrt-llm"]) == 2
-    assert "TensorRT-LLM returns no token ids" in capsys.readouterr().err
+    assert "TensorRT-LLM does not return the token ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

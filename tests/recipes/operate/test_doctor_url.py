@@ -183,11 +183,11 @@ def test_doctor_says_in_one_line_what_it_cannot_compare(
         said = capsys.readouterr().err.strip()
         assert told in said.splitlines()[-1]
     assert dispatch(["doctor", "--url", "http://127.0.0.1:9"]) == 2
-    assert "give --target and --draft" in capsys.readouterr().err
+    assert "set --target and --draft" in capsys.readouterr().err
     silent = {"text": "", "output_ids": [5, 6, 7], "meta_info": {"completion_tokens": 3}}
     with sglang_server(lambda ids, asked: silent) as url:
         assert dispatch([*args, url]) == 2
-    assert "drafts nothing" in capsys.readouterr().err
+    assert "proposes no tokens" in capsys.readouterr().err
 
 
 @pytest.mark.vllm

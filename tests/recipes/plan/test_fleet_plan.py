@@ -58,7 +58,7 @@ def test_the_command_prints_the_tables_and_writes_the_costs(
     assert cost == asdict(all_costs(cfg)[0])
     assert "\n".join(fleet_table(cfg, all_costs(cfg))) in capsys.readouterr().out
     assert dispatch(["plan", "fleet", "--families", "medusa"]) == 2
-    assert "--families medusa: it does not learn" in capsys.readouterr().err
+    assert "--families medusa: this family cannot learn" in capsys.readouterr().err
 
 
 def test_capture_is_counted_at_the_sizes_of_the_target(tmp_path: Path) -> None:

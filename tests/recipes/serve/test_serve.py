@@ -573,7 +573,7 @@ def test_block_verification_is_for_sampled_drafts_on_the_second_runner(tmp_path,
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="V2 model runner"):
         speculative_config(parse("t", *sampled))
-    with pytest.raises(ValueError, match="--rejection-sample-method is for a model"):
+    with pytest.raises(ValueError, match="--rejection-sample-method applies only to models"):
         speculative_config(parse("t", *block[2:], "--draft", "ngram"))
     found = {"draft_sample_method": "probabilistic"}
     require_block(found, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
@@ -633,7 +633,7 @@ def test_a_lookup_that_cannot_be_served_is_refused_in_a_line_before_the_start(tm
     empty = tmp_path / "empty"
     empty.mkdir()
     Retrieval(Counts(), {}, [0.0] * 7).write(empty)
-    with pytest.raises(ValueError, match=rf"^{empty} holds no answers: .*--draft live"):
+    with pytest.raises(ValueError, match=rf"^{empty} contains no answers: .*--draft live"):
         server_command(parse("target", "--draft", str(empty)))
     (empty / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=rf"^{empty} holds no answers"):

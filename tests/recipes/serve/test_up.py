@@ -525,7 +525,7 @@ def test_a_head_alone_is_the_head_that_a_folder_began_with_or_a_new_one(target, 
 
 
 def test_a_head_that_is_required_and_cannot_be_made_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--draft head: no head can be made"):
+    with pytest.raises(ValueError, match="--draft head: no head can be created"):
         up.make_new_head(tmp_path / "absent", tmp_path / "draft", 3, is_required=True)
 
 
