@@ -83,8 +83,15 @@ def any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("temperature", "draft_ids"),
+    [
+        pytest.param(1.0, None, id="1.0-full"),
+        pytest.param(0.7, DRAFT_IDS, id="0.7-reduced"),
+        pytest.param(1.0, DRAFT_IDS, id="1.0-reduced", marks=pytest.mark.slow),
+        pytest.param(0.7, None, id="0.7-full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.usefixtures("any_backend")
 def test_compiled_operations_give_what_separate_ones_give(
@@ -182,7 +189,7 @@ def widened_target(target: ExactRows, dtype: torch.dtype) -> ExactRows:
     return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=target.head_VD.to(dtype))
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid"])
+@pytest.mark.parametrize("name", [pytest.param("forward_kl", marks=pytest.mark.slow), "lk_hybrid"])
 def test_kernels_in_cpp_are_exact_to_1e_4(name: str) -> None:
     drafts, target = make_drafts(torch.float32), make_target(torch.float32)
     oracle, its = run(

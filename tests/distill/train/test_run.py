@@ -127,26 +127,31 @@ def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:
         from pathlib import Path
         from redraft.distill.train.run_folder import RunFolder
         from redraft.distill.train.loop import make_accelerator
-        for overwrite in (False, True):
+        for overwrite in (False, True, False, True):
+            assert sys.stdin.readline()
             try:
                 RunFolder.open(Path(sys.argv[1]), {}, make_accelerator(1, None, None), overwrite=overwrite)
             except ValueError as error:
-                print(error)
+                print(error, flush=True)
             else:
-                print("opened")
+                print("opened", flush=True)
         """
     command = [sys.executable, "-c", textwrap.dedent(code), str(run.folder)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin
+        assert other.stdout
 
-    def open_elsewhere() -> list[str]:
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return [line for line in out.splitlines() if not line.startswith("training in ")]
+        def open_elsewhere() -> str:
+            print("open", file=other.stdin, flush=True)
+            return next(line for line in other.stdout if not line.startswith("training in "))
 
-    refused = open_elsewhere()
-    assert len(refused) == 2
-    assert all(str(run.folder) in line for line in refused)
-    assert run.restore(lambda folder: None) == 1
-    del run
-    assert open_elsewhere() == ["opened", "opened"]
+        assert all(str(run.folder) in open_elsewhere() for _ in range(2))
+        assert run.restore(lambda folder: None) == 1
+        del run
+        assert [open_elsewhere(), open_elsewhere()] == ["opened\n", "opened\n"]
+    assert other.returncode == 0
 
 
 def test_a_run_is_replaced_when_it_begins_and_removed_when_the_new_one_is_complete(
