@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.loss.choice import Divergence
@@ -149,6 +150,6 @@ if __name__ == "__main__":
     count, *names = sys.argv[1:]
     torch.set_num_threads(1)
     # Forked, so that the ranks need not import PyTorch again.
-    multiprocessing.start_processes(
+    start_processes(  # type: ignore[no-untyped-call]
         run, (int(count), free_port(), names), int(count), start_method="fork"
     )

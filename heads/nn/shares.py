@@ -103,7 +103,7 @@ def most_of_ranks(shared: SharedRows, mask_BT: Tensor) -> int:
 
     It waits for the device.
     """
-    count_BP = mask_BT.unflatten(1, (PIECES * shared.num_ranks, -1)).sum(-1)
+    count_BP = mask_BT.reshape(len(mask_BT), PIECES * shared.num_ranks, -1).sum(-1)
     front_BR, back_BR = count_BP.chunk(2, dim=1)
     return int((front_BR + back_BR.flip(1)).max())
 
@@ -140,10 +140,11 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x_BHtE: Tensor, shared: SharedRows) -> Tensor:
         ctx.shared, ctx.rows = shared, x_BHtE.shape[2]
         # [P, B, H, n, E] from each rank
-        pieces = x_BHtE.unflatten(2, (PIECES, -1)).movedim(2, 0)[:, :, :, : _piece(shared)]
+        B, H, _, E = x_BHtE.shape
+        pieces = x_BHtE.reshape(B, H, PIECES, -1, E).movedim(2, 0)[:, :, :, : _piece(shared)]
         found = pieces.new_empty(shared.num_ranks * PIECES, *pieces.shape[1:])
         dist.all_gather_single(found, pieces.contiguous(), group=shared.group)
-        found = found.unflatten(0, (-1, PIECES))
+        found = found.reshape(-1, PIECES, *found.shape[1:])
         # Ranks 0 1 hold the pieces 0 3, 1 2: the first ones in order, then the others from behind.
         ordered = torch.cat([found[:, 0], found[:, 1].flip(0)])
         return ordered.movedim(0, 2).flatten(2, 3)
@@ -154,7 +155,9 @@ class _Gathered(torch.autograd.Function):
         shared: SharedRows = ctx.shared
         # Sums over ranks in float32 or wider, as over blocks of rows.
         wide = grad_BHTE.to(torch.promote_types(grad_BHTE.dtype, torch.float32))
-        front, back = wide.unflatten(2, (PIECES * shared.num_ranks, -1)).movedim(2, 0).chunk(2)
+        B, H, _, E = wide.shape
+        pieces = wide.reshape(B, H, PIECES * shared.num_ranks, -1, E)
+        front, back = pieces.movedim(2, 0).chunk(2)
         sent = torch.stack([front, back.flip(0)], dim=1).flatten(0, 1)
         own = torch.empty_like(sent[:PIECES])
         dist.reduce_scatter_single(own, sent, group=shared.group)

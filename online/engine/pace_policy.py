@@ -184,10 +184,14 @@ class Policy:
                 return arm
             self._end_probe()
         elif not self._probe and len(self._recent) == AROUND and self._is_known(cell, base):
-            arm = self._find_wanted(cell)
-            if arm is not None and (is_read or not arm) and self._can_pay(cell, arm, STEPS + 1):
-                self._probe = Running(arm, _typical(self._recent), self.account_s)
-                return arm
+            wanted = self._find_wanted(cell)
+            if (
+                wanted is not None
+                and (is_read or not wanted)
+                and self._can_pay(cell, wanted, STEPS + 1)
+            ):
+                self._probe = Running(wanted, _typical(self._recent), self.account_s)
+                return wanted
         return base
 
     def cell(self, requests: int, context: float) -> Cell:
