@@ -636,7 +636,7 @@ def test_a_lookup_that_cannot_be_served_is_refused_in_a_line_before_the_start(tm
     with pytest.raises(ValueError, match=rf"^{empty} contains no answers: .*--draft live"):
         server_command(parse("target", "--draft", str(empty)))
     (empty / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=rf"^{empty} holds no answers"):
+    with pytest.raises(ValueError, match=rf"^{empty} contains no answers"):
         server_command(parse("target", "--draft", str(empty)))
     head = write_draft(tmp_path / "head", "eagle3")
     with pytest.raises(ValueError, match=r"^--async-scheduling "):
