@@ -21,7 +21,7 @@ ifneq ($(shell test -t 2 || echo log),)
 export TQDM_MININTERVAL ?= 10
 endif
 
-.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-up demo-rl soak faketime test test-all test-floors browser actionlint \
+.PHONY: help env lock demo demo-quick drafts pictures demo-tiny demo-heads demo-online demo-up demo-rl soak faketime test test-all test-floors browser actionlint \
 	gpu test-gpu check check-deps \
 	docs format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -55,6 +55,9 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 
 demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
 	$(BIN)/redraft bench --preset smollm2 --overwrite
+
+demo-quick: $(STAMP)  ## the same model within five minutes: counted answers beside plain vLLM, nothing is trained
+	$(BIN)/python -m benchmarks.demo.quick
 
 drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find the one that pays, write outputs/drafts/report.html
 	$(BIN)/redraft bench --preset smollm2-all
@@ -169,6 +172,9 @@ docs: $(STAMP)  ## build the documentation site, strictly, into outputs/site/htm
 	$(BIN)/uv run --quiet --no-project --with-requirements requirements/docs.txt \
 		zensical build --strict --clean --config-file outputs/site/zensical.toml
 	$(BIN)/python docs/build_site.py --finish outputs/site/html
+
+pictures: $(STAMP) browser  ## make the pictures of README and docs, from tables, reports and recordings in the repository
+	$(BIN)/python -m benchmarks.pictures
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv .venv-floors .venv-audit outputs

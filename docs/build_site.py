@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
     pages = folder / "pages"
     shutil.rmtree(pages, ignore_errors=True)
     pages.mkdir(parents=True)
-    for picture in ROOT.glob("docs/*.png"):
+    for picture in ROOT.glob("docs/*.[ps][nv]g"):
         (pages / "docs").mkdir(exist_ok=True)
         shutil.copy(picture, pages / "docs")
     known = {name for names in GUIDES.values() for name in names}
@@ -134,7 +134,7 @@ def _lead(link: re.Match[str], name: str, known: set[str], pages: Path) -> str:
     there = path.relative_to(ROOT).as_posix()
     if not path.exists():
         raise FileNotFoundError(f"{name} links to {goal}, which does not exist")
-    if there not in known and path.suffix != ".png":
+    if there not in known and path.suffix not in {".png", ".svg"}:
         there = _copy(path, pages)
     relative = os.path.relpath(_page(there), Path(_page(name)).parent)
     return f"{before}{relative}{anchor or ''}{after}"

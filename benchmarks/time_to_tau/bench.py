@@ -47,7 +47,8 @@ import numpy as np
 import tyro
 
 from benchmarks.results import write_results
-from benchmarks.time_to_tau.charts import draw_curves, to_svg
+from benchmarks.svg import to_svg
+from benchmarks.time_to_tau.charts import WIDTH, draw_curves
 from benchmarks.time_to_tau.course import Course, Finished, Mark, make_settings
 from benchmarks.time_to_tau.curves import (
     Curve,
@@ -324,7 +325,7 @@ def report(cfg: Config, target: str, judged: Mapping[str, Sequence[Judged]]) -> 
         for point in entry["curve"]
     ]
     names = [SIDES[name].title for name in trainers]
-    write_whole(cfg.folder / "curves.svg", to_svg(draw_curves(points, names)))
+    write_whole(cfg.folder / "curves.svg", to_svg(draw_curves(points, names), WIDTH))
     print(*describe_table(trainers, compared), sep="\n", flush=True)
 
 

@@ -1,17 +1,13 @@
-"""The learning curves as a Vega-Lite chart, and as an SVG that the README shows."""
+"""The learning curves as a Vega-Lite chart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import altair as alt
 
 from redraft.eval.report.charts import Rows, legend, panel
 
-COLORS = ("#2b63e3", "#14876c", "#e58a1f", "#a23b8f", "#7a8494")
-"""Of the reports' pages in daylight, which are legible on a dark page too."""
-INK = "#6b7585"
 WIDTH, HEIGHT = 760, 320
 
 
@@ -37,36 +33,3 @@ def draw_curves(
     line = base.mark_line(strokeWidth=2.5).encode(y=y)
     dots = base.mark_point(filled=True, size=50, opacity=1).encode(y=y)
     return band + line + dots
-
-
-def to_svg(chart: alt.LayerChart) -> str:
-    """The chart by itself, on a transparent ground, legible on a light and a dark page."""
-    import vl_convert  # in the `report` extra
-
-    spec: dict[str, Any] = chart.to_dict()
-    spec["width"] = WIDTH
-    for layer in spec["layer"]:
-        layer.pop("width", None)
-    spec["config"] = style()
-    svg: str = vl_convert.vegalite_to_svg(spec)
-    return svg
-
-
-def style() -> Mapping[str, Any]:
-    return {
-        "background": "transparent",
-        "font": "sans-serif",
-        "view": {"stroke": None},
-        "range": {"category": list(COLORS)},
-        "axis": {
-            "labelColor": INK,
-            "titleColor": INK,
-            "gridColor": "#8884",
-            "domainColor": "#8888",
-            "tickColor": "#8888",
-            "labelFontSize": 13,
-            "titleFontSize": 13,
-            "titleFontWeight": "normal",
-        },
-        "legend": {"labelColor": INK, "labelFontSize": 13, "symbolSize": 110},
-    }

@@ -1,0 +1,115 @@
+"""Every picture, what makes it, and what it is made from.
+
+| data in docs/pictures | from |
+|---|---|
+| journal.jsonl | the learner's journal of a soak, 2026-11-29: 383 s, without one line with a path |
+| manifest.json | `make pictures`: digests of every picture and of what it was made from |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.pictures import charts, pages
+from benchmarks.pictures.tables import MEASUREMENTS
+from redraft.files.artifact import sha256, write_whole
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs/pictures"
+MANIFEST = DATA / "manifest.json"
+
+RECORDINGS = {
+    "terminal": (
+        "redraft data count --target outputs/parts/smollm2-135m-instruct "
+        "--data recipes/demo/assets/smollm2-answers.jsonl.zst --output outputs/counted",
+        "redraft plan --target qwen3-8b",
+    ),
+}
+"""The commands of each recording."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    path: str
+    draw: Callable[[Path], None]
+    """Writes the picture to a file."""
+    files: tuple[str, ...]
+    """Code and data that it is made from, as patterns below the root."""
+    rows: Callable[[], object] = lambda: None
+    """Figures of a table that it shows."""
+
+    def digest(self) -> str:
+        """The SHA-256 of everything that it is made from."""
+        found = hashlib.sha256(json.dumps(self.rows()).encode())
+        for pattern in self.files:
+            named = sorted(path for path in ROOT.glob(pattern) if path.is_file())
+            if not named:
+                raise FileNotFoundError(f"{self.path} is made from {pattern}, which is not there")
+            for path in named:
+                found.update(f"{path.relative_to(ROOT)} {sha256(path)}\n".encode())
+        return found.hexdigest()
+
+
+def _page() -> str:
+    return MEASUREMENTS.read_text()
+
+
+CHARTS = ("benchmarks/pictures/charts.py", "benchmarks/svg.py")
+PICTURES = (
+    Picture(
+        path="docs/speeds.svg",
+        draw=lambda path: write_whole(path, charts.draw_speeds(charts.read_speeds(_page()))),
+        files=CHARTS,
+        rows=lambda: charts.read_speeds(_page()),
+    ),
+    Picture(
+        path="docs/learning.svg",
+        draw=lambda path: write_whole(path, charts.draw_learning(charts.read_learning(_page()))),
+        files=CHARTS,
+        rows=lambda: charts.read_learning(_page()),
+    ),
+    Picture(
+        path="docs/page-learner.png",
+        draw=lambda path: pages.shoot_learner(DATA / "journal.jsonl", path, (1180, 1040)),
+        files=(
+            *("benchmarks/pictures/pages.py", "docs/pictures/journal.jsonl"),
+            *("online/page/assets/*", "online/page/h*.py", "online/page/overview.py"),
+        ),
+    ),
+)
+
+
+def read_manifest() -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = json.loads(MANIFEST.read_text())
+    return found
+
+
+def find_stale() -> list[str]:
+    """A line for each picture that is not what today's code and data make."""
+    kept, lines = read_manifest(), []
+    for picture in PICTURES:
+        path, entry = ROOT / picture.path, kept.get(picture.path, {})
+        if not path.is_file():
+            lines.append(f"{picture.path} is missing")
+        elif entry.get("made_from") != picture.digest():
+            lines.append(f"{picture.path} is older than the code or data that it is made from")
+        elif entry.get("sha256") != sha256(path):
+            lines.append(f"{picture.path} was not made by `make pictures`")
+    return lines
+
+
+def make(names: tuple[str, ...] = ()) -> None:
+    """Make the named pictures, or all, and note what they were made from."""
+    kept = read_manifest() if MANIFEST.is_file() else {}
+    for picture in PICTURES:
+        path = ROOT / picture.path
+        if not names or path.name in names:
+            picture.draw(path)
+            kept[picture.path] = {"made_from": picture.digest(), "sha256": sha256(path)}
+            print(f"made {picture.path}", flush=True)
+    kept = {picture.path: kept[picture.path] for picture in PICTURES if picture.path in kept}
+    write_whole(MANIFEST, json.dumps(kept, indent=2) + "\n")
