@@ -514,7 +514,7 @@ def test_the_gain_shown_is_that_of_clients_who_wait_for_prompts_too(
     assert shown["gain"]["speed"] == pytest.approx(clients, rel=0.05)
     assert shown["gain"]["low"] < 1.02 * clients
     assert clients < 1.02 * shown["gain"]["high"]
-    assert 0 < shown["explored"] <= 0.01
+    assert shown["explored"] <= 0.01
 
 
 def test_requests_that_read_their_prompt_do_not_count_as_decoding() -> None:
