@@ -33,7 +33,7 @@ GUIDES = {
     "Home": ["README.md"],
     "Start": ["docs/start.md", "docs/tutorial.md"],
     "Decide": ["docs/decide.md", "docs/evaluation.md"],
-    "How-to": ["docs/training.md", "docs/online.md", "docs/rl.md", "docs/fleet.md"],
+    "How-to": ["docs/fine-tune.md", "docs/training.md", "docs/online.md", "docs/rl.md", "docs/fleet.md"],
     "Operate": ["docs/runbook.md", "docs/capacity.md", "recipes/deploy/kubernetes/README.md"],
     "Reference": ["docs/engines.md", "docs/glossary.md"],
     "Evidence": ["docs/measurements.md"],
