@@ -64,6 +64,7 @@ class RunnerAhead(RunnerV2):
     def sample_tokens(self, names: list[str], sampled: list[list[int]], number: int) -> Any:
         batch = self.begin(names, sampled)
         self.sample(None, batch, None)
+        self.counts = [0] * len(names)  # with 0 tokens, nothing is looked up
         self.drafts = self.propose(batch, number).tolist() if number else [[] for _ in names]
         return SimpleNamespace(model_runner_output=SimpleNamespace())
 
@@ -73,9 +74,9 @@ class RunnerAhead(RunnerV2):
         own = min(number, self.head_tokens)
         drafts = [
             draft[: count or (own if tokens else 0)]
-            for draft, count, tokens in zip(self.drafts, self.counts, sampled, strict=False)
+            for draft, count, tokens in zip(self.drafts, self.counts, sampled, strict=True)
         ]
-        return drafts or [[] for _ in names], result.model_runner_output
+        return drafts, result.model_runner_output
 
     def keep_counts(self, head_tokens: int) -> None:
         """Note how many tokens a lookup finds, which only the device knows."""
