@@ -89,8 +89,8 @@ def show(screen: Screen) -> list[str]:
 def test_a_screen_shows_what_a_terminal_shows() -> None:
     screen = Screen(width=10)
     screen.write("abc\rX\r\n", 0.0)
-    screen.write("0123456789ab\n", 1.0)
-    screen.write("\rone\ntwo\n\x1b[2A\r\x1b[Kthree\x1b[B\n", 2.0)
+    screen.write("0123456789ab\r\n", 1.0)
+    screen.write("one\r\ntwo\r\n\x1b[2A\r\x1b[Kthree\x1b[B\r\n", 2.0)
     screen.write("\x1b[1mbold\x1b[0m \x1b[32mgreen\x1b[0m", 3.0)
     assert show(screen) == ["Xbc", "0123456789", "ab", "three", "two", "bold green"]
     assert screen.rows[5].cells[0] == ("b", "bold")

@@ -51,7 +51,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "z-lab, quantized": (
         {"architectures": ["DFlashDraftModel"], "quantization_config": {"quant_method": "fp8"}},
         ("fc.weight", "hidden_norm.weight"),
-        "a quantized head (fp8): vLLM serves it; give redraft the weights from before quantization",
+        "a quantized head (fp8), which vLLM serves; give redraft the unquantized weights",
     ),
     "MiMo": (
         {"architectures": ["DFlashDraftModel"], "dflash_config": {"use_swa": True}},
@@ -133,7 +133,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "ModelOpt, quantized": (
         {"architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant_algo": "FP8"}},
         EAGLE3_NAMES,
-        "a quantized head (FP8): vLLM serves it; give redraft the weights from before quantization",
+        "a quantized head (FP8), which vLLM serves; give redraft the unquantized weights",
     ),
 }
 

@@ -94,7 +94,7 @@ def test_the_answer_is_the_ratio_over_plain_vllm_with_its_interval(
     assert "11 of 12 outputs equal plain vLLM's, token for token" in lines
     written = json.loads((tmp_path / "report.json").read_text())
     assert written[RETRIEVAL]["ratio"] == 2.0
-    assert written[RETRIEVAL]["interval"] == [1.6, 2.5]
+    assert written[RETRIEVAL]["interval"] == pytest.approx([1.6, 2.5])
 
 
 def test_the_questions_are_those_of_the_long_demo_at_one_request(tmp_path: Path) -> None:
