@@ -58,7 +58,7 @@ def draw_speeds(rows: list[dict[str, Any]]) -> str:
     )
     x = alt.X(
         "value:Q",
-        title="tokens/s, of plain vLLM's",
+        title="tokens/s relative to plain vLLM",
         scale=scale,
         axis=alt.Axis(grid=False, values=[0, 0.5, 1, 1.5, 2], format=".1f"),
     )
@@ -110,7 +110,9 @@ def draw_learning(found: dict[str, Any]) -> str:
     return to_svg(
         base.mark_line(strokeWidth=2.5, color=COLORS[0])
         + base.mark_point(filled=True, size=70, opacity=1, color=COLORS[0])
-        + base.mark_text(dy=-13, fontWeight=600).encode(text=alt.Text("tau:Q", format=".2f"))
+        + base.mark_text(align="left", dx=8, dy=15, fontWeight=600).encode(
+            text=alt.Text("tau:Q", format=".2f")
+        )
         + rule.mark_rule(strokeDash=[5, 4], color=INK)
         + rule.mark_text(align="left", dx=6, dy=-9).encode(x=alt.value(0), text="label:N"),
         LEARNING_WIDTH,
