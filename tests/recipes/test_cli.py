@@ -276,9 +276,10 @@ ELSEWHERE = {
     ),
     *("--hf-overrides", "--enable-eplb", "--weight-transfer-config", "--host", "--api-key"),
     *("--default-chat-template-kwargs", "--override-generation-config.min_p", "--root-path"),
-    *("--tensor-parallel-size", "--enable-server-load-tracking"),  # all of these are vLLM flags
+    *("--tensor-parallel-size", "--enable-server-load-tracking"),
+    *("--max-num-seqs", "--max-model-len"),  # all of these are vLLM flags
     "--num_processes",  # accelerate launch
-    *("--max-steps", "--trainers"),  # benchmarks
+    *("--max-steps", "--trainers", "--short"),  # benchmarks
     "--full-attention-indices",  # speculators
     "--speculative-use-rejection-sampling",  # SGLang
     "--help-all",
