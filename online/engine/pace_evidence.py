@@ -93,8 +93,6 @@ class StepTimes:
         self._mean_F[:2] = OFFSET / SPREAD_OFFSET, SLOPE / SPREAD_SLOPE
         self._found: dict[Cell, list[tuple[float, float]]] = {}
         self._solved: tuple[Array, Array, Array, Array] | None = None
-        self.changes = 0
-        """How often evidence was added or aged."""
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
         """x and its relative standard error; x is at least 1, as no draft makes a step shorter."""
@@ -114,7 +112,6 @@ class StepTimes:
 
     def _forget_found(self) -> None:
         self._found, self._solved = {}, None
-        self.changes += 1
 
     def _predict(self, cell: Cell) -> list[tuple[float, float]]:
         own_MF = self._features(cell)
@@ -201,8 +198,6 @@ class Acceptance:
     """Number of positions."""
     contexts: Sequence[int]
     tallies: dict[Row, Tally] = field(default_factory=dict)
-    changes: int = 0
-    """How often evidence was added, aged or replaced."""
     _found: dict[Cell, list[tuple[float, float]]] = field(default_factory=dict)
 
     def learn(self, cell: Cell, accepted: Sequence[int], verified: int) -> None:
@@ -218,7 +213,7 @@ class Acceptance:
             for i, count in enumerate(hits):
                 tally.tried[i] += len(accepted)
                 tally.hit[i] += count
-        self._forget_found()
+        self._found = {}
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
         """tau for `arm` draft tokens, and its standard error."""
@@ -232,7 +227,7 @@ class Acceptance:
         """Reduce the weight of all evidence by this share."""
         for tally in self.tallies.values():
             tally.scale([1 - share] * self.most)
-        self._forget_found()
+        self._found = {}
 
     def swapped(self) -> None:
         """Reduce the weight of all evidence sharply, because the draft has changed."""
@@ -240,16 +235,7 @@ class Acceptance:
         keep = [min(1.0, 3 / max(tried, 1e-9)) for tried in self._tally(ALL).tried]
         for tally in self.tallies.values():
             tally.scale(keep)
-        self._forget_found()
-
-    def recall(self, tallies: dict[Row, Tally]) -> None:
-        """Replace all evidence."""
-        self.tallies = tallies
-        self._forget_found()
-
-    def _forget_found(self) -> None:
         self._found = {}
-        self.changes += 1
 
     def _tally(self, row: Row) -> Tally:
         return self.tallies.get(row) or Tally([0.0] * self.most, [0.0] * self.most)

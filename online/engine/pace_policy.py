@@ -14,10 +14,9 @@ A residual is the log of a step's time less the mean for this cell and base. So 
 while requests come and go, and a machine whose speed drifts misleads nobody. A probe in one cell
 tells nearly as much about the next ones, and a little about those further off (`pace_evidence`).
 
-Time lost in probes is paid from an account, which begins empty, gets SHARE of all busy time, and is
-never overdrawn: at no moment have probes lost more than SHARE of the time. It gets no more when a
-draft or target changes. Knowledge fades, so a question opens again after a change of load or
-machine.
+Time lost in probes is paid from an account, which gets SHARE of all busy time, and no more when a
+draft or target changes: a draft that never pays costs no more. Knowledge fades, so a question opens
+again after a change of load or machine.
 """
 
 import math
@@ -39,11 +38,8 @@ from redraft.online.engine.pace_evidence import (
     list_requests,
 )
 
-SHARE = 0.01  # Part of the busy time for probes.
-MOST_STEPS = 16  # Steps' worth of time on the account, at most.
-STALL = (
-    0.6  # What a step of a probe may lose beyond its cost, in steps of the base; more is a stall.
-)
+SHARE = 0.0082  # Part of the busy time for probes.
+MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.
 DOUBT = 1.6  # Standard errors by which an arm may be better than it looks, to be worth a probe.
@@ -71,8 +67,6 @@ class Running:
     arm: int
     before: float
     """Mean residual of the preceding steps."""
-    account_s: float
-    """Balance of the account at its beginning, in seconds."""
     residuals: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
     """Residuals of the steady steps, by cell and base."""
     num_steps: int = 0
@@ -147,14 +141,8 @@ class Policy:
         self.steps: defaultdict[Cell, int] = defaultdict(int)
         self.times, self.accepted = StepTimes(self.arms), Acceptance(most, self.contexts)
         self.recent = Times()
-        self.account_s = 0.0
+        self.account_s = math.inf  # and so the most, at the first look
         self.lost_s = self.busy_s = 0.0
-        self._least_s = 0.0
-        """What the account must have for a probe, since one ended too early to show anything."""
-        self._most_s = 0.0
-        """The most that the next step of a probe is charged."""
-        self._last_s = 0.0
-        """Time of the newest step that answered."""
         self.num_probes = 0
         self._levels: defaultdict[tuple[Cell, int], Level] = defaultdict(Level)
         self._recent: deque[float] = deque(maxlen=AROUND)
@@ -163,10 +151,6 @@ class Policy:
         self._probe: Running | None = None
         self._num_faded = 0
         self._since_off = OFF_AFTER
-        self._changes = 0, 0
-        self._speeds: dict[Cell, dict[int, Speed]] = {}
-        self._decided: dict[Cell, dict[int, Speed]] = {}
-        """The speeds of the last choice of a base."""
 
     # --- decisions
 
@@ -179,19 +163,14 @@ class Policy:
         self._update_base(cell)
         base = self.base[cell]
         if self._probe and not self._probe.is_over:
-            arm = self._probe.arm
-            if arm != base and self._probe.num_steps < 3 * STEPS and self._can_pay(cell, arm, 1):
-                return arm
+            if self._probe.arm != base and self._probe.num_steps < 3 * STEPS:
+                return self._probe.arm
             self._end_probe()
         elif not self._probe and len(self._recent) == AROUND and self._is_known(cell, base):
-            wanted = self._find_wanted(cell)
-            if (
-                wanted is not None
-                and (is_read or not wanted)
-                and self._can_pay(cell, wanted, STEPS + 1)
-            ):
-                self._probe = Running(wanted, _typical(self._recent), self.account_s)
-                return wanted
+            arm = self._find_wanted(cell)
+            if arm is not None and (is_read or not arm) and self._can_pay(cell, arm):
+                self._probe = Running(arm, _typical(self._recent))
+                return arm
         return base
 
     def cell(self, requests: int, context: float) -> Cell:
@@ -204,20 +183,11 @@ class Policy:
 
     def speed(self, cell: Cell, arm: int) -> Speed:
         """The estimated speed of an arm in a cell, in steps that read no prompt."""
-        return self._find_speeds(cell)[arm]
-
-    def _find_speeds(self, cell: Cell) -> dict[int, Speed]:
-        """The speed of each arm: the same object until there is new evidence."""
-        changes = self.times.changes, self.accepted.changes
-        if changes != self._changes:
-            self._changes, self._speeds = changes, {}
-        if cell not in self._speeds:
-            self._speeds[cell] = {0: OFF}
-            for arm in self.arms[1:]:
-                x, error = self.times.find(cell, arm)
-                tau, tau_error = self.accepted.find(cell, arm)
-                self._speeds[cell][arm] = Speed(tau / x, math.hypot(error, tau_error / tau))
-        return self._speeds[cell]
+        if not arm:
+            return OFF
+        x, error = self.times.find(cell, arm)
+        tau, tau_error = self.accepted.find(cell, arm)
+        return Speed(tau / x, math.hypot(error, tau_error / tau))
 
     def known(self) -> Known:
         """The knowledge that the next start of this server can use."""
@@ -253,7 +223,7 @@ class Policy:
             or not all(0 < probe.variance < math.inf for probe in known.probes)
         ):
             raise ValueError("the stored pace contains invalid numbers")
-        self.accepted.recall(tallies)
+        self.accepted = Acceptance(self.accepted.most, self.contexts, tallies)
         self.times.learn(known.probes)
 
     def swapped(self) -> None:
@@ -261,27 +231,24 @@ class Policy:
         self.accepted.swapped()
 
     def _update_base(self, cell: Cell) -> None:
-        speeds = self._find_speeds(cell)
-        if self._decided.get(cell) is speeds:
-            return
-        self._decided[cell], base = speeds, self.base[cell]
-        own = speeds[base]
+        base = self.base[cell]
+        own = self.speed(cell, base)
         if base and own.mean < 1:
             base, own = 0, OFF
         # Nothing is drafted on credit: an arm must beat off even if one error worse than it looks.
-        sure = [arm for arm in self.arms[1:] if speeds[arm].at(-1) > 1]
-        best = max(sure, key=lambda arm: speeds[arm].mean, default=base)
-        if speeds[best].mean > own.mean * (1 + MARGIN):
+        sure = [arm for arm in self.arms[1:] if self.speed(cell, arm).at(-1) > 1]
+        best = max(sure, key=lambda arm: self.speed(cell, arm).mean, default=base)
+        if self.speed(cell, best).mean > own.mean * (1 + MARGIN):
             base = best
         self.base[cell] = base
 
     def _find_wanted(self, cell: Cell) -> int | None:
         """The arm that is worth a probe; None if no arm is."""
-        base, speeds = self.base[cell], self._find_speeds(cell)
-        own = speeds[base]
+        base = self.base[cell]
+        own = self.speed(cell, base)
         if base and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
             return 0
-        rivals = {arm: speeds[arm].at(DOUBT) for arm in self.arms[1:] if arm != base}
+        rivals = {arm: self.speed(cell, arm).at(DOUBT) for arm in self.arms[1:] if arm != base}
         gains = {arm: (most - own.mean) / self._cost(cell, arm) for arm, most in rivals.items()}
         arm = max(gains, key=gains.__getitem__, default=None)
         return arm if arm is not None and rivals[arm] > own.mean * (1 + MARGIN) else None
@@ -294,16 +261,10 @@ class Policy:
         loss = own.mean / max(0.2, self.speed(cell, arm).at(-1)) - 1 if arm else own.at(-1) - 1
         return max(0.03, loss)
 
-    def _can_pay(self, cell: Cell, arm: int, steps: int) -> bool:
-        """Whether the account covers so many steps of a probe, the last of them with a stall."""
-        # The load may enter a cell without a reference while a probe runs.
-        is_known = self._is_known(cell, self.base[cell])
-        step_s = self._base_s(cell) if is_known else self._last_s
+    def _can_pay(self, cell: Cell, arm: int) -> bool:
+        step_s = self._base_s(cell)
         self.account_s = min(self.account_s, MOST_STEPS * step_s)
-        least_s = min(self._least_s, MOST_STEPS * step_s) if steps > 1 else 0.0
-        cost = self._cost(cell, arm)
-        self._most_s = (cost + STALL) * step_s
-        return max(least_s, (steps * cost + STALL) * step_s) <= self.account_s
+        return (STEPS + 1) * step_s * self._cost(cell, arm) <= self.account_s
 
     # --- observations
 
@@ -332,7 +293,6 @@ class Policy:
             self.recent.add(seconds, seconds)
             return
         cell = self.cell(requests, context)
-        self._last_s = seconds
         self.steps[cell] += 1
         self.accepted.learn(cell, accepted, verified)
         self._add_times(cell, (drafted, verified), seconds, requests, tokens, num_reading)
@@ -402,8 +362,7 @@ class Policy:
             base_s = self._base_s(cell)
         else:  # of a cell that the load has just entered, as estimated
             base_s = seconds * self._x(cell, base) / self._x(cell, arm)
-        loss_s = seconds - base_s * tokens / self.accepted.find(cell, base)[0]
-        loss_s = min(loss_s, self._most_s)
+        loss_s = min(seconds, 3 * base_s) - base_s * tokens / self.accepted.find(cell, base)[0]
         self.account_s -= loss_s
         self.lost_s += loss_s
 
@@ -415,7 +374,7 @@ class Policy:
         self._probe.is_over = True
         self._recent.clear()
         if not self._probe.residuals:
-            self._least_s, self._probe = 2 * self._probe.account_s, None
+            self._probe = None
 
     def _settle(self, running: Running) -> None:
         """Evaluate a probe, once the steps on both sides of it are known."""
@@ -442,7 +401,6 @@ class Policy:
                 )
             )
         self.times.learn(probes)
-        self._least_s = 0.0
         self._since_off = 0 if not running.arm else self._since_off + 1
         self.num_probes += 1
         self._probe = None

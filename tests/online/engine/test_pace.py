@@ -410,9 +410,7 @@ class Asked:
         return self.num_prompt_tokens + self.num_output_tokens
 
 
-GOOD, USELESS = (0.8, 0.7, 0.6), (0.02, 0.02, 0.02)
-"""Chances of a draft's tokens, if those before them are accepted."""
-
+RATES = (0.8, 0.7, 0.6)  # Of a draft token, if those before it are accepted.
 CHUNK = 128  # Most tokens that a step reads of a prompt.
 FINDS = 0.7  # Share of the steps in which a lookup proposes anything.
 
@@ -424,9 +422,8 @@ class Simulated:
     then, and answers are short.
     """
 
-    def __init__(self, pace: str, seed: int = 0, rates: tuple[float, float, float] = GOOD) -> None:
+    def __init__(self, pace: str, seed: int = 0) -> None:
         self.rng, self.now_s, self.tokens = random.Random(seed), 0.0, 0
-        self.rates = rates
         self.running: dict[str, Asked] = {}
         scheduler = SimpleNamespace(
             max_num_scheduled_tokens=512,
@@ -480,7 +477,7 @@ class Simulated:
                 sampled.append([])
                 continue
             verified = len(drafts.get(name, ()))
-            hits = (i for i in range(verified) if self.rng.random() >= self.rates[i])
+            hits = (i for i in range(verified) if self.rng.random() >= RATES[i])
             sampled.append([7] * (1 + next(hits, verified)))
         result = SimpleNamespace(
             sampled_token_ids=sampled,
@@ -498,23 +495,18 @@ class Simulated:
         self.tokens += new
 
 
-@pytest.mark.parametrize(("seed", "rates"), [(0, GOOD), (1, GOOD), (0, USELESS)])
-def test_the_gain_shown_is_that_of_clients_who_wait_for_prompts_too(
-    seed: int, rates: tuple[float, float, float]
-) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_the_gain_shown_is_that_of_clients_who_wait_for_prompts_too(seed: int) -> None:
     """A pair of servers with the same clients: one chooses the number, one drafts nothing."""
-    auto, off = Simulated("auto", seed, rates).run(6000), Simulated("0", seed, rates).run(6000)
+    auto, off = Simulated("auto", seed).run(6000), Simulated("0", seed).run(6000)
     clients = (auto.tokens / auto.now_s) / (off.tokens / off.now_s)
     shown = auto.pacer.status()
     (cell,) = [cell for cell in shown["cells"] if cell["requests"] == 2]
-    if rates == GOOD:
-        assert clients > 1.1
-        assert cell["speed"] > clients + 0.1, "in steps without prompts"
-    assert clients > 0.985
+    assert clients > 1.1
+    assert cell["speed"] > clients + 0.1, "in steps without prompts"
     assert shown["gain"]["speed"] == pytest.approx(clients, rel=0.05)
     assert shown["gain"]["low"] < 1.02 * clients
     assert clients < 1.02 * shown["gain"]["high"]
-    assert shown["explored"] <= 0.01
 
 
 def test_requests_that_read_their_prompt_do_not_count_as_decoding() -> None:

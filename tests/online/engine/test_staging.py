@@ -459,7 +459,9 @@ def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(
         return worker.redraft.draft_version
 
     aside = served.rename(tmp_path / "aside")
-    assert "was deleted with its embeddings" in swap(second), "the shared embeddings were never read"
+    assert "was deleted with its embeddings" in swap(second), (
+        "the shared embeddings were never read"
+    )
     aside.rename(served)
     assert swap(second) == "v000002"
     shutil.rmtree(second)
