@@ -175,7 +175,7 @@ def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(
     num_counted = 0
 
     async def complete(
-        server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, *rest: Any
+        server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, *rest: Any, **options: Any
     ) -> list[Output]:
         finished_s.extend([max_tokens] * len(prompts))
         arrivals = ((0.0, 0), (1.0, max_tokens))

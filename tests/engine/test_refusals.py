@@ -163,7 +163,9 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_a_server_starts(
     require_servable(config, runner)
     four = {**config, "num_speculative_tokens": 4}
     with (
-        pytest.raises(ValueError, match=rf"^4 .*{tmp_path}.* 3\b.*--num-speculative-tokens to at most 3\b"),
+        pytest.raises(
+            ValueError, match=rf"^4 .*{tmp_path}.* 3\b.*--num-speculative-tokens to at most 3\b"
+        ),
         vllm_server("target", log=tmp_path / "vllm.log", speculative_config=four, extra_env=runner),
     ):
         pass

@@ -187,9 +187,9 @@ def test_a_target_whose_layers_cannot_be_read_leaves_random_weights_and_says_why
         )
     here = start(target, data, tmp_path / "run", SERVED)
     said = {
-        "quantised": f"{target} is quantised (fp8), and a head starts from plain weights",
+        "quantised": f"{target} is quantised (fp8), but a head can start only from unquantised weights",
         "missing": f"{target} has no tensor {name}: give the folder of the target model",
-        "packed": f"{target} holds quantised weights, such as {name}",
+        "packed": f"{target} contains quantised weights, such as {name}",
     }
     assert (
         f"the head starts from random weights: {said[damage]}"

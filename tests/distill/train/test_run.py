@@ -206,7 +206,7 @@ def test_a_run_that_holds_its_input_or_files_of_others_is_not_replaced(tmp_path:
     refuse("start_from|--start-from", start_from=str(checkpoint))
     refuse("start_from|--start-from", start_from=str(tmp_path / "link"))
     (folder / "checkpoints" / "step-000003-good").mkdir()
-    refuse("step-000003-good|another run", start_from="")
+    refuse("step-000003-good|a different run", start_from="")
 
 
 def test_a_run_begins_where_no_file_can_be_locked(

@@ -131,9 +131,9 @@ def test_llama_cpp_gets_matrices_in_the_type_of_the_draft(world: World, tmp_path
         ("eagle3", {"window": 32}, "window of 32"),
         ("dflash", {"is_causal": True}, "one way"),
         ("dspark", {"confidence_head": False}, "without a confidence head"),
-        ("peagle", {"aux_layer_ids": (1, 2, 4), "mask_token_id": 0}, "serves no P-EAGLE"),
-        ("eagle1", {}, "serves no EAGLE-1"),
-        ("medusa", {}, "serves no Medusa"),
+        ("peagle", {"aux_layer_ids": (1, 2, 4), "mask_token_id": 0}, "does not support P-EAGLE"),
+        ("eagle1", {}, "does not support EAGLE-1"),
+        ("medusa", {}, "does not support Medusa"),
     ],
 )
 def test_what_llama_cpp_reads_wrongly_is_refused(

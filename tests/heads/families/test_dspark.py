@@ -319,7 +319,7 @@ def test_another_kind_of_head_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"markov_rank": 0}, r"rank 0\b"),
+        ({"markov_rank": 0}, r"rank is 0\b"),
         ({"block_size": 0}, r"block_size 1\b"),
         ({"block_size": 1, "sample_from_anchor": False}, r"block_size 2\b"),
         ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b"),
