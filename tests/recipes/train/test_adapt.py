@@ -318,9 +318,9 @@ def test_a_gain_in_tau_is_that_of_the_sums() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nowhere"], "no draft in nowhere"),
+        (["nowhere"], "nowhere contains no draft"),
         (["OLD"], "--target TARGET"),
-        (["OLD", "--target", "T"], "give --data"),
+        (["OLD", "--target", "T"], "set --data.source"),
     ],
 )
 def test_adapt_refuses_in_one_line(

@@ -144,7 +144,7 @@ def test_everything_cut_or_refused_is_told_with_its_reason(
     reasons = {
         "conversations without an assistant turn": 12,
         "opening answers with no question before them": 12,
-        "answers not learned, with reasoning, for which the chat template has no tags": 12,
+        "answers not learned, with reasoning, but the chat template has no tags for it": 12,
         "answers not learned, with tool calls that the chat template leaves out": 12,
         "conversations with no answer inside the window": 12,
         "conversations cut at a turn to fit the window": 12,

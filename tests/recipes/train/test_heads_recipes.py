@@ -526,15 +526,15 @@ BAD = [
     ("medusa", {"head": {"num_heads": 200}}, r"\b128\b"),
     ("medusa", {"head": {"num_heads": 2}}, r"^3 .*\b2\b"),
     ("mtp", {"head": {"as_mimo": False}}, "MTP"),
-    ("eagle1", {"init": "native"}, "--init native.*EAGLE-1.*random"),
-    ("medusa", {"layout": "speculators"}, "--layout speculators.*Medusa"),
-    ("mtp", {"draft_vocab_size": 100}, "--draft-vocab-size.*MTP"),
-    ("medusa", {"gradient_checkpointing": True}, "--gradient-checkpointing.*Medusa"),
+    ("eagle1", {"init": "native"}, "EAGLE-1.*--init native.*random"),
+    ("medusa", {"layout": "speculators"}, "Medusa.*--layout speculators"),
+    ("mtp", {"draft_vocab_size": 100}, "MTP.*--draft-vocab-size"),
+    ("medusa", {"gradient_checkpointing": True}, "Medusa.*--gradient-checkpointing"),
     ("eagle3", {"head": {"num_layers": 3}}, r"--head\.num-layers 3\b.*\b2\b"),
     (
         "eagle3",
         {"head": {"num_layers": 2, "fc_norm": True}, "init": "least_squares"},
-        "--init least_squares is for a head of one layer",
+        "--init least_squares supports only one layer",
     ),
     *(
         (
