@@ -311,7 +311,7 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
 def find_config_type(module: ModuleType) -> type:
     """The type of a command's settings: the dataclass of its module whose name ends in `Config`.
 
-    A module that imports another command's settings has its own as well.
+    It may stand in a module of its own (`MODULE_config`), and other commands' settings beside it.
     """
     (found,) = (
         value
@@ -319,7 +319,7 @@ def find_config_type(module: ModuleType) -> type:
         if isinstance(value, type)
         and name.endswith("Config")
         and is_dataclass(value)
-        and getattr(value, "__module__", "") == module.__name__
+        and getattr(value, "__module__", "").startswith(module.__name__)
     )
     return found
 

@@ -237,7 +237,7 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
         ('{"messages": null}', "line 1.*`messages`"),
         ('{"prompt": "\\ud83d"}', "surrogate"),
         ('{"prompt": "a", "tools": "a hammer"}', r"definition.*JSON.*character 0"),
-        ('{"prompt": "a", "tools": [{"a": 1}]}', "function's definition.*line 1"),
+        ('{"prompt": "a", "tools": [{"a": 1}]}', "function definition.*line 1"),
         ('{"prompt": "a", "tools": 5}', r"\btools\b.*line 1: .*\bint\b"),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", '

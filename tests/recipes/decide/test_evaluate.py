@@ -259,7 +259,7 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
     [
         ((), "no draft to evaluate"),
         (("--draft", "nowhere/at/all"), "there is no draft nowhere/at/all"),
-        (("--draft", "TARGET", "--draft", "TARGET"), "two drafts are called"),
+        (("--draft", "TARGET", "--draft", "TARGET"), "two drafts have the name"),
         (("--draft", "TARGET", "--domain-column", "subject"), "has no column 'subject'"),
         (("--draft", "TARGET", "--max-prompt-tokens", "1"), "has a prompt of at most 1 tokens"),
         (("--draft", "TARGET", "--held-out", "0"), "--held-out is 0.0"),

@@ -266,10 +266,10 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({"draft": "mtp"}, "give --target as well"),
+        ({"draft": "mtp"}, "set --target as well"),
         ({"target": "{target}", "draft": "{tmp}/nowhere"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "there is no model folder"),
-        ({"target": "{target}", "draft": "ngram"}, "ngram is looked up"),
+        ({"target": "{target}", "draft": "ngram"}, "ngram is a lookup"),
         ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
     ],
 )

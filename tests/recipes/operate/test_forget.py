@@ -363,5 +363,5 @@ def test_without_a_token_the_records_are_deleted_and_no_server_is_asked(world, m
     monkeypatch.delenv("REDRAFT_TOKEN")
     fleet = FleetConfig(servers=("http://127.0.0.1:1",))
     (line,), is_held = asyncio.run(forget.forget_live(world.config(fleet=fleet), "acme"))
-    assert line.startswith(f"no server was asked, {forget.UNTIL_IT_ENDS}: no token")
+    assert line.startswith(f"no server was asked, {forget.UNTIL_IT_ENDS}: there is no token")
     assert not is_held

@@ -285,7 +285,7 @@ def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
         server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "3"))
     )
     with pytest.raises(
-        ValueError, match=rf"^4 .*{tmp_path}.*DFlash.* 3\b.*--num-speculative-tokens 3\b"
+        ValueError, match=rf"^4 .*{tmp_path}.*DFlash.* 3\b.*--num-speculative-tokens to at most 3\b"
     ):
         server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4"))
 
@@ -694,7 +694,7 @@ def test_live_counts_have_settings_of_their_own(tmp_path):
         "--live.shared" in note
         for note in list_notes(DraftSource.parse("live"), tenants_share=True)
     )
-    with pytest.raises(ValueError, match=r"^--live.* live\b.*ngram has not"):
+    with pytest.raises(ValueError, match=r"^--live.* live\b.*not to ngram"):
         server_command(parse("target", "--draft", "ngram", "--live.window", "99"))
     kept = ("target", "--draft", "live", "--live.folder", str(tmp_path / "live"))
     server_command(parse(*kept))

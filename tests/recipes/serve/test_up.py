@@ -844,7 +844,7 @@ def answer(
 def test_up_passes_a_pace_on_and_refuses_one_before_it_writes_a_file(target, tmp_path):
     folder, args = tmp_path / "all", ("--port", str(free_port()))
     for pace, said in (
-        ("fast", "fast is no pace"),
+        ("fast", "fast is not a valid pace"),
         ("adaptive", "--pace adaptive needs full CUDA"),
     ):
         with pytest.raises(ValueError, match=said):
