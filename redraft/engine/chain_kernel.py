@@ -18,7 +18,7 @@ WAYS = tl.constexpr(8)
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = tl.constexpr(26), tl.constexpr(16), tl.constexpr(5)
 OWNERS, VOTES, TOKENS = tl.constexpr(0xFFFF), tl.constexpr(31), tl.constexpr(0x3FFFFFF)
 KINDS = tl.constexpr(32)
-"""Of one length: a number of votes."""
+"""Vote counts, per length of a run."""
 
 FACTOR = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_NUMBERS = tl.constexpr(3)

@@ -197,7 +197,7 @@ class LookupOnDevice:
         )
 
     def _fill(self, found: Chains, most: int, *args: Any, **options: Any) -> Tensor:
-        """What was looked up, and the head's draft for the requests for which nothing was found."""
+        """The looked-up tokens, or the head's draft for requests without a match."""
         batch = args[0]
         number = most if self.head_tokens is None else min(most, self.head_tokens)
         if self.head_requests is not None and batch.num_reqs > self.head_requests:
