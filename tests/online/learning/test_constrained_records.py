@@ -93,7 +93,7 @@ def test_a_constrained_record_is_judged_by_the_tokens_that_the_engine_wrote(
     np.testing.assert_allclose(np.exp(held.topk_log_probs_RK).sum(1), 1)
     # Brute force: a greedy draft token is accepted if it is the written one.
     draft = StandaloneDraft.load(random_target).float().eval()
-    batch = _make_batch(record, 4096, "nothing")
+    batch = _make_batch(record, 4096, "nothing", 0)
     assert batch is not None
     rows_R, accepted_JR = score_rows(draft, batch, record.sampling, "greedy", 1)
     with torch.no_grad():
