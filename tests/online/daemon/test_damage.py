@@ -359,7 +359,7 @@ ONE_LINE = {
     "state of a later release": (later_state, r"state\.json .*\(layout \d+\)"),
     "registry of a later release": (later_registry, r"\.json .*\(layout \d+\)"),
     "anchors missing": (read_anchors_of(None), r"\(redraft data anchors\).*`anchors`"),
-    "anchors empty": (read_anchors_of(b""), r"anchors .*\brecord\b.*\(redraft data anchors\)"),
+    "anchors empty": (read_anchors_of(b""), r"anchors .*\brecords\b.*\(redraft data anchors\)"),
     "anchors torn": (read_anchors_of(b"RDR1abc"), r"anchors .*damaged.*\(redraft data anchors\)"),
 }
 
