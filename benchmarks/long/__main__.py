@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from benchmarks.long.rows import CASES
 from benchmarks.results import write_results
+from redraft.recipes.cli.run import run_recipe
 
 SHARED = ("eagle3", "eagle3+again", "eagle3-window", "dflash", "dflash+again", "dflash-window")
 """Cases of `benchmarks.long.ranks`."""
@@ -40,6 +39,7 @@ class LongConfig:
     threads: int = 2
     """Threads of a training."""
     output: Path = Path("outputs/long.json")
+    """File for the results."""
 
 
 def main(cfg: LongConfig) -> None:
@@ -69,7 +69,7 @@ def main(cfg: LongConfig) -> None:
 
 
 def run(threads: int, module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a module of this package prints, in a process of its own."""
+    """Run a module of this package in a separate process, and return the JSON that it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", f"benchmarks.long.{module}", *arguments]
     said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -77,4 +77,4 @@ def run(threads: int, module: str, *arguments: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(LongConfig, description=__doc__))
+    run_recipe(main, LongConfig, __doc__)

@@ -72,6 +72,16 @@ class HeadStep:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+def follow_requests(runner: Any, texts: Any) -> None:
+    """Call the hooks of `texts` when requests of a V2 runner start and end."""
+    hook(
+        runner,
+        "lookups",
+        add_requests=around(texts, "_add_requests", texts.add_requests),
+        finish_requests=around(texts, "_finish_requests", texts.finish_requests),
+    )
+
+
 class HostTexts:
     """The texts of a V2 runner's requests on the host, with a V1 runner's attribute names."""
 
@@ -84,12 +94,7 @@ class HostTexts:
         self.on_end: Callable[[str, Request], None] = lambda name, request: None
         self._add_requests: Any
         self._finish_requests: Any
-        hook(
-            runner,
-            "lookups",
-            add_requests=around(self, "_add_requests", self.add_requests),
-            finish_requests=around(self, "_finish_requests", self.finish_requests),
-        )
+        follow_requests(runner, self)
 
     def add_requests(self, scheduler_output: Any) -> None:
         """Take over the texts of requests that start or resume; V2 calls both new."""

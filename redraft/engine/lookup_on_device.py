@@ -24,7 +24,7 @@ from torch import Tensor
 from redraft.engine.answer_counter import MOST_TOKENS, AnswerCounter
 from redraft.engine.device_runs import Chains, DeviceRuns
 from redraft.engine.hooks import around, hook
-from redraft.engine.lookup_hooks import Batch, Request
+from redraft.engine.lookup_hooks import Batch, Request, follow_requests
 from redraft.heads.families.retrieval import Live, Retrieval
 
 STEPS_AHEAD = 2
@@ -78,12 +78,7 @@ class DeviceTexts:
         self._ended = deque[Ended]()
         self._add_requests: Any
         self._finish_requests: Any
-        hook(
-            runner,
-            "lookups",
-            add_requests=around(self, "_add_requests", self.add_requests),
-            finish_requests=around(self, "_finish_requests", self.finish_requests),
-        )
+        follow_requests(runner, self)
 
     def add_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
