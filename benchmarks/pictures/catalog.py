@@ -3,6 +3,7 @@
 | data in docs/pictures | from |
 |---|---|
 | journal.jsonl | the learner's journal of a soak, 2026-11-29: 383 s, without one line with a path |
+| terminal.cast | `python -m benchmarks.pictures --record terminal`: what a terminal received, with its times |
 | manifest.json | `make pictures`: digests of every picture and of what it was made from |
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.pictures import charts, pages
+from benchmarks.pictures import charts, pages, terminal
 from benchmarks.pictures.tables import MEASUREMENTS
 from redraft.files.artifact import sha256, write_whole
 
@@ -71,6 +72,11 @@ PICTURES = (
         draw=lambda path: write_whole(path, charts.draw_learning(charts.read_learning(_page()))),
         files=CHARTS,
         rows=lambda: charts.read_learning(_page()),
+    ),
+    Picture(
+        path="docs/terminal.svg",
+        draw=lambda path: write_whole(path, terminal.draw(DATA / "terminal.cast")),
+        files=("benchmarks/pictures/terminal.py", "docs/pictures/terminal.cast"),
     ),
     Picture(
         path="docs/page-learner.png",
