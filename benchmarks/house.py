@@ -133,7 +133,7 @@ def walk_target() -> dict[str, int]:
         code, name = frame.f_code, frame.f_globals.get("__name__", "")
         if code is load_data.__code__ and event in ("call", "return"):
             below_data = event == "call"
-        # A generator that goes on is no call.
+        # Resuming a generator is not a call.
         is_step = event == "call" and not code.co_name.startswith("<")
         if is_step and name.startswith("redraft.") and (not steps or steps[-1][0] != name):
             steps.append((name, below_data))

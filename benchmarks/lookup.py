@@ -63,7 +63,7 @@ PROBES = 2000
 """Lookups that are timed."""
 
 SECTOR_BYTES = 32
-"""What a GPU reads at least, here for a row."""
+"""Smallest read of a GPU, in bytes; here, for one row."""
 
 VOCABULARY, PHRASES, PHRASE = 30_000, 5_000, 8
 BLOCK = 4096

@@ -1,4 +1,4 @@
-"""What ranks that share rows compute, beside what one process computes, in float64 over gloo.
+"""Compare ranks that share rows with a single process, in float64 over gloo.
 
     python -m benchmarks.long.ranks 4 eagle3 dflash
 
@@ -83,7 +83,7 @@ def make_target() -> LlamaForCausalLM:
 
 
 def make_draft(case: str, target: Target) -> Any:
-    """An untrained draft in which no parameter is zero or the target's."""
+    """An untrained draft whose parameters are all nonzero and differ from the target's."""
     name, _, again = case.partition("+")
     draft: Any = CASES[name](target).double()
     for parameter in draft.parameters():

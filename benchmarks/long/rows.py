@@ -97,7 +97,7 @@ def measure(case: str, length: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         distillation.step([row])
     seconds = time.perf_counter() - start_s
-    # Linux counts it in KiB. The row before was shorter, so the peak is of these steps.
+    # Linux counts it in KiB. The earlier row was shorter, so the peak belongs to these steps.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
     return {
         "case": case,

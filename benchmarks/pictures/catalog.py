@@ -1,4 +1,4 @@
-"""Every picture, what makes it, and what it is made from.
+"""All pictures, with their sources and the code that draws them.
 
 | data in docs/pictures | from |
 |---|---|

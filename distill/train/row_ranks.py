@@ -1,4 +1,4 @@
-"""Which rows of the data a rank trains, and which ranks share them.
+"""The rows that each rank trains on, and the ranks that share them.
 
 6 ranks, --loop.context-parallel 2     ranks 0 1 | 2 3 | 4 5      each pair has batches of its own
                                              └─ one share each of every row (`heads.nn.shares`)

@@ -36,7 +36,7 @@ class Chains(NamedTuple):
     """Draft tokens of a step."""
 
     tokens_BK: Tensor
-    """Behind the last one of a request, its newest token of the text."""
+    """After the last draft token, the newest token of the request is repeated."""
     counts_B: Tensor
     confidences_BK: Tensor
     """The probability of each token if those before it are right; 0 behind the last one."""

@@ -28,13 +28,13 @@ from redraft.engine.lookup_hooks import Batch, Request, follow_requests
 from redraft.heads.families.retrieval import Live, Retrieval
 
 STEPS_AHEAD = 2
-"""Steps after which what the device has copied is on the host."""
+"""Number of steps after which a copy from the device has reached the host."""
 
 SLACK = 64
-"""Tokens that a text may have behind the end of its answer."""
+"""Tokens that may follow the end of an answer in its text."""
 
 PADDING = -1
-"""In place of tokens of an answer that are too far back to be counted."""
+"""Replaces tokens of an answer that are too old to be counted."""
 
 
 class Ended(NamedTuple):
