@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from redraft.engine import patches
 from redraft.engine import wait as engine_wait
 from redraft.engine.server import find_two_speeds
 from redraft.engine.settings import VARIABLE, write_settings
@@ -39,7 +40,7 @@ for name, environment in json.loads(sys.argv[1]).items():
 """
 
 
-COUNT_TURNS = """
+COUNT_TICKS = """
 import os, sys, time
 from redraft.engine.patches import with_sleeps
 wait = with_sleeps(os.sched_yield) if sys.argv[1] == "sleeps" else os.sched_yield
@@ -48,23 +49,46 @@ neighbour = os.fork()
 if not neighbour:
     while True:
         pass
-turns, end_s = 0, time.monotonic() + 0.5
-while time.monotonic() < end_s:
+ticks, end_s = 0, time.monotonic() + 0.5
+while (began_s := time.monotonic()) < end_s:
     wait()
-    turns += 1
+    ticks += time.monotonic() - began_s > 0.9e-3
 os.kill(neighbour, 9)
-print(turns)
+print(ticks)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's scheduler")
 def test_another_thread_takes_the_core_for_ticks_from_a_loop_of_yields_and_not_of_sleeps():
     yields, sleeps = (
-        int(subprocess.check_output([sys.executable, "-c", COUNT_TURNS, kind], text=True))
+        int(subprocess.check_output([sys.executable, "-c", COUNT_TICKS, kind], text=True))
         for kind in ("yields", "sleeps")
     )
-    # a tick takes 1 to 10 ms, and a sleep 0.05
-    assert sleeps > 3 * yields
+    # a tick takes 1 to 10 ms, and a sleep at most 0.5
+    assert sleeps < yields / 3
+
+
+def test_sleeps_grow_with_the_wait_and_begin_short_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, slept = [1000.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now_s[0] += seconds
+
+    monkeypatch.setattr(patches.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(patches.time, "sleep", sleep)
+    wait = patches.Sleeps()
+    while now_s[0] < 1000.1:
+        began_s = now_s[0]
+        wait()
+        assert slept[-1] == pytest.approx(min(max(20e-6, (began_s - 1000) / 100), 500e-6))
+        now_s[0] += 20e-6  # the check for a message
+    assert len(slept) < 700  # 0.1 s has 2,500 sleeps of 20 us
+    now_s[0] += 0.001
+    wait()
+    assert slept[-1] == 20e-6
 
 
 @pytest.fixture(scope="module")
