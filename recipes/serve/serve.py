@@ -113,7 +113,7 @@ def list_notes(
 
 def looks_up(draft: DraftSource) -> bool:
     """Whether this draft looks tokens up, alone or before a head."""
-    return draft.is_lookup or draft.lookup is not None
+    return draft.lookup is not None or draft.is_lookup  # the head's folder may not exist yet
 
 
 def require_target(target: str) -> None:

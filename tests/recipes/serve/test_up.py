@@ -69,7 +69,7 @@ from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_folder, up_parts
 from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.up_config import UpConfig
-from redraft.recipes.serve.vllm_flags import REFUSED_FIELDS, read_flags
+from redraft.recipes.serve.vllm_flags import REFUSED_FIELDS, SHARED_COUNTS, read_flags
 
 
 @pytest.fixture
@@ -497,6 +497,9 @@ def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
         command = up.serve_command(plan, learns=learns, on_cpu=on_cpu)
         given = command[command.index("--draft") + 1] if "--draft" in command else None
         assert given == (expected if on_cpu or not learns else None)
+        # At the first start, the learner has not written the first version yet.
+        notes = up.list_notes(up.DraftSource.parse(given) if given else None)
+        assert (SHARED_COUNTS in notes) is bool(given and given.startswith("live"))
         keeps = "--live.folder" in command
         assert keeps is bool(given and given.startswith("live"))
         assert not keeps or command[command.index("--live.folder") + 1] == str(
