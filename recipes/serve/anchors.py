@@ -1,11 +1,11 @@
-"""Write offline data as records that the learner replays beside live traffic, against forgetting.
+"""Write offline data as records that the learner replays to prevent forgetting.
 
     $ redraft data anchors --target models/llama-8b --data answers.jsonl --output anchors
     $ redraft learner --config learner.toml --set 'anchors="anchors"'
 
-One pass of the target over every sample keeps the largest probabilities at each label, as capture
+One pass of the target over every sample keeps the most probable tokens at each label, as capture
 does in a server. `replay.anchor_share` in learner.toml sets the share of anchors in every training
-step. Heads cannot use anchors, which hold no hidden states.
+step. Heads cannot use anchors, because anchors contain no hidden states.
 """
 
 import json
@@ -21,34 +21,34 @@ class AnchorsConfig:
     target: str
     """Folder or hub name of the served model."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
-    stored so and the CPU has instructions for bfloat16, else float32.
+    """Dtype for the target's computation. Default: on a GPU, the stored dtype; on a CPU, bfloat16
+    if the weights are stored in bfloat16 and the CPU has bfloat16 instructions, otherwise float32.
     """
     data: str
-    """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or
-    `stdlib`. Answers written by the target are best (redraft regenerate).
+    """Text that the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text
+    files, or `stdlib`. Answers written by the target work best (redraft regenerate).
     """
     split: str = "train"
     """Split of a data set on the hub."""
     output: Path = Path("anchors")
-    """File to write the records to. Its provenance stands beside it, in OUTPUT.json."""
+    """File to write the records to. Their provenance is written next to it, to OUTPUT.json."""
     overwrite: bool = False
-    """Replace `output` if it exists."""
+    """Replace `output` if it already exists."""
     num_conversations: int = 2000
-    """Maximum number of conversations, taken from the beginning of the data."""
+    """Maximum number of conversations, counted from the start of the data."""
     sequence_length: int = 4096
-    """Maximum length of a text in tokens. Use the length the draft is trained with."""
+    """Maximum number of tokens per text. Use the sequence length that the draft is trained with."""
     date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
+    """Date (YYYY-MM-DD) for chat templates that contain today's date. Default: today."""
     logprobs: int = 32
-    """Probabilities to keep at every label. Use the servers' --capture.logprobs."""
+    """Number of token probabilities to keep per label. Use the servers' --capture.logprobs."""
 
 
 def main(cfg: AnchorsConfig) -> None:
     """Write the anchors.
 
     Raises:
-        FileExistsError
+        FileExistsError: the output exists and may not be replaced.
         ValueError: the target or the data cannot be used.
     """
     # Here, because they import torch.
@@ -95,7 +95,7 @@ def main(cfg: AnchorsConfig) -> None:
     }
     bar = Progress(samples, desc="anchors", unit="sample")
     write_anchors(cfg.output, bar, InProcessTarget(model), target.fingerprint, k=cfg.logprobs)
-    # Last: an interrupted run leaves earlier anchors with the provenance of those.
+    # Last: if the run is interrupted, earlier anchors keep their own provenance.
     write_whole(
         cfg.output.with_name(f"{cfg.output.name}.json"),
         json.dumps(provenance, indent=2, default=str) + "\n",

@@ -1,12 +1,13 @@
-"""Learn from a running fleet's traffic.
+"""Train a draft from the traffic of a running fleet.
 
-Train the draft, prove every candidate, swap it in, watch, roll back.
+The learner trains the draft, evaluates every candidate, swaps it in, monitors it, and rolls it back
+if acceptance falls.
 
     $ redraft learner --print-config > learner.toml      # all settings, with explanations
     $ redraft learner --config learner.toml
     $ redraft learner --config learner.toml --set training.lr=1e-3 --set fleet.poll_s=5
 
-With two servers started by `redraft serve`, this is enough:
+For two servers started with `redraft serve`, this file is enough:
 
     target = "models/llama-8b"                  # the served model
     registry = "drafts/llama-8b"                # the servers' --registry: versions v000001, v000002, ...
@@ -17,10 +18,10 @@ With two servers started by `redraft serve`, this is enough:
     servers = ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]
     token_file = "token"                        # the servers' --token-file
 
-One learner owns a registry. It can be killed at any time: when restarted, it continues where it
-stopped. On several GPUs, start it with `accelerate launch -m redraft.recipes.cli learner --config
-learner.toml`. `redraft fleet versions`, `redraft fleet swap` and `redraft fleet rollback` talk to
-the running learner.
+Only one learner can use a registry at a time. It can be killed at any time; after a restart, it
+continues where it stopped. On several GPUs, start it with `accelerate launch -m redraft.recipes.cli
+learner --config learner.toml`. `redraft fleet versions`, `redraft fleet swap` and `redraft fleet
+rollback` send their requests to the running learner.
 """
 
 from dataclasses import dataclass
@@ -42,11 +43,9 @@ def main(cfg: LearnerCommandConfig) -> None:
         print(render_example(LearnerConfig))
         return
     settings = load_config(cfg.config, cfg.set)
-    # The variables count only if they are set before torch's first operation, so the import stays
-    # below.
+    # torch reads the variables at its first operation, so they must be set before the import below.
     bound_caches()
-    from redraft.online.daemon.learner import (
-        run,
-    )  # loads torch: a mistake in the file is told before
+    # It loads torch, so it is imported after the settings have been checked.
+    from redraft.online.daemon.learner import run
 
     run(settings)

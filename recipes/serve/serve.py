@@ -1,6 +1,6 @@
-"""vLLM's OpenAI server with the plugin switched on.
+"""Start vLLM's OpenAI server with the redraft plugin.
 
-`redraft serve TARGET --draft D -- any vLLM argument`.
+`redraft serve TARGET --draft DRAFT -- VLLM_ARGS`.
 """
 
 from __future__ import annotations
@@ -51,23 +51,24 @@ PLUGIN_GROUPS = (
 )
 
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-"""vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit
-none.
+"""vLLM's variable with the prefixes of the variables that Ray workers receive.
+
+Workers on other machines do not inherit any.
 """
 
 
 SHUTDOWN_TIMEOUT_S = 30
-"""vLLM's --shutdown-timeout: the time after SIGTERM for running answers, and for the records that
-wait. vLLM's default of 0 kills the workers, and their records, at once.
+"""vLLM's --shutdown-timeout: how long, after SIGTERM, running answers may finish and waiting
+records may be written. With vLLM's default of 0, workers and their records are killed at once.
 """
 
 MODEL_FLAGS = ("method", "draft_sample_method", "rejection_sample_method")
-"""Options without a meaning for a lookup alone."""
+"""Options that do not apply to a lookup without a head."""
 
 
 def main(cfg: ServeConfig) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
-    read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
+    read_config(environment)  # report a wrong setting now, not after minutes of loading in vLLM
     require_private(read_flags(cfg.vllm_args), os.environ)
     require_target(cfg.target)
     command = server_command(cfg)
@@ -85,7 +86,7 @@ def main(cfg: ServeConfig) -> None:
         if looks_up(_draft(cfg)) and schedules_ahead(cfg):
             require_v2(environment)
     lookup = lookup_env(speculative_config(cfg), read_settings(environment))
-    # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
+    # exec, not a child process: signals from systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup)
 
 
@@ -96,14 +97,14 @@ def list_notes(
     is_ahead: bool = False,
     on_cpu: bool = ENGINE_IS_CPU,
 ) -> list[str]:
-    """The notes to print before a server with this draft starts; None means a new head.
+    """List the notes to print before a server with this draft starts.
 
-    `is_ahead` means that the user asks for asynchronous scheduling.
+    `draft` is None for a new head. `is_ahead` means that the user asks for asynchronous scheduling.
     """
     notes = [BESIDE_A_DRAFT]
     if draft is None:
         return notes
-    # CPUs never schedule ahead.
+    # vLLM never schedules asynchronously on CPUs.
     if looks_up(draft) and not (on_cpu or is_ahead):
         notes.append(LOOKUP_WAITS + (ON_THE_GPU if draft.has_answers else ""))
     if LIVE in (draft.source, draft.lookup):
@@ -112,12 +113,12 @@ def list_notes(
 
 
 def looks_up(draft: DraftSource) -> bool:
-    """Whether this draft looks tokens up, alone or before a head."""
+    """Whether this draft uses a lookup, alone or before a head."""
     return draft.lookup is not None or draft.is_lookup  # the head's folder may not exist yet
 
 
 def require_target(target: str) -> None:
-    """Raise FileNotFoundError unless the target is a folder, a hub name or a storage address."""
+    """Raise FileNotFoundError unless the target is a folder, a hub name or a storage URL."""
     if "://" not in target and not is_hub_name(target) and not Path(target).exists():
         raise FileNotFoundError(
             f"there is no model folder {target}, and it is not a hub name (owner/name) either"
@@ -125,15 +126,15 @@ def require_target(target: str) -> None:
 
 
 def server_command(cfg: ServeConfig) -> list[str]:
-    """The command line of vLLM's server.
+    """Return the command line of vLLM's server.
 
     Raises:
-        ValueError: neither a draft nor a registry is given, or vLLM would not serve the draft with
+        ValueError: neither a draft nor a registry is given, or vLLM cannot serve the draft with
             these settings.
         FileNotFoundError: the registry has no current version.
     """
     if (Path(cfg.target) / INDEX).is_file():
-        weight_files(Path(cfg.target))  # vLLM would choose between two sets of weights
+        weight_files(Path(cfg.target))  # vLLM would have to choose between two sets of weights
     draft = _draft(cfg)
     folder = draft.folder
     parts = list_parts(draft, records=cfg.capture.is_on)
@@ -144,13 +145,13 @@ def server_command(cfg: ServeConfig) -> list[str]:
         require_own(cfg.live.folder)
         if is_many(flags.get("nnodes", "1")) or flags.get("distributed_executor_backend") == "ray":
             raise ValueError(
-                "--live.folder supports the ranks of one machine only, but --nnodes or Ray asks "
-                "for more: leave it out"
+                "--live.folder supports a single machine only, but --nnodes or Ray asks for more: "
+                "remove --live.folder"
             )
     if needs_plugin(config) and is_many(flags.get("pipeline_parallel_size", "1")):
         raise ValueError(
-            "--pipeline-parallel-size above 1 keeps the text of requests on the first stage, but "
-            f"{draft} is looked up on the last one: use --tensor-parallel-size"
+            "with --pipeline-parallel-size above 1, only the first stage has the text of requests, but "
+            f"the last stage needs it to look up {draft}: use --tensor-parallel-size"
         )
     arguments = ["--speculative-config", json.dumps(vllm_keys(config))]
     arguments += template_arguments(folder) if folder else []
@@ -163,7 +164,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
 
 
 def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
-    """The active parts of redraft, as `CLASHES` names them. `draft` is None for a new head."""
+    """List the active parts of redraft, named as in `CLASHES`. `draft` is None for a new head."""
     parts: list[Beside] = ["records"] if records else []
     if draft is not None and looks_up(draft) and not draft.has_answers:
         parts.append("lookup")
@@ -174,16 +175,16 @@ def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
 
 
 def template_arguments(draft: Path) -> list[str]:
-    """vLLM's arguments that set the chat template as in the draft's training.
+    """Return vLLM's arguments that set the chat template options used to train the draft.
 
-    They may ask for answers without reasoning, for example.
+    For example, the options may ask for answers without reasoning.
     """
     found = read_provenance(draft).template_arguments
     return ["--default-chat-template-kwargs", json.dumps(found)] if found else []
 
 
 def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
-    """The speculative config: the draft, and how to serve it.
+    """Return vLLM's speculative config: the draft and how to serve it.
 
     Raises:
         ValueError, FileNotFoundError: as in `server_command`.
@@ -208,7 +209,7 @@ def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
 
 
 def schedules_ahead(cfg: ServeConfig) -> bool:
-    """Whether the user asks for asynchronous scheduling, which vLLM leaves out beside a lookup."""
+    """Whether the user asks for asynchronous scheduling, which vLLM disables for a lookup."""
     value = read_flags(cfg.vllm_args).get("async_scheduling", "false")
     return value.lower() not in ("0", "false")
 
@@ -216,40 +217,41 @@ def schedules_ahead(cfg: ServeConfig) -> bool:
 def require_v2(
     environment: Mapping[str, str] = os.environ, *, on_cpu: bool = ENGINE_IS_CPU
 ) -> None:
-    """Raise ValueError if a lookup cannot run on the device."""
+    """Raise ValueError unless counted answers can be looked up on the device."""
     if on_cpu or environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         raise ValueError(
-            "--async-scheduling looks counted answers up on the GPU, which takes a GPU and vLLM's V2 "
-            "model runner: leave it out"
+            "--async-scheduling looks counted answers up on the GPU, which requires a GPU and vLLM's "
+            "V2 model runner: remove the flag"
         )
 
 
 def require_block(
     speculative: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ValueError if block verification does not fit this draft, or gains nothing."""
+    """Raise ValueError if block verification is not available for this draft or has no effect."""
     if speculative.get("draft_sample_method") != "probabilistic":
         raise ValueError(
             "--rejection-sample-method block has no effect on greedy draft tokens: add "
-            "--draft-sample-method probabilistic, with a draft that can be sampled"
+            "--draft-sample-method probabilistic and use a draft that supports sampling"
         )
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER", "0" if ENGINE_IS_CPU else "1")
     if asked == "0":
         raise ValueError(
-            "only vLLM's V2 model runner verifies blocks, but V1 would serve this draft: remove "
-            "--rejection-sample-method block"
+            "only vLLM's V2 model runner supports block verification, but V1 would serve this draft: "
+            "remove --rejection-sample-method block"
         )
 
 
 def choose_adaptive(
     pace: str, flags: Mapping[str, str], target: str, speculative: Mapping[str, Any]
 ) -> bool:
-    """Whether vLLM is to verify adaptively: if forced, or with `auto` where it is known to work.
+    """Whether to enable vLLM's adaptive verification.
 
-    `flags` are those of `vllm serve`, by name.
+    It is enabled if `pace` is `adaptive`, or if `pace` is `auto` and the server is known to support
+    it. `flags` are the flags of `vllm serve`, by name.
 
     Raises:
-        ValueError: adaptive verification is forced, but this server does not support it.
+        ValueError: `pace` is `adaptive`, but this server does not support adaptive verification.
     """
     if pace not in ("auto", "adaptive"):
         return False
@@ -258,7 +260,7 @@ def choose_adaptive(
         capability = adaptive.read_capability()
         return not obstacle and adaptive.is_expected(flags, target, capability)
     if obstacle:
-        raise ValueError(f"--pace adaptive {obstacle}. --pace auto does without it")
+        raise ValueError(f"--pace adaptive {obstacle}, or use --pace auto")
     return True
 
 
@@ -278,13 +280,13 @@ def _refuse_idle(cfg: ServeConfig, draft: DraftSource) -> None:
         )
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
-            f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source}, "
+            f"--head-requests applies only to a head after a lookup: set --draft ngram+{draft.source}, "
             f"live+{draft.source} or ANSWERS+{draft.source}"
         )
 
 
 def plugin_environment(cfg: ServeConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that enable the plugin, to be added to `environment`."""
+    """Return the variables that enable and configure the plugin, to be added to `environment`."""
     capture, nats = cfg.capture, cfg.capture.nats
     prefixes = map(str.strip, environment.get(RAY_PREFIXES, "").split(","))
     settings = {
@@ -307,7 +309,7 @@ def plugin_environment(cfg: ServeConfig, environment: Mapping[str, str]) -> dict
             "spool": _absolute(capture.spool),
             "nats": {"fleet": nats.fleet, **files},
         }
-    # None: a setting of the user's environment stays in force.
+    # None: a setting from the user's environment remains in force.
     given = {name: value for name, value in settings.items() if value is not None}
     return {
         "VLLM_PLUGINS": with_plugin(environment.get("VLLM_PLUGINS")),
@@ -319,7 +321,8 @@ def plugin_environment(cfg: ServeConfig, environment: Mapping[str, str]) -> dict
 def keeps_states(target: str) -> bool:
     """Whether the target has Mamba layers or short convolutions.
 
-    If the number of draft tokens varies, vLLM's V2 runner captures graphs that these layers reject.
+    If the number of draft tokens varies, vLLM's V2 runner captures graphs that these layers do not
+    support.
     """
     keys = [key for section in text_sections(read_model(open_folder(target))) for key in section]
     return any(key.startswith(("mamba_", "ssm_", "conv_L")) for key in keys)
@@ -330,9 +333,9 @@ def _absolute(path: Path | None) -> str | None:
 
 
 def with_plugin(allowed: str | None) -> str:
-    """The value of VLLM_PLUGINS with redraft added.
+    """Return the value of VLLM_PLUGINS with redraft added.
 
-    If the variable is unset, all plugins are allowed, so all of them are named to remain allowed.
+    If the variable is unset, vLLM allows all plugins, so the result names all of them.
     """
     if allowed is None:
         names = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
@@ -345,10 +348,12 @@ def _draft(cfg: ServeConfig) -> DraftSource:
     if cfg.draft is not None:
         return DraftSource.parse(cfg.draft)
     if cfg.registry is None:
-        raise ValueError("no draft given: set --draft, or --registry to serve its current version")
+        raise ValueError(
+            "there is no draft to serve: set --draft, or --registry to serve its current version"
+        )
     current = cfg.registry / "current"
     if not current.is_dir():
         raise FileNotFoundError(
-            f"{cfg.registry} has no current version: give --draft, or publish one first"
+            f"{cfg.registry} has no current version: set --draft, or publish a version first"
         )
     return DraftSource(source=str(current))

@@ -1,13 +1,10 @@
-"""vLLM's OpenAI server with the plugin switched on.
+"""Start vLLM's OpenAI server with the redraft plugin.
 
-`redraft serve TARGET --draft D -- any vLLM argument`.
+    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
 
-    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool \
-    -- --port 8001
-
-Everything after `--` goes to vLLM unchanged. The plugin reads its settings from the environment
-variable REDRAFT_SETTINGS, a JSON object, which this command writes. A deployment that starts vLLM
-itself sets VLLM_PLUGINS=redraft and that variable instead (docs/online.md).
+Everything after `--` is passed to vLLM unchanged. The plugin reads its settings from the
+environment variable REDRAFT_SETTINGS, a JSON object that this command writes. A deployment that
+starts vLLM itself sets VLLM_PLUGINS=redraft and that variable instead (docs/online.md).
 """
 
 from __future__ import annotations
@@ -30,54 +27,56 @@ class ServeConfig:
     target: Annotated[str, tyro.conf.Positional]
     """Folder or hub name of the target."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of vLLM's server, after `--`."""
+    """Arguments for vLLM's server, after `--`."""
     draft: str | None = None
-    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer.
-    `live` counts this server's answers, as `redraft data count` counts a file.
-    `LOOKUP+HEAD:2` looks tokens up first, and takes at most 2 tokens per step from HEAD
-    (EAGLE-1, EAGLE-3 or MTP) if none is found. LOOKUP is `ngram` (the last 2 to 4 tokens),
-    `live` or a folder of counted answers. By default the current version of the registry.
+    """Folder or hub name of the draft; or `ngram`, `suffix`, or `mtp` for the target's MTP layer.
+    `live` drafts from this server's own answers, as `redraft data count` does from a file.
+    `LOOKUP+HEAD:2` tries a lookup first; if it finds nothing, HEAD (EAGLE-1, EAGLE-3 or MTP) drafts
+    at most 2 tokens per step. LOOKUP is `ngram` (the last 2 to 4 tokens), `live` or a folder of
+    counted answers. Default: the current version in the registry.
     """
     registry: Path | None = None
-    """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
+    """Folder with the versions of the draft (v000001, ..., current). Required for swaps."""
     num_speculative_tokens: int = NUM_TOKENS
-    """Draft tokens per step."""
+    """Maximum number of draft tokens per step."""
     pace: str = "off"
-    """Draft tokens of a step, at most --num-speculative-tokens. `auto` measures as it serves, and
-    drafts fewer or none where that is faster; where vLLM's adaptive verification is known to work
-    (NVIDIA GPUs of capability 9, or --attention-backend TRITON_ATTN), vLLM chooses how many tokens
-    of which request are verified, and `auto` whether a step drafts. `adaptive` is vLLM's choice
-    alone. A number is for all steps; with `off` all steps have --num-speculative-tokens, as with
-    vLLM alone. With any pace but `off`, sampled requests with a seed are not drafted for, so their
-    answers stay the same. On a GPU, vLLM captures CUDA graphs for each number; with Mamba layers,
-    only piecewise ones.
+    """How many tokens to draft per step, at most --num-speculative-tokens. `auto` measures during
+    serving, and drafts fewer tokens or none if that is faster. If vLLM's adaptive verification is
+    known to work (on NVIDIA GPUs of compute capability 9, or with --attention-backend TRITON_ATTN),
+    vLLM chooses how many tokens of each request are verified, and `auto` only chooses whether a
+    step drafts. `adaptive` leaves the choice to vLLM alone. A number applies to all steps. With
+    `off`, all steps draft --num-speculative-tokens tokens, as in plain vLLM. With any value except
+    `off`, sampled requests with a seed get no drafts, so that their answers stay reproducible. On a
+    GPU, vLLM captures CUDA graphs for each number of tokens; for targets with Mamba layers, it
+    captures piecewise graphs only.
     """
     method: Method | None = None
-    """vLLM's method for the draft. By default it follows from the draft's tensors."""
+    """vLLM's method for the draft. Default: detected from the draft's tensors."""
     draft_sample_method: SampleMethod = "greedy"
-    """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with
-    `probabilistic` it is sum min(p, q), which is higher at temperatures above 0.
+    """How draft tokens are chosen. The acceptance rate is p(argmax q) with `greedy`, and sum min(p,
+    q), which is higher at temperatures above 0, with `probabilistic`.
     """
     rejection_sample_method: Literal["standard", "block"] = "standard"
     """How vLLM verifies sampled draft tokens: one by one, or as a block, which accepts at least as
-    many. The report of `redraft eval` says how many more. `block` needs the V2 model runner.
+    many. The report of `redraft eval` shows the difference. `block` needs the V2 model runner.
     """
     head_requests: int | None = None
-    """With a lookup before the head: with more requests than this at once, only lookups draft."""
+    """For a head after a lookup: maximum number of concurrent requests for which the head drafts.
+    With more requests, only the lookup drafts. Default: no limit.
+    """
     verify_cost: float | None = None
-    """For counted answers: cost of verifying one more token, in target steps of one request. A
-    token is proposed if its probability is at least this times the requests in the step. By
-    default as for `redraft data count`, else 0.05.
+    """For counted answers: cost of verifying one more token, as a fraction of a target step for one
+    request. A token is proposed if its probability is at least this cost times the number of
+    requests in the step. Default: the value given to `redraft data count`, otherwise 0.05.
     """
     token_file: Path | None = None
-    """File with the bearer token that protects /redraft/... Without it, the variable REDRAFT_TOKEN
-    holds the token.
+    """File with the bearer token that protects /redraft/... By default, the token is read from the
+    environment variable REDRAFT_TOKEN.
     """
     allow_remote: bool = False
-    """Allow other machines to use /redraft/... as well."""
+    """Allow requests from other machines to /redraft/..."""
     targets: tuple[Path, ...] = ()
-    """Folders from which a trainer may load target weights (`POST /redraft/target`). By default
-    none.
+    """Folders from which a trainer may load target weights (`POST /redraft/target`). Default: none.
     """
     live: LiveConfig = field(default_factory=LiveConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)

@@ -1,16 +1,15 @@
-"""Serve a target's hidden states for the training of heads.
+"""Start a vLLM server that sends the target's hidden states to train heads.
 
-VLLM with `extract_hidden_states` switched on.
+It runs vLLM with its `extract_hidden_states` method.
 
-    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- \
-    --tensor-parallel-size 8 --port 8001
+    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- --tensor-parallel-size 8 --port 8001
     $ redraft train eagle3 --target meta-llama/Llama-3.1-70B-Instruct --prove.no-engine \\
           --signal.kind endpoint --signal.url http://127.0.0.1:8001
 
 The last hidden state is always sent as well. The states pass through `storage`: memory (/dev/shm)
-on one machine, a shared disk or object storage (s3://bucket/states) between machines. Give the
-trainer the same as --signal.storage. It reads nothing else, and removes states after reading them.
-For more throughput, start several servers: --signal.url takes a list.
+on one machine, a shared disk or object storage (s3://bucket/states) between machines. Set the
+trainer's --signal.storage to the same value. The trainer reads nothing else, and deletes states
+after reading them. For more throughput, start several servers: --signal.url accepts a list.
 """
 
 import os
@@ -27,29 +26,28 @@ class FeaturesConfig:
     target: Annotated[str, tyro.conf.Positional]
     """Folder or hub name of the target."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of vLLM's server, after `--`."""
+    """Arguments for vLLM's server, after `--`."""
     layers: tuple[int, ...] = ()
-    """Layers read by the head: k means the residual stream after k layers, 0 the embeddings."""
+    """Target layers that the head reads: k is the residual stream after k layers, 0 the embeddings.
+    """
     storage: str = DEFAULT_STORAGE
-    """Folder or fsspec URL through which the states pass, with room for all requests in flight. The
-    trainer's
-
-    --signal.storage must be the same: it reads nothing outside of it.
+    """Folder or fsspec URL through which the states pass, with room for all requests in flight. Set
+    the trainer's --signal.storage to the same value: the trainer reads nothing outside this folder.
     """
     format: StatesFormat = "exact"
-    """Format of the states. `exact`: as the server computes them. `float8`: 8-bit floats with a
-    scale for each state, half the bytes of bfloat16. The trainer reads both.
+    """Format of the states. `exact`: the values that the server computes. `float8`: 8-bit floats
+    with one scale per state, which take half the bytes of bfloat16. The trainer reads both.
     """
 
 
-UNSENT = ("deepseek_v4",)  # Types of targets whose states vLLM 0.32 does not send.
+UNSENT = ("deepseek_v4",)  # Types of targets whose states vLLM 0.32 cannot send.
 
 
 def main(cfg: FeaturesConfig) -> None:
     """Replace this process with the server.
 
     Raises:
-        ValueError: the target has no such layer, or vLLM does not send the target's states.
+        ValueError: the target has no such layer, or vLLM cannot send the target's states.
     """
     # Here, because they import torch.
     from redraft.engine.settings import read_settings, write_settings
@@ -60,13 +58,12 @@ def main(cfg: FeaturesConfig) -> None:
     config = load_text_config(cfg.target)
     if config.model_type in UNSENT:
         raise ValueError(
-            f"{cfg.target} has the type {config.model_type}, whose keys vLLM keeps in several "
-            "groups, and hidden states "
-            "are sent beside one group only: train with the target in the training process "
-            "(--signal.kind model)"
+            f"vLLM keeps the KV cache of {cfg.target} (type {config.model_type}) in several groups, "
+            "and can send hidden states only if there is one group: train with the target in the "
+            "training process (--signal.kind model)"
         )
     command = server_command(cfg, config.num_hidden_layers)
-    # The plugin notices weights that move.
+    # The plugin detects weights that are replaced.
     variables = {
         "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS")),
         **write_settings(read_settings(), ENABLED),
@@ -75,10 +72,10 @@ def main(cfg: FeaturesConfig) -> None:
 
 
 def server_command(cfg: FeaturesConfig, num_layers: int) -> list[str]:
-    """The command line of vLLM's server for a target with `num_layers` layers.
+    """Return the command line of vLLM's server for a target with `num_layers` layers.
 
     Raises:
-        ValueError: a layer is beyond them, or redraft does not support this vLLM.
+        ValueError: a layer does not exist, or redraft does not support this version of vLLM.
     """
     from redraft.distill.signal.features import server_args
     from redraft.engine.command import vllm_command

@@ -1,13 +1,13 @@
-"""Record the traffic of an unmodified vLLM, SGLang or llama.cpp through a proxy.
+"""Record the traffic of an unmodified vLLM, SGLang or llama.cpp server through a proxy.
 
-Point the clients at this address instead of the server's.
+Point the clients at the proxy's address instead of the server's.
 
     $ redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
     $ redraft tap http://127.0.0.1:8080 --target /models/llama --spool ids --engine llama.cpp
 
-vLLM returns at most --max-logprobs probabilities per token (20 by default). The proxy does not see
-draft tokens, so its records can train a draft but do not show its acceptance. Several servers have
-a tap each.
+vLLM returns at most --max-logprobs probabilities per token (20 by default). Draft tokens do not
+pass through the proxy, so its records can train a draft but do not show its acceptance. Start one
+tap per server.
 """
 
 from dataclasses import dataclass
@@ -32,16 +32,18 @@ class TapCommandConfig(TapConfig, FrontConfig):
     upstream: Annotated[str, tyro.conf.Positional]
     """Address of the server, http://HOST:PORT."""
     target: Path
-    """Folder of the served model. Its fingerprint goes into every record, and its
-    generation_config.json gives the sampling parameters that a request leaves out.
+    """Folder of the served model. Every record contains the folder's fingerprint. Its
+    generation_config.json supplies the sampling parameters that requests leave out.
     """
     port: int = 8001
-    """Port on which clients are accepted."""
+    """Port on which the proxy accepts clients."""
     admin_port: int = 8082
-    """Port of /redraft/tap, which counts recorded and lost answers, and of /metrics; 0 is off."""
+    """Port for /redraft/tap, which counts recorded and lost answers, and for /metrics; 0 disables
+    both.
+    """
 
     def __post_init__(self) -> None:
-        # Both parents check the settings. By itself, Python would call the first one's check only.
+        # Both parents check the settings, but Python would call only the first one's check.
         TapConfig.__post_init__(self)
         FrontConfig.__post_init__(self)
 

@@ -1,11 +1,10 @@
-"""One command for a server and its learner: `redraft up TARGET -- any vLLM argument`.
+"""One command for a server and its learner: `redraft up TARGET -- VLLM_ARGS`.
 
     redraft up ─┬─► learner: `redraft learner`          registry/current ─┐
                 └─► server:  `redraft serve --pace auto` ◄────────────────┘
                               spool ─► learner ─► swaps
 
-Both are processes with a log each. All that can be refused is refused before the first file is
-written.
+Each is a process with its own log. All settings are checked before the first file is written.
 """
 
 import contextlib
@@ -69,34 +68,35 @@ from redraft.recipes.serve.vllm_flags import (
     require_private,
 )
 
-HEAD = "head"  # --draft for a new head that no lookup goes before.
+HEAD = "head"  # --draft for a new head without a lookup before it.
 NEW_METHOD = "eagle3"  # vLLM's method for a new head.
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
-MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
-SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.92
-NICENESS = 19  # of a learner on the server's cores; 0 is the server's, and Linux has no higher one
-MICRO_BATCHES = 4  # of a step on a CPU: the learner can pause between them
-SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
-LEARNER_STOP_S = 120  # for a checkpoint
+# for a new head: on a CPU, its logits take the most time
+MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize
+SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
+NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
+MICRO_BATCHES = 4  # per step on a CPU: the learner can pause between them
+SERVER_STOP_S = 45  # running answers get 30 s, then their records are written
+LEARNER_STOP_S = 120  # enough to write a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is to be started, already checked."""
+    """The checked settings of everything that will be started."""
 
     cfg: UpConfig
     folder: Path
     target: Path
     draft: DraftSource | None
-    """None for a new head."""
+    """None stands for a new head."""
     url: str
     page_port: int
     flags: Mapping[str, str]
     has_begun: bool
-    """The folder has a version, and settings that the user may have changed."""
+    """Whether the folder has a version, and settings that the user may have changed."""
 
     @property
     def name(self) -> str:
@@ -110,10 +110,10 @@ def main(cfg: UpConfig) -> None:
     Raises:
         ValueError, OSError: the settings are wrong; nothing has started yet.
         AlreadyOwnedError: this command already runs in the folder.
-        ChildProcessError: the server ended.
+        ChildProcessError: the server exited.
     """
     plan = make_plan(cfg)
-    make_private(plan.folder)  # it holds users' text
+    make_private(plan.folder)  # it contains users' text
     with contextlib.ExitStack() as stack:
         if not cfg.join:
             stack.enter_context(own(plan.folder / LOCK, "a redraft up"))
@@ -145,13 +145,14 @@ def make_plan(cfg: UpConfig) -> Plan:
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     require_own(folder)
     if not cfg.join and (folder / LOCK).exists():
-        with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
+        # a running redraft up would also explain ports in use
+        with own(folder / LOCK, "a redraft up"):
             pass
     settings = check_folder(cfg, folder, target, draft)
     if cfg.draft == HEAD and cfg.capture.fraction == 0 and settings is None:
         raise ValueError(
-            f"--draft {HEAD} beside --capture.fraction 0: {folder} has no head, and none would "
-            "be trained: remove one of the two flags"
+            f"--draft {HEAD} with --capture.fraction 0: {folder} has no head, and none would be "
+            "trained; remove one of the two flags"
         )
     page_port = settings.page.port if settings else Page().port
     given = flags.get("port", "8000")
@@ -178,7 +179,7 @@ def make_plan(cfg: UpConfig) -> Plan:
 
 
 def choose_host(given: str) -> str:
-    """The host, as in an address, at which this machine reaches a server with this --host."""
+    """Return the URL host at which this machine reaches a server with this --host."""
     if given in ("", "0.0.0.0", "localhost"):
         return "127.0.0.1"
     if given == "::":
@@ -189,14 +190,14 @@ def choose_host(given: str) -> str:
 def check_folder(
     cfg: UpConfig, folder: Path, target: Path, draft: DraftSource | None
 ) -> LearnerConfig | None:
-    """The learner's settings, or None if the folder has no version of the draft yet.
+    """Return the learner's settings, or None if the folder has no version of the draft yet.
 
     Raises the same errors as `main`.
     """
     if (folder / "registry" / "current").exists() and (folder / SETTINGS).is_file():
         settings = load_config(folder / SETTINGS)
         initial = settings.draft.initial or Path()
-        # A folder follows the snapshot of a hub repository with which it began.
+        # A folder stays with the snapshot of a hub repository from which it started.
         is_newer = target.parent.name == "snapshots" and target.parent == settings.target.parent
         if settings.target.resolve() != target.resolve() and not is_newer:
             raise ValueError(
@@ -205,8 +206,8 @@ def check_folder(
         family = find_family(settings.draft.family)
         if cfg.draft == HEAD and not family.is_head:
             raise ValueError(
-                f"--draft {HEAD}: {folder} was started with {initial}, which is a {family.title}: leave "
-                "out --draft, or give another --folder"
+                f"--draft {HEAD}: {folder} was started with {initial}, which is not a head but "
+                f"{family.title}: remove --draft, or choose another --folder"
             )
         if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
             raise ValueError(
@@ -215,23 +216,23 @@ def check_folder(
         return settings
     if cfg.join:
         raise FileNotFoundError(
-            f"{folder} has no {SETTINGS}: --join needs the folder of a redraft up with a learner"
+            f"{folder} has no {SETTINGS}: give --join the folder of a redraft up with a learner"
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / TOKEN).is_file():
         raise FileExistsError(f"{folder} contains other files: choose another --folder")
     if draft is not None:
         if draft.lookup is not None:
             raise ValueError(
-                f"--draft {draft}: redraft up chooses the lookup itself: give only {draft.source}"
+                f"--draft {draft}: redraft up chooses the lookup itself; set --draft {draft.source}"
             )
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 
 
 def is_taken(port: int) -> bool:
-    """Whether something listens on this port of the machine, over IPv4 or IPv6.
+    """Whether a process listens on this port of the machine, over IPv4 or IPv6.
 
-    Port 0, which stands for any port, is never taken.
+    Port 0, which stands for any free port, is never taken.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError), socket.socket(family) as tried:
@@ -245,21 +246,21 @@ def is_taken(port: int) -> bool:
 
 
 def require_memory(target: Path) -> None:
-    """Raise ValueError if vLLM on this CPU could not load the target."""
+    """Raise ValueError if the target does not fit into the memory of this CPU server."""
     try:
         need = sum(file.stat().st_size for file in weight_files(target))
-    except (FileNotFoundError, ValueError):  # vLLM says it then
+    except (FileNotFoundError, ValueError):  # vLLM will report it
         return
     free = psutil.virtual_memory().available
     if ENGINE_IS_CPU and need > free:
         raise ValueError(
-            f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free: free "
-            "some"
+            f"{target} needs {need / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB is free: "
+            "stop other programs, or choose a smaller target"
         )
 
 
 def prepare(plan: Plan) -> bool:
-    """Create the missing files in the folder; returns whether the draft learns."""
+    """Create the files that the folder lacks. Return whether there is a draft to train."""
     folder = plan.folder
     if not (folder / TOKEN).exists():
         write_token(folder / TOKEN)
@@ -267,7 +268,9 @@ def prepare(plan: Plan) -> bool:
     for name in ("registry", "logs"):
         (folder / name).mkdir(exist_ok=True)
     if plan.cfg.capture.fraction == 0:
-        print("nothing is recorded (--capture.fraction 0), so there is no learner", flush=True)
+        print(
+            "no learner is started, because nothing is recorded (--capture.fraction 0)", flush=True
+        )
         return False
     if plan.has_begun:
         return True
@@ -279,7 +282,7 @@ def prepare(plan: Plan) -> bool:
         is_required=plan.cfg.draft == HEAD,
     )
     if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
-        print(f"the draft {draft} does not learn: there is no learner", flush=True)
+        print(f"no learner is started, because {draft} cannot be trained", flush=True)
         return False
     port = plan.page_port
     while is_taken(port):
@@ -300,12 +303,12 @@ window_timeout_s = 120
 def render_settings(
     plan: Plan, draft: DraftSource, page_port: int, *, on_cpu: bool = ENGINE_IS_CPU
 ) -> str:
-    """The learner's settings for this target and machine, as TOML."""
+    """Render the learner's settings for this target and machine as TOML."""
     lines = [] if plan.draft else list_training(draft)
     lines += [f"accumulation = {MICRO_BATCHES}"] if on_cpu else []
     training = "\n".join(lines)
     buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
-    return f"""# redraft learner --print-config explains every setting. redraft up reads this file at its start.
+    return f"""# redraft learner --print-config explains every setting. redraft up reads this file when it starts.
 target = {render_value(plan.target)}
 registry = "registry"
 spool = "spool"
@@ -326,7 +329,7 @@ port = {page_port}
 
 
 def list_training(head: DraftSource) -> list[str]:
-    """The settings in the family's row for a new head, as lines of TOML."""
+    """The family's settings for training a new head, as lines of TOML."""
     assert head.folder is not None
     assert head.family.training is not None
     width = read_config(head.folder)["hidden_size"]
@@ -337,26 +340,26 @@ def list_training(head: DraftSource) -> list[str]:
 def make_new_head(
     target: Path, folder: Path, num_tokens: int, *, is_required: bool = False
 ) -> DraftSource:
-    """A new EAGLE-3 head made from the target's files, or live counts if none can be made.
+    """Make a new EAGLE-3 head from the target's files; return live counts if that is impossible.
 
     Raises:
-        ValueError: no head can be made, although `is_required`.
+        ValueError: no head can be made, although `is_required` is set.
     """
     if not folder.exists():
         try:
-            # In a process of its own, so that this one stays without torch.
+            # In a separate process, so that this one does not import torch.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
             if is_required:
                 raise ValueError(f"--draft {HEAD}: no head can be created: {error}") from error
-            print(f"no new head, so live counts draft: {error}", flush=True)
+            print(f"the server drafts from live counts, without a head: {error}", flush=True)
             return DraftSource.parse(LIVE)
     return DraftSource(source=str(folder))
 
 
 def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = MOST_IDS) -> None:
-    """Publish a head that starts with the weights of the target's last layer.
+    """Publish a head initialised with the weights of the target's last layer.
 
     Raises:
         ValueError, OSError: the target has too few layers, or its layers do not fit such a head.
@@ -371,17 +374,18 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     opened, weights = TargetFolder.open(target), Target.from_folder(target)
     size, ids_W = len(weights.head_VD), None
     if size > most_ids:
-        # Merges of a tokenizer come in order of frequency.
+        # Tokenizers number their merges in order of frequency.
         ids_W = torch.tensor(sorted({*range(most_ids), *opened.end_ids}))
         print(
-            f"the new head proposes the first {most_ids} of {size} ids; for others, train one and "
-            "give --draft"
+            f"the new head proposes only the first {most_ids} of {size} ids; to propose others, "
+            "train a head and set --draft"
         )
     torch.manual_seed(0)
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
     head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
     with torch.no_grad():
-        # vLLM shares an output head if the two are equal, and a swap could then not change it
+        # vLLM shares the target's output head if the draft's is equal, and a swap could then not
+        # change it
         head.lm_head.weight.mul_(1 + 0.01 * torch.randn_like(head.lm_head.weight))
     origin = {
         "target": str(target),
@@ -394,35 +398,36 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
 def place_learner(
     gpus: Sequence[str], flags: Mapping[str, str]
 ) -> tuple[str, str, tuple[str, ...]]:
-    """(a line about the learner's place, the learner's GPU, further arguments for vLLM).
+    """(line about the learner's device, the learner's GPU, further arguments for vLLM).
 
-    The learner gets a GPU that vLLM leaves free, else a share of the last GPU, else the CPU.
+    The learner uses a GPU that vLLM leaves free, otherwise a share of the last GPU, otherwise the
+    CPU.
     """
     if not gpus:
-        return "the learner computes on the CPU, and pauses while requests run", "", ()
+        return "the learner trains on the CPU, and pauses while requests run", "", ()
     if int(flags.get("tensor_parallel_size") or 1) < len(gpus):
-        return f"the learner has GPU {gpus[-1]}", gpus[-1], ()
+        return f"the learner uses GPU {gpus[-1]}", gpus[-1], ()
     shares = f"the learner shares GPU {gpus[-1]}"
     if "gpu_memory_utilization" in flags:
-        return f"{shares}: your --gpu-memory-utilization must leave room for it", gpus[-1], ()
+        return f"{shares}: your --gpu-memory-utilization must leave memory for it", gpus[-1], ()
     arguments = ("--gpu-memory-utilization", str(SHARED_GPU))
-    return f"{shares}: vLLM takes {SHARED_GPU:.0%} of its memory", gpus[-1], arguments
+    return f"{shares}: vLLM uses {SHARED_GPU:.0%} of its memory", gpus[-1], arguments
 
 
 def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a learner on the server's cores, one of which it leaves to the engine core."""
+    """Return variables for a learner that leaves one of the server's cores to the engine core."""
     return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, count_cores() - 1))}
 
 
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""The variables by which a process chooses its GPUs. vLLM for ROCm refuses two that differ."""
+"""Variables that select a process's GPUs. vLLM for ROCm refuses to start if the two differ."""
 
 LISTS = {"nvidia-smi": ("-L", r"^GPU (\d+):"), "rocm-smi": ("-i", r"^GPU\[(\d+)\]")}
-"""Programs that list the GPUs, with the flag and the pattern of a GPU in the output."""
+"""Programs that list the GPUs, with the flag and the pattern that matches a GPU in the output."""
 
 
 def list_gpus(*, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
-    """The visible GPUs, named as in the variables of `VISIBLE`; none if the engine is for CPUs."""
+    """List the visible GPUs, named as in `VISIBLE`; empty if the engine is for CPUs."""
     visible = next((os.environ[name] for name in VISIBLE if name in os.environ), None)
     program = next(filter(shutil.which, LISTS), None)
     if on_cpu or visible == "" or program is None:
@@ -435,17 +440,17 @@ def list_gpus(*, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
 
 
 def see_only(gpu: str) -> dict[str, str]:
-    """The variables for a process that computes on this GPU; "" means no GPU."""
+    """Return the variables for a process that computes on this GPU; "" means no GPU."""
     return dict.fromkeys(VISIBLE, gpu)
 
 
 def choose_draft(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> str | None:
-    """The server's --draft; None means the registry's current version."""
+    """Return the server's --draft; None means the registry's current version."""
     newest = plan.folder / "registry" / "current"
     if not learns:
         return str(plan.draft or (newest if plan.has_begun else LIVE))
     family = find_family(load_config(plan.folder / SETTINGS).draft.family)
-    # A lookup disables asynchronous scheduling, which CPUs never use.
+    # A lookup disables asynchronous scheduling, which vLLM never uses on CPUs.
     looks_up = on_cpu and family.takes_lookup and plan.cfg.draft != HEAD
     return f"{LIVE}+{newest}" if looks_up else None
 
@@ -486,7 +491,7 @@ def serve_command(
             f"--capture.{name.replace('_', '-')}",
             *(value if isinstance(value, tuple) else [str(value)]),
         ]
-    # before the given arguments, which win; the status line and the learner ask all the time
+    # before the user's arguments, which win; the status line and the learner poll these routes
     quiet = ["--disable-access-log-for-endpoints", "/metrics,/redraft/status,/load"]
     quiet += ["--enable-server-load-tracking"] if learns and on_cpu else []  # for `shares_cores`
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)
@@ -497,7 +502,7 @@ def run(plan: Plan, *, learns: bool) -> None:
     """Start the parts and watch them until interrupted.
 
     Raises:
-        ChildProcessError: the server ended.
+        ChildProcessError: the server exited.
     """
     screen, logs = Screen(), plan.folder / "logs"
     screen.say(f"all files are in {plan.folder}")
@@ -529,13 +534,17 @@ def run(plan: Plan, *, learns: bool) -> None:
         if learner is not None:
             page = settings.page
             screen.say(
-                f"page: http://{page.host}:{page.port}" if page.port else "the learner has no page"
+                f"page: http://{page.host}:{page.port}"
+                if page.port
+                else "the learner's page is switched off ([page] port = 0)"
             )
             learner.start()
         watch(plan, screen, server, learner, learns=learns)
     finally:
         if server.process is not None:
-            screen.say("stops the server, then the learner" if learner else "stops the server")
+            screen.say(
+                "stopping the server, then the learner" if learner else "stopping the server"
+            )
         try:
             server.stop(SERVER_STOP_S)
         finally:
@@ -544,18 +553,18 @@ def run(plan: Plan, *, learns: bool) -> None:
 
 
 def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, learns: bool) -> None:
-    """Show errors, restart a learner that ended, and update the status line. Raises as `run`."""
+    """Show errors, restart a learner that exited, and update the status line. Raises as `run`."""
     learned, restarts, meter = Learned(), Restarts(), Meter(plan.url)
     while True:
         now_s = time.monotonic()
-        # A new learner makes the first version.
+        # A new learner publishes the first version.
         if server.process is None and (
             learner is None or (plan.folder / "registry" / "current").is_dir()
         ):
             server.start()
         needed = learner if learner and server.process is None else server
         if needed.has_ended:
-            raise ChildProcessError(f"the {needed.name} ended: {needed.why_ended} ({needed.log})")
+            raise ChildProcessError(f"the {needed.name} exited: {needed.why_ended} ({needed.log})")
         server.takes_requests = meter.is_ready
         show_lines(screen, server, server.read_lines())
         if learner is not None:
@@ -565,7 +574,7 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, lea
                     screen.say(f"learner: {said}")
             show_lines(screen, learner, lines)
             restarts.follow(learner, now_s, screen.say)
-        with contextlib.suppress(OSError, ValueError):  # someone edits the file, and is not done
+        with contextlib.suppress(OSError, ValueError):  # someone may be editing the file
             if learns:
                 list_server(plan.folder, plan.url)
         was_ready, shown = meter.is_ready, meter.read(now_s)

@@ -1,9 +1,8 @@
-"""The folder of `redraft up`: the names in it, the list of its servers, and what it says of records.
+"""The folder of `redraft up`: its files, the list of servers, and the lines about records.
 
-learner.toml   settings of the learner          token      of the servers' routes for swaps
-fleet.toml     servers of the learner           registry/  versions of the draft
-spool/         records on their way             learner/   buffer of records, state, checkpoints
-logs/          a file for each part             *.lock     one for each command that runs
+learner.toml settings of the learner token bearer token for the swap routes fleet.toml the learner's
+servers registry/ versions of the draft spool/ records on their way learner/ buffer of records,
+state, checkpoints logs/ one file for each part *.lock one for each running command
 """
 
 import contextlib
@@ -33,9 +32,9 @@ def read_fleet(folder: Path) -> list[ListedServer]:
 
 @contextlib.contextmanager
 def listed(folder: Path, url: str) -> Iterator[None]:
-    """List this server in fleet.toml, and hold its lock so that others keep the entry.
+    """List this server in fleet.toml, and hold its lock so that other commands keep the entry.
 
-    On exit, the lock is released and the entry removed.
+    On exit, the lock is released and the entry is removed.
     """
     lock = _lock_of(folder, url)
     with contextlib.ExitStack() as stack:
@@ -46,17 +45,18 @@ def listed(folder: Path, url: str) -> Iterator[None]:
             yield
         finally:
             stack.close()
-            with contextlib.suppress(OSError, ValueError):  # the next member drops it
+            # the next command that lists a server removes it
+            with contextlib.suppress(OSError, ValueError):
                 list_server(folder, "")
 
 
 def list_server(folder: Path, url: str) -> None:
-    """Add a server to the list, and drop the servers whose command has ended, however it ended.
+    """Add a server to the list, and remove servers whose command has exited for any reason.
 
-    A server that somebody wrote into the file by hand has no lock, and stays.
+    A server that was added to the file by hand has no lock and is kept.
 
     Raises:
-        ValueError, OSError: somebody is still editing the file.
+        ValueError, OSError: the file is being edited and cannot be read.
     """
     with _changing(folder):
         found = read_fleet(folder)
@@ -76,7 +76,7 @@ def render_fleet(servers: Sequence[ListedServer]) -> str:
 
 
 def _changing(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """The lock for reading, changing and writing fleet.toml, and for trying the servers' locks."""
+    """Lock fleet.toml for reading and writing, and for trying the servers' locks."""
     return own(folder / "fleet.lock", "a change of its fleet", waits=True)
 
 
@@ -85,20 +85,20 @@ def _lock_of(folder: Path, url: str) -> Path:
 
 
 def _has_gone(folder: Path, url: str) -> bool:
-    """Whether this server was started by a `redraft up` on the folder that has ended."""
+    """Whether this server was started by a `redraft up` on the folder that has exited."""
     lock = _lock_of(folder, url)
     if not lock.exists():
         return False
     try:
         with own(lock, "a redraft up"):
-            lock.unlink()  # nobody waits for it: each takes it within `_changing`
+            lock.unlink()  # no process waits for it, because each acquires it within `_changing`
     except AlreadyOwnedError:
         return False
     return True
 
 
 def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
-    """Lines about the records: share of requests, place, size, age, and how to change the share."""
+    """Describe the records: share of requests, place, size, age, and how to change the share."""
     family, buffer = find_family(cfg.draft.family), cfg.buffer_config
     if capture.fraction == 0:
         return ["records nothing, because --capture.fraction is 0"]
@@ -109,11 +109,14 @@ def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
         parts = "text as token ids, log-probabilities and hidden states"
         num_bytes = count * state_bytes(capture.hidden_format, width)
         size = f"{num_bytes / 1e3:.1f} kB per token of prompt and answer"
-    most = f"{capture.spool_bytes / 1e9:.1f} GB a server, then {buffer.max_bytes / 1e9:.1f} GB"
+    most = (
+        f"{capture.spool_bytes / 1e9:.1f} GB per server in the spool and "
+        f"{buffer.max_bytes / 1e9:.1f} GB in the buffer"
+    )
     return [
-        f"records {100 * capture.fraction:.3g}% of all requests{whose} ({parts}), to train the draft",
-        f"  in {cfg.spool}, then {buffer.folder}, for this user only (mode 0700)",
+        f"records {100 * capture.fraction:.3g}% of all requests{whose} ({parts}) to train the draft",
+        f"  in {cfg.spool}, then in {buffer.folder}, readable only by this user (mode 0700)",
         f"  {size}; at most {most}; deleted after {buffer.max_age_s / 86400:.3g} days",
-        "  never a request with the header X-Redraft-Opt-Out: 1; --capture.fraction 0 records "
-        "nothing; `redraft fleet forget TENANT` deletes",
+        "  never records a request with the header X-Redraft-Opt-Out: 1; --capture.fraction 0 "
+        "records nothing; `redraft fleet forget TENANT` deletes a tenant's records",
     ]

@@ -1,4 +1,4 @@
-"""The parts of `redraft up`: processes with logs, and all that the terminal shows of them."""
+"""The parts of `redraft up`: processes with logs, and everything that the terminal shows."""
 
 import contextlib
 import os
@@ -30,14 +30,14 @@ from redraft.online.journal import (
 )
 from redraft.online.page.headline import shorten_version
 
-LONGEST_PAUSE_S = 60  # before a learner that died is started again
-PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
+LONGEST_PAUSE_S = 60  # before a learner that exited is restarted
+PLAIN_LINE_S = 60  # between two status lines if the output is not a terminal
 
 TOLD = re.compile(
     r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes|the prefix cache|plain vLLM may) .*|warning: (?!--).*)"
 )
-"""A line about a draft and its costs, in the log of a server that starts. Warnings of flags are said
-before.
+"""Lines about a draft and its costs in the log of a starting server. Warnings about flags are
+printed before the start.
 """
 
 
@@ -51,18 +51,17 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     most_bytes: int = 256 << 20
-    """Maximum size of the log. At that size it begins again, beside its last `.before`."""
+    """Maximum size of the log. At this size, it is moved to `.before` and a new one begins."""
     niceness: int = 0
-    """Nice level above that of this process."""
+    """Nice level relative to that of this process."""
     begun_s: float = 0.0
     takes_requests: bool = False
-    """From now on its log may contain text that clients chose."""
+    """Whether the log may contain text that clients chose."""
     _read_to: int = 0
 
     def start(self) -> None:
-        if (
-            self.process is None and self.log.exists()
-        ):  # the cause of a death is looked for in the whole log
+        # The cause of an exit is searched for in the whole log.
+        if self.process is None and self.log.exists():
             self.log.replace(self.log.with_suffix(".before"))
         self.process, self.begun_s = (
             start_group(self.command, log=self.log, env=self.environment, niceness=self.niceness),
@@ -70,16 +69,17 @@ class Part:
         )
 
     def read_lines(self) -> list[str]:
-        """The complete log lines since the last call; empty if someone moved the log away."""
+        """Return the complete log lines since the last call; empty if the log was moved away."""
         if self.process is None or not self.log.is_file():
             return []
         with self.log.open("rb") as file:
-            self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))  # someone may have cut it
+            # it may have been truncated
+            self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
             file.seek(self._read_to)
             new = file.read()
         end = new.rfind(b"\n") + 1
         self._read_to += end
-        if self._read_to > self.most_bytes:  # of a copy: the part goes on to write into this file
+        if self._read_to > self.most_bytes:  # a copy, because the part keeps writing into this file
             shutil.copyfile(self.log, self.log.with_suffix(".before"))
             os.truncate(self.log, 0)
             self._read_to = 0
@@ -95,7 +95,7 @@ class Part:
         return why_ended(self.process, self.log, takes_requests=self.takes_requests)
 
     def stop(self, timeout_s: float) -> None:
-        """Ask the process to end with all its children, and kill those that are left."""
+        """Ask the process and its children to exit, and kill those that remain."""
         if self.process is None:
             return
         self.process.terminate()
@@ -133,10 +133,10 @@ class Learned:
     version: str = ""
 
     def read(self, line: str, *, is_served: bool) -> str:
-        """The news for people in this log line; empty for most lines.
+        """Return the news in this log line; empty for most lines.
 
         Until the target `is_served`, nothing listens at the server's address, so refused
-        connections are no news.
+        connections are not reported.
         """
         match decode(line.encode()):
             case StateEntry() as entry:
@@ -144,14 +144,14 @@ class Learned:
             case AcceptanceEntry(server=str()) as entry:
                 self.version = entry.draft_version
             case GateEntry(verdict="promote") as entry:
-                return f"{_describe_gain(entry)}: it goes to the servers"
+                return f"{_describe_gain(entry)}; it is rolled out to the servers"
             case SwapEntry(outcome="swapped") as entry:
                 self.version = entry.version
                 return f"{entry.server} serves {shorten_version(entry.version)}"
             case SwapEntry(outcome="rolled_back") as entry:
                 self.version = entry.version
-                before = shorten_version(entry.from_version or "the version before")
-                back = f"{entry.server} is back from {before} on {shorten_version(entry.version)}"
+                before = shorten_version(entry.from_version or "the previous version")
+                back = f"{entry.server} returned from {before} to {shorten_version(entry.version)}"
                 return f"{back}: {entry.reason}" if entry.reason else back
             case SwapEntry() as entry:
                 version = shorten_version(entry.version)
@@ -169,11 +169,11 @@ def _describe_gain(entry: GateEntry) -> str:
 
 
 def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
-    """Show the new lines that matter to people.
+    """Show the new lines that matter to users.
 
-    Only the last error line is shown, because a vLLM traceback has dozens of them. Once a server
-    takes requests, only the engine's lines are shown, because clients can choose words in the API
-    server's lines.
+    Only the last error line is shown, because a vLLM traceback has dozens of lines. Once a server
+    accepts requests, only the engine's lines are shown, because the API server's lines contain text
+    that clients choose.
     """
     read = [line for line in map(read_line, lines) if line.is_of_engine or not part.takes_requests]
     for line in read:
@@ -187,7 +187,7 @@ def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
 
 @dataclass
 class Restarts:
-    """Restarts a learner, after a longer pause each time it ends early."""
+    """Restarts a learner that exited, with longer pauses after repeated early exits."""
 
     deaths: int = 0
     due_s: float | None = None
@@ -200,20 +200,18 @@ class Restarts:
             pause_s = min(LONGEST_PAUSE_S, 2 ** (self.deaths - 1))
             self.due_s = now_s + pause_s
             say(
-                f"learner: ended, and starts again in {pause_s} s; serving goes on: "
-                f"{learner.why_ended}"
+                f"learner: exited ({learner.why_ended}); it restarts in {pause_s} s, and serving "
+                "continues"
             )
         if now_s >= self.due_s:
             self.due_s = None
-            with contextlib.suppress(
-                OSError
-            ):  # as a disk that is full: this is one more early death
+            with contextlib.suppress(OSError):  # e.g. a full disk: counted as another early exit
                 learner.start()
 
 
 @dataclass
 class Meter:
-    """Reads the counters of a server."""
+    """Reads a server's counters."""
 
     url: str
     is_ready: bool = False
@@ -223,7 +221,7 @@ class Meter:
     _read_s: float = 0.0
 
     def read(self, now_s: float) -> str:
-        """Requests, tokens/s, tokens per drafted step and pace since the last call.
+        """Describe requests, tokens/s, tokens per drafted step and pace since the last call.
 
         If the server does not answer, the text says so.
         """
@@ -232,7 +230,7 @@ class Meter:
                 httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
             )
         except httpx.HTTPError:
-            return "the server does not answer" if self.is_ready else "the server starts"
+            return "the server does not answer" if self.is_ready else "the server is starting"
         shown = self.describe(text, now_s)
         self.is_ready = True
         return shown
@@ -255,7 +253,7 @@ class Meter:
         cached, read = parse_prefix_cache(text), self._prompts
         if self.is_ready and cached.queries > read.queries:
             share = (cached.hits - read.hits) / (cached.queries - read.queries)
-            parts.append(f"{share:.0%} of the prompts cached")
+            parts.append(f"{share:.0%} of prompt tokens cached")
         self._prompts = cached
         parts += [f"{new.tau:.2f} tokens per drafted step"] if new.num_drafts else []
         parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []

@@ -1,4 +1,4 @@
-"""vLLM's flags beside a draft, a target and records, looked at before the server starts."""
+"""Flags of vLLM that clash with a draft, a target or records; checked before the server starts."""
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ ALIASES = {
 }  # fmt: skip
 
 Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
-"""The part of redraft with which a flag clashes; `redraft`: with any server that it starts. A head is
-a model as well, and so is a standalone draft.
+"""The part of redraft with which a flag clashes; `redraft` means any server that it starts. Heads
+and standalone drafts are models too.
 """
 
 
 def is_on(value: str) -> bool:
-    """Whether a flag with this value has an effect. The value of a switch is empty."""
+    """Whether a flag with this value has an effect. A switch has an empty value."""
     return value.lower() not in ("0", "false", "none", "off")
 
 
@@ -38,19 +38,19 @@ def is_many(value: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Clash:
-    """A flag of `vllm serve` that does not work the same way beside a draft."""
+    """A flag of `vllm serve` that does not work the same way with a draft."""
 
     flag: str
     reason: str
-    way_out: str = "leave it out"
+    way_out: str = "remove the flag"
     beside: Beside = "redraft"
     counts: Callable[[str], bool] = is_on
-    """Whether a value of the flag clashes."""
+    """Whether this value of the flag clashes."""
     only_warns: bool = False
 
     @property
     def line(self) -> str:
-        # Two reasons are lines already: the plugin reports them in its notes as well.
+        # Two reasons are whole lines, because the plugin also reports them in its notes.
         name = f"--{self.flag.replace('_', '-')}"
         return (
             self.reason if self.reason.startswith(name) else f"{name} {self.reason}: {self.way_out}"
@@ -63,24 +63,22 @@ CLASHES = (
     Clash(
         flag="speculative_config",
         reason="would replace the draft",
-        way_out="give --draft and its options before the --",
+        way_out="set --draft and its options before the --",
     ),
     Clash(
-        flag="spec_method", reason="would replace the draft", way_out="give --draft before the --"
+        flag="spec_method", reason="would replace the draft", way_out="set --draft before the --"
     ),
-    Clash(
-        flag="spec_model", reason="would replace the draft", way_out="give --draft before the --"
-    ),
+    Clash(flag="spec_model", reason="would replace the draft", way_out="set --draft before the --"),
     Clash(
         flag="spec_tokens",
         reason="would replace the number of draft tokens",
-        way_out="give --num-speculative-tokens before the --",
+        way_out="set --num-speculative-tokens before the --",
     ),
     # redraft starts vLLM's Python API server in one process, whose middleware reads tenants and
-    # opt-outs. It takes these flags of `vllm serve`, and does nothing about them.
+    # opt-outs. That server accepts the following flags of `vllm serve` but ignores them.
     Clash(
         flag="headless",
-        reason="is for `vllm serve` alone, and redraft starts one API server with its engine",
+        reason="works only with `vllm serve`, but redraft starts one API server with its engine",
         way_out="on several machines use --distributed-executor-backend ray",
     ),
     Clash(
@@ -91,8 +89,8 @@ CLASHES = (
     ),
     Clash(
         flag="data_parallel_multi_port_external_lb",
-        reason="starts a server for each replica, and redraft starts one",
-        way_out="start a redraft serve or redraft up --join for each replica",
+        reason="starts one server per replica, but redraft starts a single server",
+        way_out="run redraft serve or redraft up --join once per replica",
     ),
     Clash(
         flag="api_server_count",
@@ -102,8 +100,8 @@ CLASHES = (
     ),
     Clash(
         flag="logits_processors",
-        reason="is refused by vLLM beside a draft",
-        way_out="serve such requests without one (vllm serve)",
+        reason="is refused by vLLM when it uses a draft",
+        way_out="serve such requests without a draft (vllm serve)",
     ),
     Clash(
         flag="runner",
@@ -119,52 +117,52 @@ CLASHES = (
     ),
     Clash(
         flag="watermark_config",
-        reason="marks tokens that are sampled, and vLLM refuses it beside a draft whose tokens are not",
+        reason="marks sampled tokens, and vLLM refuses it with a draft whose tokens are not sampled",
         way_out="use redraft serve --draft-sample-method probabilistic with an EAGLE, MTP or DSpark "
         "head",
         beside="up",
     ),
     Clash(
         flag="enable_lora",
-        reason="serves all adapters with one draft, which learns from the requests without one",
-        way_out="give an adapter with much traffic a server, and a learner with draft.adapter",
+        reason="serves all adapters with one draft, which learns only from requests without an adapter",
+        way_out="if an adapter has much traffic, give it its own server and a learner with draft.adapter",
         only_warns=True,
     ),
     Clash(
         flag="enable_trace_replay",
-        reason="has no effect, because vLLM refuses trace_decode_token_ids beside a draft",
-        way_out="replay on a server without one (vllm serve)",
+        reason="has no effect, because vLLM refuses trace_decode_token_ids when it uses a draft",
+        way_out="replay on a server without a draft (vllm serve)",
         only_warns=True,
     ),
     Clash(flag="enable_prompt_embeds", reason=EMBEDS_BESIDE_DRAFT, beside="model"),
     Clash(
         flag="kv_sharing_fast_prefill",
-        reason="is refused by vLLM beside a head, which reads the states of all prompt tokens",
+        reason="is refused by vLLM with a head, which reads the states of all prompt tokens",
         beside="head",
     ),
     Clash(
         flag="async_scheduling",
-        reason="is refused by vLLM beside n-grams and suffix decoding, which read each token before the "
+        reason="is refused by vLLM with n-grams and suffix decoding, which need each token before the "
         "next step",
         beside="lookup",
     ),
     Clash(
         flag="load_format",
-        reason="dummy serves random weights, and records would name the target",
+        reason="dummy serves random weights, but records would be attributed to the target",
         beside="records",
         counts=lambda value: value == "dummy",
     ),
     Clash(
         flag="data_parallel_size",
-        reason="above 1 makes replicas, and these cannot choose a number of draft tokens",
-        way_out="start a redraft up for each replica, with --join",
+        reason="above 1 creates replicas, which cannot choose the number of draft tokens",
+        way_out="run redraft up --join once per replica",
         beside="up",
         counts=is_many,
     ),
     Clash(
         flag="pipeline_parallel_size",
-        reason="above 1 computes several batches at once, and each would take the number of draft "
-        "tokens of another",
+        reason="above 1 computes several batches at once, and a batch would use the number of draft "
+        "tokens chosen for another",
         way_out="use --tensor-parallel-size",
         beside="up",
         counts=is_many,
@@ -178,47 +176,49 @@ CLASHES = (
     ),
     Clash(
         flag="uds",
-        reason="serves at a Unix socket, and the learner reaches a server by TCP",
+        reason="serves on a Unix socket, but the learner connects over TCP",
         way_out="use --host and --port",
         beside="up",
     ),
     Clash(
         flag="ssl_keyfile",
-        reason="serves HTTPS, and the learner reaches the server of redraft up by HTTP on this machine",
-        way_out="put TLS in a proxy before it",
+        reason="serves HTTPS, but redraft up's learner connects over HTTP on this machine",
+        way_out="terminate TLS in a proxy in front of the server",
         beside="up",
     ),
     Clash(
         flag="ssl_certfile",
-        reason="serves HTTPS, and the learner reaches the server of redraft up by HTTP on this machine",
-        way_out="put TLS in a proxy before it",
+        reason="serves HTTPS, but redraft up's learner connects over HTTP on this machine",
+        way_out="terminate TLS in a proxy in front of the server",
         beside="up",
     ),
-    Clash(flag="disable_log_stats", reason="stops the counters of the status line", beside="up"),
+    Clash(flag="disable_log_stats", reason="disables the status line's counters", beside="up"),
     Clash(flag="disable_log_stats", reason=LOG_STATS_OFF, only_warns=True),
     Clash(
         flag="uds",
-        reason="serves at a Unix socket, and the learner reaches a server by TCP",
-        way_out="use --host and --port if a learner is to train its draft",
+        reason="serves on a Unix socket, but the learner connects over TCP",
+        way_out="use --host and --port if a learner is to train the draft",
         only_warns=True,
     ),
     Clash(
         flag="ssl_cert_reqs",
-        reason="asks clients for a certificate, and the learner has none",
+        reason="asks clients for a certificate, which the learner does not have",
         only_warns=True,
     ),
 )
-"""The flags of `vllm serve` that are refused, or warned of. All others work as they do there."""
+"""The flags of `vllm serve` that redraft refuses or warns about. All others work as in `vllm
+serve`.
+"""
 
 REFUSED_FIELDS = ("min_p", "logit_bias")
-"""Fields of a request that vLLM answers with 400 beside any draft."""
+"""Request fields that vLLM rejects with status 400 when it uses a draft."""
 
 BESIDE_A_DRAFT = (
-    f"vLLM refuses requests with {' or '.join(REFUSED_FIELDS)} beside a draft (400): send these to a "
-    "server without one"
+    f"vLLM refuses requests with {' or '.join(REFUSED_FIELDS)} when it uses a draft (400): send these "
+    "to a server without a draft"
 )
 
-LOOKUP_WAITS = "a lookup reads each token before vLLM schedules the next step, so asynchronous scheduling is off"
+LOOKUP_WAITS = "a lookup needs each token before vLLM schedules the next step, so asynchronous scheduling is off"
 ON_THE_GPU = ": add --async-scheduling after the -- to look counted answers up on the GPU (no GPU has run this)"
 SHARED_COUNTS = (
     "clients that set no X-Redraft-Tenant, cache_salt or LoRA adapter share live counts, so one of "
@@ -237,13 +237,13 @@ READ = (
     *adaptive.READ,
     "watermark",  # whose name begins another's
 )
-"""All flags that `redraft serve` and `redraft up` look at."""
+"""All flags that `redraft serve` and `redraft up` read."""
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """The values of vLLM's arguments, by name with underscores.
+    """Return the values of vLLM's arguments, by name with underscores.
 
-    They include those of a `--config` file, which the other arguments override.
+    They include those from a `--config` file, which the other arguments override.
 
     Raises:
         ValueError, OSError: the file cannot be read.
@@ -265,7 +265,7 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> dict[str, str]:
-    import yaml  # type: ignore[import-untyped]  # with huggingface_hub, and only for a server with such a file
+    import yaml  # installed with huggingface_hub; only needed for such a file
 
     try:
         content = yaml.safe_load(path.read_text())
@@ -284,7 +284,7 @@ def _read_file(path: Path) -> dict[str, str]:
 
 
 def _find_name(given: str, known: Collection[str]) -> str:
-    """The full name of a flag.
+    """Return the full name of a flag.
 
     vLLM accepts an abbreviated name if only one flag begins with it.
     """
@@ -298,7 +298,7 @@ def _find_name(given: str, known: Collection[str]) -> str:
 def require_agreement(
     arguments: Sequence[str], flags: Mapping[str, str], target: str, parts: Collection[Beside]
 ) -> None:
-    """Raise ValueError for arguments of vLLM that do not work beside these parts of redraft."""
+    """Raise ValueError for vLLM arguments that do not work with these parts of redraft."""
     if arguments and not arguments[0].startswith("-"):
         raise ValueError(
             f"{arguments[0]} after the -- is not a vLLM flag: the target is the first argument "
@@ -310,8 +310,8 @@ def require_agreement(
     chooses = any("min_p" in argument for argument in arguments)
     if not chooses and (min_p := _default_min_p(flags, target)) > 0:
         raise ValueError(
-            f"by default {target} samples with min_p {min_p:g}, which vLLM refuses beside a draft in "
-            "every sampled request: add --override-generation-config.min_p 0 after the --"
+            f"by default, {target} samples with min_p {min_p:g}, but vLLM refuses requests with min_p "
+            "when it uses a draft: add --override-generation-config.min_p 0 after the --"
         )
 
 
@@ -323,28 +323,28 @@ def _find_clashes(flags: Mapping[str, str], parts: Collection[Beside]) -> Iterat
 
 
 def _default_min_p(flags: Mapping[str, str], target: str) -> float:
-    """The min_p of a request that names none: vLLM takes it from generation_config.json."""
+    """Return the default min_p of a request, which vLLM reads from generation_config.json."""
     if flags.get("generation_config", "auto") != "auto":
         return 0.0
     try:
         return float(read_generation_config(model_folder(target)).get("min_p") or 0)
-    except (OSError, ValueError):  # vLLM has yet to download it, or says what is wrong with it
+    except (OSError, ValueError):  # vLLM has not downloaded it yet, or will report the error
         return 0.0
 
 
 def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """Refuse vLLM's development mode where others could use it.
+    """Refuse vLLM's development mode if other machines can reach the server.
 
     Its routes replace weights without a token.
 
     Raises:
-        ValueError: the mode is on, and others can reach the server.
+        ValueError: the mode is on, and other machines can reach the server.
     """
     if environment.get(DEV_MODE, "0") == "0" or "uds" in flags or is_local(flags.get("host", "")):
         return
     raise ValueError(
         f"{DEV_MODE}=1 allows anyone who can reach the server to replace the weights: add --host 127.0.0.1 "
-        "after the --, or leave it out and load weights by POST /redraft/target"
+        "after the --, or unset it and load weights with POST /redraft/target"
     )
 
 
@@ -355,7 +355,7 @@ def list_warnings(
     speculative: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
 ) -> Iterator[str]:
-    """Lines about flags, variables and drafts that are probably mistakes."""
+    """Yield lines about flags, variables and drafts that are probably mistakes."""
     if is_on(environment.get(RUST_FRONTEND, "0")):
         yield (
             f"{RUST_FRONTEND} has no effect, because redraft starts the Python API server, whose "
@@ -370,10 +370,7 @@ def list_warnings(
         pair = Pair.read(TargetFolder.open(target), draft)
         count, method = speculative["num_speculative_tokens"], speculative.get("method")
         findings = static_findings(pair, method=method, num_speculative_tokens=count)
-    except (
-        ValueError,
-        OSError,
-        KeyError,
-    ):  # e.g. a target that vLLM has yet to download: vLLM says what is wrong
+    # E.g. a target that vLLM has not downloaded yet. vLLM will report the error.
+    except (ValueError, OSError, KeyError):
         return
     yield from (f"{finding.problem}: {finding.cure}" for finding in findings)
