@@ -1,4 +1,4 @@
-"""Check a draft against a target before serving; without a draft, check this environment.
+"""Check a draft against a target before serving, or check this environment if no draft is given.
 
 $ redraft doctor                                            # versions, devices, engine, disk
 $ redraft doctor --json                                     # the same, for a bug report
@@ -8,11 +8,12 @@ $ redraft doctor --target TARGET --draft DRAFT --engine sglang  # would SGLang r
 $ redraft doctor --target TARGET --draft DRAFT --url http://HOST:8000     # is it served as it was trained?
 $ redraft doctor DRAFT                                      # its kind, what it needs, who serves it
 
-With --url a running vLLM, SGLang or llama.cpp answers 16 prompts, and its acceptance is compared with
-the forecast on this text.
+With --url, a running vLLM, SGLang or llama.cpp server answers 16 prompts, and its acceptance is
+compared with the forecast on this text.
 
-Every problem is printed with a cure, and so is every doubt: something unusual that may be meant.
-The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
+Every problem is printed with a fix, and so is every doubt: something unusual that may be
+intended. The exit status is 0 if there are no problems, 1 if there are any, and 2 if a file or
+server cannot be read.
 """
 
 import json
@@ -39,37 +40,43 @@ class DoctorConfig:
     target: str | None = None
     """Folder or hub name of the served model. If it contains an MTP layer, it is also the draft."""
     draft: str | None = None
-    """Folder or hub name of the draft to check, or `mtp` for the target's MTP layer. Of
-    `ngram+HEAD` the head is checked.
+    """Folder or hub name of the draft to check, or `mtp` for the target's MTP layer. For
+    `ngram+HEAD`, only the head is checked.
     """
     url: str | None = None
-    """Address of a running server with this draft. No engine is started here."""
+    """Address of a running server with this draft. No engine is started on this machine."""
     method: Method | None = None
-    """vLLM's method to serve the draft with. By default the method of its family."""
+    """vLLM's method for the draft. Default: the method of its family."""
     num_speculative_tokens: int | None = None
-    """Draft tokens per step. By default the number used in the training's evaluation, or 3."""
+    """Number of draft tokens per step. Default: the number used in the training's evaluation,
+    otherwise 3.
+    """
     engine: EngineName | Literal["none"] = "vllm"
-    """Engine that serves the draft. vllm: run the draft in it; without a draft, only import it.
-    Another one: check the folder by the rules of its loaders, without running it. none: read
-    configs, tensors and provenance only.
+    """Engine that will serve the draft. vllm: run the draft in it; without a draft, only import
+    vLLM. Other engines: check the folder by the rules of their loaders, without running them. none:
+    read only configs, tensors and provenance.
     """
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default that of the forecast published with the draft,
-    if this machine computes in it. Without one, on a GPU bfloat16; on a CPU bfloat16 if the
-    target is stored so and the CPU has instructions for bfloat16, else float32.
+    """Dtype for the target's computation. Default: the dtype of the forecast published with the
+    draft, if this machine supports it. Without a forecast: bfloat16 on a GPU; on a CPU, bfloat16 if
+    the target is stored in bfloat16 and the CPU has bfloat16 instructions, otherwise float32.
     """
     prompts: str | None = None
-    """Data with prompts for the engine, in the forms of --data.source; by default those held out in
-    training.
+    """Data with prompts for the engine, in the formats of --data.source. Default: the prompts held
+    out in training.
     """
     num_prompts: int = 16
     """Number of prompts for the engine."""
     max_tokens: int | None = None
-    """Longest answer, in tokens. By default as in the forecast published with the draft, or 64."""
+    """Maximum number of tokens per answer. Default: as in the forecast published with the draft,
+    otherwise 64.
+    """
     json: bool = False
-    """Print one JSON object, for a bug report: machine, versions, engine, and the checks of the pair."""
+    """Print a single JSON object for a bug report: machine, versions, engine, and the checks of the
+    target and draft.
+    """
     output: Path = Path("outputs")
-    """Folder for runs. Its disk is checked, and the engine's log is written there."""
+    """Folder for runs. Its disk is checked, and the engine's log is written to it."""
 
 
 def main(cfg: DoctorConfig) -> None:
@@ -79,7 +86,7 @@ def main(cfg: DoctorConfig) -> None:
     machine: dict[str, str] = {}
     found: list[Finding] = []
     if cfg.json or not has_pair:
-        # The check of a pair imports the engine itself.
+        # The check of a target and draft imports the engine itself.
         facts = gather(cfg.output, import_engine=cfg.engine == "vllm" and not has_pair)
         machine, found = list_facts(facts), diagnose(facts)
     pair, notes = {}, []
@@ -89,7 +96,7 @@ def main(cfg: DoctorConfig) -> None:
         found = [*found, *checked.findings]
     elif cfg.draft is not None:
         pair, alone = check_alone(cfg.draft)
-        notes, found = ["not compared with its target: give --target"], [*found, *alone]
+        notes, found = ["not compared with its target: set --target"], [*found, *alone]
     if cfg.json:
         named = [
             {"problem": one.problem, "cure": one.cure, "is_doubt": one.is_doubt} for one in found
@@ -108,18 +115,18 @@ def main(cfg: DoctorConfig) -> None:
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe and its arguments. A first argument without dashes is the draft."""
+    """Return the recipe and its arguments. A first argument without dashes is the draft."""
     if args and not args[0].startswith("-"):
         args = ["--draft", *args]
     return Recipe(main=main, config_type=DoctorConfig, description=__doc__, prog=prog), args
 
 
 def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
-    """Facts and findings about a draft's folder alone.
+    """Return facts and findings about the draft's folder, without a target.
 
     Raises:
-        FileNotFoundError: there is no such draft, here or on the hub.
-        ValueError: the draft is part of the target, or is looked up.
+        FileNotFoundError: the draft is neither a folder nor on the hub.
+        ValueError: the draft is part of the target or is a lookup.
     """
     from redraft.eval.forecast.draft_source import DraftSource
 
@@ -133,10 +140,10 @@ def check_pair(cfg: DoctorConfig) -> "Checked":
     """Check the draft against the target.
 
     Raises:
-        FileNotFoundError: if a folder is missing.
-        ValueError: if the folder holds no draft.
+        FileNotFoundError: a folder is missing.
+        ValueError: the folder contains no draft.
     """
-    # torch, which an environment may lack
+    # They import torch, which may not be installed.
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck
     from redraft.eval.forecast.draft_source import DraftSource
@@ -144,9 +151,7 @@ def check_pair(cfg: DoctorConfig) -> "Checked":
     assert cfg.target is not None
     draft = DraftSource.parse(cfg.draft or cfg.target)
     if draft.lookup is None and draft.is_without_folder and draft.is_lookup:
-        raise ValueError(
-            f"{draft} is a lookup: no model computes it, so there is nothing to compare"
-        )
+        raise ValueError(f"{draft} is a lookup without a model, so there is nothing to compare")
     engine = EngineCheck(
         dtype=cfg.target_dtype,
         prompts=cfg.prompts,
@@ -172,7 +177,7 @@ def check_running(cfg: DoctorConfig, url: str) -> "Checked":
         FileNotFoundError: a folder is missing.
         ValueError: the target or the draft is not named, or the server cannot be compared.
     """
-    # torch, which an environment may lack
+    # They import torch, which may not be installed.
     from redraft.distill.doctor.beside_server import ServerCheck, check_server
     from redraft.distill.doctor.check_draft import Checked
     from redraft.distill.doctor.in_engine import EngineCheck
@@ -210,7 +215,7 @@ def check_running(cfg: DoctorConfig, url: str) -> "Checked":
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
-    """The last lines of the output: the problems and doubts, each with a cure."""
+    """Format the last lines of the output: the problems and doubts, each with a fix."""
     if not findings:
         return "\nEverything fits."
     lines = ["", "No problem was found."] if all(finding.is_doubt for finding in findings) else []
@@ -218,5 +223,5 @@ def format_findings(findings: Sequence[Finding]) -> str:
         if listed := [finding for finding in findings if finding.is_doubt == is_doubt]:
             lines.append(f"\n{len(listed)} {kind}{'s' if len(listed) > 1 else ''}:")
         for finding in listed:
-            lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]
+            lines += [f"  {finding.problem}", f"    fix: {finding.cure}"]
     return "\n".join(lines)

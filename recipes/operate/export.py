@@ -1,12 +1,12 @@
-"""Write a draft as another engine reads it, and print the command that serves it.
+"""Convert a draft for another engine, and print the command that serves it.
 
     $ redraft export outputs/eagle3/draft --engine sglang
     $ redraft export outputs/dspark/draft --engine tensorrt-llm --output drafts/dspark
     $ redraft export outputs/eagle3/draft --engine llama.cpp --gguf target.gguf
 
-An engine that reads a head otherwise than training serves the same text with fewer accepted tokens,
-and says nothing. So the draft is checked first, and a part that the engine cannot compute is
-refused with the reason. `redraft doctor --engine` checks a folder without writing one.
+If an engine reads a head differently from training, it serves the same text with fewer accepted
+tokens and reports no error. The draft is therefore checked first, and a part that the engine cannot
+compute is refused with the reason. `redraft doctor --engine` checks a folder without writing one.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,22 @@ from redraft.heads.engines.table import EngineName, find_engine
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     draft: Annotated[str, tyro.conf.Positional]
-    """Folder or hub name of the draft. Of a target with an MTP layer, the target."""
+    """Folder or hub name of the draft. For an MTP layer inside the target, the target."""
     engine: EngineName
-    """Engine to write for."""
+    """Engine to write the draft for."""
     target: str | None = None
-    """Folder or hub name of the served model. By default the one in the draft's provenance.json."""
+    """Folder or hub name of the served model. Default: the target in the draft's provenance.json.
+    """
     gguf: Path | None = None
-    """The target's GGUF file, which gives a draft for llama.cpp its tokenizer."""
+    """The target's GGUF file. A draft for llama.cpp takes its tokenizer from this file."""
     output: Path | None = None
-    """Folder to write. By default the draft's, with the engine's name behind it."""
+    """Folder to write. Default: the draft's folder with the engine's name appended."""
     num_speculative_tokens: int | None = None
-    """Draft tokens per step in the command. By default the number used in the training's
-    evaluation, or 3.
+    """Number of draft tokens per step in the printed command. Default: the number used in the
+    training's evaluation, otherwise 3.
     """
     overwrite: bool = False
-    """Replace a folder that redraft has written."""
+    """Replace a folder that redraft wrote."""
 
 
 def main(cfg: ExportConfig) -> None:
@@ -68,8 +69,8 @@ def main(cfg: ExportConfig) -> None:
     pair = Pair.read(TargetFolder.open(name), folder)
     if family.is_in_target and not pair.is_own_target:
         raise ValueError(
-            f"{cfg.draft} contains only an MTP layer, but engines read it from the target's folder: "
-            "give the folder that `redraft train mtp` wrote"
+            f"{cfg.draft} contains only an MTP layer, but engines read this layer from the target's "
+            "folder: give the folder that `redraft train mtp` wrote"
         )
     num_tokens = pair.choose_tokens(cfg.num_speculative_tokens)
     found = static_findings(
@@ -81,7 +82,7 @@ def main(cfg: ExportConfig) -> None:
     if pair.is_own_target:
         require_exportable(engine, pair)
         export = Export(pair=pair, output=folder, num_tokens=num_tokens)
-        print(f"nothing to write: {engine.title} reads the layer in the target's folder")
+        print(f"nothing to write: {engine.title} reads the MTP layer from the target's folder")
     else:
         export = Export(pair=pair, output=output, num_tokens=num_tokens, gguf=cfg.gguf)
         export_draft(engine, export, overwrite=cfg.overwrite)

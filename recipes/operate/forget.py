@@ -1,19 +1,19 @@
-"""Delete all records of a tenant, and name the drafts that may have learned from them.
+"""Delete all records of a tenant, and list the drafts that may have learned from them.
 
     $ redraft fleet forget acme --dry-run --config learner.toml
     $ redraft fleet forget acme --config learner.toml
 
-A tenant is the name sent by clients in X-Redraft-Tenant. The command reaches the learner's buffer
-and its quarantine, the spool, the ingest log with the broker's files, and anchors. Deleted bytes
-are overwritten. Records still on their way are dropped on arrival. Run it for every learner
-that had the tenant's requests.
+A tenant is the name that clients send in X-Redraft-Tenant. The command deletes from the learner's
+buffer and its quarantine, the spool, the ingest log with the broker's files, and the anchors.
+Deleted bytes are overwritten. Records that are still on their way are dropped on arrival. Run the
+command for every learner that received the tenant's requests.
 
-Servers that draft from live counts (`--draft live`) hold text in their memory, and in the folder
---live.folder if they have one. Each server is asked to drop the tenant's from both, and named if it
-did not: it then holds the text until it ends and that folder is deleted.
+Servers that draft from live counts (`--draft live`) keep text in memory, and in the folder
+--live.folder if one is set. Each server is asked to delete the tenant's text from both. A server
+that did not is listed: it keeps the text until it is stopped and that folder is deleted.
 
-A draft's weights keep what they have learned: the command that returns to the version before is
-printed. Exit status 1 if nothing of the tenant was found.
+A draft's weights keep what they have learned; the command that returns to the previous version is
+printed. The exit status is 1 if no records of the tenant were found.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 UNTIL_IT_ENDS = (
-    "and a server with --draft live holds it until it ends and its --live.folder is deleted"
+    "and a server with --draft live keeps it until it is stopped and its --live.folder is deleted"
 )
 
 
@@ -46,7 +46,7 @@ class ForgetConfig:
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
     dry_run: bool = False
-    """Only count what would be deleted. The log and the servers' memory are not counted."""
+    """Only count what would be deleted, except in the ingest log and the servers' memory."""
 
 
 def main(cfg: ForgetConfig) -> None:
@@ -62,14 +62,14 @@ def main(cfg: ForgetConfig) -> None:
 
 
 async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]:
-    """(lines about the deletion from the servers' live counts, whether any server held text)."""
+    """(lines about the deletion from live counts, whether any server had text of the tenant)."""
     from redraft.online.fleet.discovery import discover
     from redraft.online.fleet.server import RefusedError, UnreachableError, connected
 
     try:
         tokens = await discover(cfg.fleet)
     except (OSError, ValueError) as error:
-        return [f"no server was asked, {UNTIL_IT_ENDS}: {error}"], False
+        return [f"no server was asked to delete the text, {UNTIL_IT_ENDS}: {error}"], False
     async with connected(tokens) as servers:
         answers = await asyncio.gather(
             *(server.forget(tenant) for server in servers), return_exceptions=True
@@ -77,17 +77,19 @@ async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]
     lines, num_runs = [], 0
     for server, answer in zip(servers, answers, strict=True):
         if isinstance(answer, UnreachableError | RefusedError):
-            lines.append(f"{server.url} did not drop its text, {UNTIL_IT_ENDS}: {answer}")
+            lines.append(f"{server.url} did not delete the text, {UNTIL_IT_ENDS}: {answer}")
         elif isinstance(answer, BaseException):
             raise answer
         elif answer:
             num_runs += answer
-            lines.append(f"{server.url} dropped {answer} runs of it from its live counts")
-    return lines or ["the live counts of no server held anything of it"], bool(num_runs)
+            lines.append(
+                f"{server.url} deleted {answer} token runs of the tenant from its live counts"
+            )
+    return lines or ["no server had text of the tenant in its live counts"], bool(num_runs)
 
 
 def describe(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
-    """Lines that describe the result, with the command that undoes the training."""
+    """Describe the result, with the command that undoes the training."""
     deleted = "would be deleted" if cfg.dry_run else "were deleted"
     places = [
         (forgotten.buffer, "in the buffer"),
@@ -100,17 +102,17 @@ def describe(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     ]
     if not forgotten.num_records:
         lines.append(
-            "nothing of this name was found: check the spelling, and the other learners of the "
-            "fleet"
+            "no records of this tenant were found: check the spelling, and the fleet's other "
+            "learners"
         )
     if forgotten.unattributed:
         lines.append(
-            f"{forgotten.unattributed} unreadable files and messages {deleted} too: they may be "
-            "anybody's"
+            f"{forgotten.unattributed} unreadable files and messages {deleted} too: they may "
+            "belong to any tenant"
         )
     if not cfg.dry_run:
         lines.append(
-            "records still on their way, and those made within the next hour, are dropped on "
+            "records that are still on their way or made within the next hour are dropped on "
             "arrival"
         )
     return lines + _describe_learned(forgotten, cfg)
@@ -120,20 +122,20 @@ def _describe_learned(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     learned = [*forgotten.learned, *(["the draft in training"] if forgotten.is_in_training else [])]
     if not learned:
         return []
-    lines = [f"these may have learned from the records, and cannot forget: {', '.join(learned)}"]
+    lines = [f"drafts that may have learned from the records: {', '.join(learned)}"]
     if forgotten.clean is None:
-        return [*lines, "no version is from before: start a new registry from draft.initial"]
+        return [*lines, "no version is older: start a new registry from draft.initial"]
     command = (
         f"redraft fleet rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
     )
-    return [*lines, f"to serve the version before and train on from it: {command}"]
+    return [*lines, f"to serve the previous version and continue training from it: {command}"]
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
-    """Delete a tenant's records, through the learner if it is running; returns what was found.
+    """Delete a tenant's records, through the learner if it is running; return what was found.
 
     Raises:
-        BufferFullError, BrokerError
+        BufferFullError, BrokerError: the buffer or the ingest log cannot be changed.
         AlreadyOwnedError: the learner is running but does not answer.
     """
     from redraft.online.learning.forget import Forgotten, Reach
@@ -142,15 +144,14 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         return await control.ask(cfg.folder, Forgotten, do="forget", tenant=tenant, dry_run=is_dry)
     except control.NoLearnerError:
         pass
-    from redraft.files.folder import (
-        fingerprint,
-    )  # these load torch: a learner that runs answers without
+    # These load torch, which a running learner makes unnecessary.
+    from redraft.files.folder import fingerprint
     from redraft.online.daemon.opening import open_stream, read_vocab_size
     from redraft.online.fleet.registry import Registry
     from redraft.online.learning.buffer import Buffer
     from redraft.online.learning.intake import Spool
 
-    # Nobody answers, so this takes the buffer's lock; AlreadyOwnedError if a learner has it.
+    # No learner answers, so this command takes the buffer's lock, or raises AlreadyOwnedError.
     with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
         vocab_size = read_vocab_size(cfg.target)
         stream = open_stream(cfg, buffer, vocab_size) if cfg.ingest else None
@@ -160,7 +161,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
             anchors=cfg.anchors,
             spool=Spool(cfg.spool, buffer, vocab_size) if cfg.spool else None,
             stream=stream,
-            # Newest first. Trained up to this record: a tenant's before it counts as learned.
+            # Newest first. A draft trained up to this record may have learned from earlier ones.
             through=buffer.commits()[0].through if buffer.commits() else 0,
         )
         try:

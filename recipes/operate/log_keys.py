@@ -1,4 +1,4 @@
-"""Make the keys of an ingest log's two users, in a new folder.
+"""Create the keys for the two users of an ingest log, in a new folder.
 
     $ redraft fleet keys keys
 
@@ -6,9 +6,9 @@
     learner.nk    private key of the learner: it reads records, and manages their stream (nats.credentials)
     users.conf    both public keys, included by the broker's nats.conf; not a secret
 
-The keys are NKeys: the broker knows only their public halves, and a private key never goes over the
-network. Each is readable by its owner only. `recipes/deploy/compose/nats.conf` of the package gives
-both users their rights.
+The keys are NKeys: the broker has only their public halves, and a private key is never sent over
+the network. Only its owner can read a private key. `recipes/deploy/compose/nats.conf` in the
+package grants both users their permissions.
 """
 
 import os
@@ -24,23 +24,23 @@ from redraft.files.private import make_private
 @dataclass(frozen=True, kw_only=True)
 class KeysConfig:
     folder: Annotated[Path, tyro.conf.Positional]
-    """Folder for the three files. Keys that are already there are never replaced."""
+    """Folder for the three files. Existing keys are never replaced."""
 
 
 def main(cfg: KeysConfig) -> None:
     """Write the keys.
 
     Raises:
-        FileExistsError: if the folder already holds one of the files.
+        FileExistsError: the folder already contains one of the files.
     """
-    import nkeys  # an extra, as nats-py is
+    import nkeys  # an optional dependency, like nats-py
 
     make_private(cfg.folder)
     lines = []
     for user in ("servers", "learner"):
         seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
         public = nkeys.from_seed(bytearray(seed)).public_key.decode()
-        # Without a newline: nats-py takes every byte of the file for the key.
+        # Without a newline, because nats-py treats every byte of the file as part of the key.
         _write_new(cfg.folder / f"{user}.nk", seed, 0o600)
         lines.append(f"{user.upper()}: {public}\n")
     _write_new(cfg.folder / "users.conf", "".join(lines).encode(), 0o644)
@@ -48,6 +48,6 @@ def main(cfg: KeysConfig) -> None:
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
-    # O_EXCL refuses an existing file; with a later chmod others could read the key.
+    # O_EXCL refuses an existing file. If chmod followed later, others could read the key before.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

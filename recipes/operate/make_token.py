@@ -2,8 +2,8 @@
 
     $ redraft fleet token FILE
 
-Servers and learner read the same file: `redraft serve --token-file FILE`, and `token_file` below
-`[fleet]` in the learner's settings. An existing file is never overwritten.
+The servers and the learner read the same file: `redraft serve --token-file FILE`, and `token_file`
+in the section `[fleet]` of the learner's settings. An existing file is never overwritten.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from redraft.online.tokens import write_token
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig:
     file: Annotated[Path, tyro.conf.Positional]
-    """File to create. It gets a token of 256 bits and mode 0600."""
+    """File to create, with a 256-bit token and mode 0600."""
 
 
 def main(cfg: TokenConfig) -> None:
     write_token(cfg.file)
-    print(f"a new token is in {cfg.file}")
+    print(f"wrote a new token to {cfg.file}")

@@ -1,12 +1,12 @@
 """Publish an empty message to the ingest log.
 
-The exit status is 0 if it was stored, 2 if not.
+The exit status is 0 if the message was stored, otherwise 2.
 
     $ redraft fleet probe nats://127.0.0.1:4222
 
-Use it as the liveness probe of a NATS server with an ingest log. After a full disk, NATS may stop
-storing messages, even with free space again, while the server's health page says ok. Only
-publishing shows it, and only a restart helps.
+Use this command as the liveness probe of a NATS server with an ingest log. After its disk was full,
+NATS may refuse to store messages even when space is free again, while its health page reports ok.
+Only publishing reveals this state, and only a restart ends it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class ProbeConfig:
     """Address of the log, as in the learner's settings."""
     nats: Nats = field(default_factory=Nats)
     timeout_s: float = 5.0
-    """How long to wait for the broker's answer, in seconds."""
+    """Time to wait for the broker's answer, in seconds."""
 
 
 def main(cfg: ProbeConfig) -> None:

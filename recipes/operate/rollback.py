@@ -3,8 +3,8 @@
     $ redraft fleet rollback --config learner.toml
     $ redraft fleet rollback --to v000003 --config learner.toml
 
-During a rollout, the candidate is taken back. Training begins again from the version then served. A
-running learner does the work; without one, this command does it.
+During a rollout, the candidate is withdrawn. Training starts again from the version that is then
+served. A running learner does the work; without one, this command does it.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ class RollbackConfig:
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
     to: str = ""
-    """Version to return to, instead of the previous one. It must have been current. With the
-    current version, only training begins again.
+    """Version to return to, instead of the previous one. It must have been current before. If it is
+    the current version, only training starts again.
     """
 
 
@@ -36,10 +36,10 @@ def main(cfg: RollbackConfig) -> None:
 
 
 async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
-    """Roll the fleet back; returns the version that it then serves.
+    """Roll the fleet back; return the version that it then serves.
 
     Raises:
-        FileNotFoundError: there is no such version, or `to` was never current.
+        FileNotFoundError: the version does not exist, or `to` was never current.
         ConnectionError: some servers do not serve the version.
     """
     registry = Registry(cfg.registry)
@@ -48,19 +48,20 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         back = await control.ask(cfg.folder, control.WentBack, do="rollback", to=to)
         if back.behind:
             print(
-                f"some servers are not there yet, and the learner keeps asking them: {back.behind}"
+                f"some servers do not serve the version yet; the learner keeps trying: {back.behind}"
             )
         return back.version
     except control.NoLearnerError:
         pass
-    # A learner or a swap started meanwhile is refused: two of them would push different versions.
+    # Under the lock, because a learner or a swap that starts now would push another version.
     with registry.owned():
         current, state = registry.current(), _load_state(cfg)
-        # The candidate in a canary is not current, or is rolled back already: no further.
+        # A candidate in a canary is not current, or has already been rolled back: change nothing
+        # else.
         is_candidate_out = state.is_rolling_out and state.candidate != current
         if current and not to and (is_candidate_out or current == previous):
             to = current
-        # The registry first: a restarted server takes `current`, and a kill leaves one answer.
+        # The registry first: a restarted server serves `current`, also after a kill at this point.
         version = registry.rollback(to)
         leave_training(cfg)
         async with connected(await discover(cfg.fleet), registry) as servers:
@@ -71,7 +72,7 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
 
 
 def leave_training(cfg: LearnerConfig) -> None:
-    """Let the next learner begin at the current version.
+    """Let the next learner start from the current version.
 
     It then abandons the candidate of a learner that was killed.
     """
@@ -80,7 +81,7 @@ def leave_training(cfg: LearnerConfig) -> None:
             state,
             phase=Phase.IDLE,
             candidate=None,
-            reason="a person chose a version without a learner",
+            reason="a version was chosen by hand while no learner was running",
         )
         save(state, cfg.folder / "state.json")
     begin_training_again(cfg.buffer_config.folder)
@@ -89,5 +90,5 @@ def leave_training(cfg: LearnerConfig) -> None:
 def _load_state(cfg: LearnerConfig) -> State:
     try:
         return load(cfg.folder / "state.json")
-    except DamagedError:  # the next learner tells it
+    except DamagedError:  # the next learner reports it
         return State()

@@ -1,10 +1,10 @@
-"""Roll out a version from the registry: the gate is skipped, the canary is not.
+"""Roll out a version from the registry, with a canary but without the gate.
 
     $ redraft fleet swap v000007 --config learner.toml
 
-One server takes the version first and is compared with the others; if it accepts less, all servers
-go back. A running learner does the work after its current task; without a running learner, this
-command does it.
+One server receives the version first and is compared with the others. If its acceptance is lower,
+all servers return to the current version. A running learner does the work after its current task;
+without one, this command does it.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ def main(cfg: SwapCommandConfig) -> None:
     policy = learner.rollout
     longest_s = policy.warm_up_s + policy.window_timeout_s + len(policy.waves) * policy.watch_s
     print(
-        f"{cfg.version}: one server first, compared over {policy.min_drafts} drafts or more (at "
-        f"most {longest_s:.0f} s)"
+        f"{cfg.version}: one server tries the version first, over at least {policy.min_drafts} drafts "
+        f"(at most {longest_s:.0f} s)"
     )
     outcome = asyncio.run(roll_out(learner, cfg.version))
     if not outcome.passed:
@@ -46,10 +46,10 @@ def main(cfg: SwapCommandConfig) -> None:
 
 
 async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
-    """Roll out a version, through the learner if it is running; returns the outcome.
+    """Roll out a version, through the learner if it is running; return the outcome.
 
     Raises:
-        FileNotFoundError: there is no such version, or no current version.
+        FileNotFoundError: the version does not exist, or there is no current version.
         AlreadyOwnedError: the learner is running but does not answer.
     """
     try:
@@ -57,7 +57,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
     except control.NoLearnerError:
         pass
     registry = Registry(cfg.registry)
-    # A misspelt version is refused before the lock is taken and a server is touched.
+    # A misspelt version is refused before the lock is taken and any server is changed.
     registry.path(version)
     with registry.owned():
         incumbent = registry.current()
@@ -72,6 +72,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
         if outcome.passed:
             # The draft in training does not descend from the version.
             leave_training(cfg)
-            # Last: after a kill the incumbent is current, and the learner brings all back.
+            # Last: if this process is killed, the incumbent is current, and the learner restores it
+            # everywhere.
             registry.promote(version)
     return outcome

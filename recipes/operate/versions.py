@@ -1,9 +1,9 @@
-"""List a draft's versions: the current one, the origin of each, and the gate's verdict.
+"""List a draft's versions with their origins and the gate's verdicts.
 
     $ redraft fleet versions --config learner.toml
     $ redraft fleet versions --registry drafts/llama-8b
 
-With --config, also show the version on every server and the state of the learner.
+With --config, the command also shows each server's version and the learner's state.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ class VersionsConfig:
     config: Path | None = None
     """The learner's TOML file."""
     registry: Path | None = None
-    """Folder of the versions, instead of --config."""
+    """Folder with the versions, instead of --config."""
 
 
 def main(cfg: VersionsConfig) -> None:
     if cfg.config is None and cfg.registry is None:
         raise ValueError(
-            "no registry given: set --config learner.toml, or --registry with the folder of the "
-            "versions"
+            "there is no registry to list: set --config learner.toml, or --registry with the folder "
+            "of the versions"
         )
     learner = load_config(cfg.config) if cfg.config else None
     folder = cfg.registry or (learner.registry if learner else Path())
@@ -47,7 +47,7 @@ def main(cfg: VersionsConfig) -> None:
 def version_lines(registry: Registry) -> list[str]:
     """One line per version, newest first; the current and the previous version are marked."""
     current, previous = registry.current(), registry.previous()
-    # The later key wins. Without a previous version the key is None, which is no version's name.
+    # The later key wins. Without a previous version the key is None, which names no version.
     marks = {previous: "previous", current: "current"}
     return [
         f"{version}  {marks.get(version, ''):<9} {_origin(registry.path(version))}"
@@ -56,7 +56,7 @@ def version_lines(registry: Registry) -> list[str]:
 
 
 async def live_lines(cfg: LearnerConfig) -> list[str]:
-    """A line with the learner's state, then a line per server with the version that it serves."""
+    """One line with the learner's state, then one line per server with its version."""
     try:
         status = await control.ask(cfg.folder, control.Standing, do="status")
         about = f" {status.candidate}" if status.candidate else ""

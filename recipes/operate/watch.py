@@ -1,14 +1,14 @@
-"""Watch the acceptance of a running fleet over time.
+"""Print the acceptance of a running fleet at intervals, in total and by draft position.
 
-It comes from the servers' /metrics, in all and by position.
+The numbers come from the servers' /metrics.
 
 $ redraft fleet watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
-$ redraft fleet watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below
+$ redraft fleet watch http://gpu1:8000 --min-tau 1.8                    # exits with status 1 once tau falls below
 $ redraft fleet watch http://gpu1:8000 --min-tau 1.8 --polls 6          # for a cron job: one minute, then status 0 or 1
 
-The first line of a server covers everything since its start, each further line the time since the
-line before. If a server is away, its line says why, and polling goes on. The exit status is 2 if a
-server is away at the first reading.
+A server's first line covers the time since it started; each further line covers the time since the
+previous one. If a server cannot be reached, its line gives the reason, and polling continues. The
+exit status is 2 if a server cannot be reached at the first reading.
 """
 
 import contextlib
@@ -38,32 +38,35 @@ class WatchConfig:
     interval_s: float = 10.0
     """Time between two readings, in seconds."""
     min_tau: float | None = None
-    """End with status 1 if the fleet's tokens per drafted step fall below this. By default only
-    watch. With `--pace auto`, they fall with the number of draft tokens too; steps in which a
-    lookup finds nothing do not count."""
+    """Exit with status 1 if the fleet's tokens per drafted step fall below this value. By default,
+    the command only prints. With `--pace auto`, tau also falls with the number of draft tokens.
+    Steps in which a lookup finds nothing are not counted.
+    """
     min_drafts: int = 200
-    """Drafts to collect before tau is compared with --min-tau: tau of a few drafts is noise."""
+    """Minimum number of drafts before tau is compared with --min-tau; with few drafts, tau is
+    noise.
+    """
     polls: int = 0
-    """Readings after the first. 0 continues until interrupted."""
+    """Number of readings after the first; 0 means until interrupted."""
 
 
 class Reading(NamedTuple):
     counts: AcceptanceCounts
-    """Since the server started, summed over its engines."""
+    """Counts since the server started, summed over its engines."""
     pace: str
-    """Draft tokens by batch size, if the server chooses them live."""
+    """Draft tokens by batch size, if the server chooses them at run time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Poll:
     counts: dict[str, AcceptanceCounts]
-    """Since it was last read; at first, since its start."""
+    """By server, since the previous reading; in the first round, since the server's start."""
     away: dict[str, str]
-    """Unreadable servers, with the reason."""
+    """Unreachable servers, with the reason."""
     paces: dict[str, str]
     """`Reading.pace` of servers that have one."""
     durations_s: dict[str, float]
-    """Since it was last read; empty in the first round."""
+    """By server, time since the previous reading; empty in the first round."""
 
     def pace(self, *urls: str) -> float | None:
         if not self.durations_s:
@@ -84,12 +87,12 @@ def main(cfg: WatchConfig) -> None:
     for url in cfg.urls:
         require_address(url)
     recent = AcceptanceCounts.zero()
-    with contextlib.suppress(KeyboardInterrupt):  # the usual end of watching
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to stop watching
         for number, poll in enumerate(poll_servers(cfg)):
             print(*format_poll(poll, time.strftime("%H:%M:%S")), sep="\n", flush=True)
             if number > 0:  # the first round covers the hours before this command
                 recent = sum(poll.counts.values(), recent)
-            # After each judgement the count starts again: a good hour must not hide the bad minute
+            # Counting restarts after each comparison, so that a good hour cannot hide a bad minute
             # after it.
             if cfg.min_tau is not None and recent.num_drafts >= max(cfg.min_drafts, 1):
                 if recent.tau < cfg.min_tau:
@@ -100,13 +103,13 @@ def main(cfg: WatchConfig) -> None:
 
 
 def poll_servers(cfg: WatchConfig) -> Iterator[Poll]:
-    """Rounds of readings, `interval_s` apart.
+    """Yield rounds of readings, `interval_s` apart.
 
     Raises:
         ConnectionError: a server cannot be reached in the first round.
         ValueError: a server serves no draft in the first round.
     """
-    # Strict on purpose: a wrong address would otherwise be polled forever.
+    # Strict on purpose: a wrong address would otherwise be polled for all time.
     last = {url: read_server(url) for url in cfg.urls}
     read_at = dict.fromkeys(last, time.monotonic())
     yield Poll(
@@ -120,14 +123,14 @@ def poll_servers(cfg: WatchConfig) -> Iterator[Poll]:
         time.sleep(cfg.interval_s)
         now, away = read_all(cfg.urls)
         now_s = time.monotonic()
-        # A counter that fell belongs to a new process, so all of its counts are new.
+        # A counter that decreased belongs to a new process, so all its counts are new.
         counts = {
             url: reading.counts.since(last[url].counts) or reading.counts
             for url, reading in now.items()
         }
         durations_s = {url: now_s - read_at[url] for url in now}
         yield Poll(counts=counts, away=away, paces=list_paces(now), durations_s=durations_s)
-        # A silent server keeps the earlier reading, so the next line of it covers the whole gap.
+        # An unreachable server keeps its earlier reading, so its next line covers the whole gap.
         last |= now
         read_at |= dict.fromkeys(now, now_s)
         number += 1
@@ -149,14 +152,14 @@ def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
 
 
 def read_server(url: str) -> Reading:
-    """A server's counts and pace.
+    """Return a server's counts and pace.
 
     Raises:
-        ConnectionError
+        ConnectionError: the server cannot be reached.
         ValueError: the server serves no draft.
     """
     try:
-        # Past any proxy of the environment, as the learner and the tap ask.
+        # Without the environment's proxy, like the requests of the learner and the tap.
         certificates = trusted_certificates()
         answer = httpx.get(
             f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, verify=certificates
@@ -174,7 +177,7 @@ def read_server(url: str) -> Reading:
 
 
 def format_poll(poll: Poll, clock: str) -> Iterator[str]:
-    """A line per server, and one for the fleet if there are several."""
+    """Yield a line per server, and one for the fleet if there are several servers."""
     width = max(len(name) for name in (*poll.counts, *poll.away, "fleet"))
     for url, counts in poll.counts.items():
         yield f"{clock}  {url:<{width}}  {format_counts(counts, poll.pace(url))}"
@@ -188,9 +191,9 @@ def format_poll(poll: Poll, clock: str) -> Iterator[str]:
 
 
 def format_counts(counts: AcceptanceCounts, pace: float | None) -> str:
-    """Tokens per drafted step, acceptance by position, and drafts per second.
+    """Format tokens per drafted step, acceptance by position, and drafts per second.
 
-    Without a pace, the number of drafts replaces their rate.
+    Without a pace, the total number of drafts replaces the rate.
     """
     if not counts.num_drafts:
         return "no drafts"

@@ -104,7 +104,7 @@ def test_doctor_for_sglang_prints_findings_and_cures(
     said = capsys.readouterr().out
     assert re.search(r"^engine +SGLang 0\.5\.23 \(its loaders were read, not run\)$", said, re.M)
     assert "d2t" in said
-    assert "cure: redraft export DRAFT --engine sglang" in said
+    assert "fix: redraft export DRAFT --engine sglang" in said
     written = convert(pair, "sglang")
     assert dispatch([*args[:4], str(written.draft), "--engine", "sglang"]) == 0
     assert dispatch([*args, "none"]) == 0

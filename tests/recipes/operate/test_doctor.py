@@ -236,7 +236,7 @@ def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(
     assert "2 problems:" in out
     assert re.search(r'"medusa".*\beagle1\b', out)
     assert re.search(r"loss mask\b.*\b1 tokens late\b", out)
-    assert out.count("    cure: ") == 2
+    assert out.count("    fix: ") == 2
     right = make_head(random_target, tmp_path / "right", {"label_probe": probe})
     assert status(**right) == 0
     assert "label_probe" not in capsys.readouterr().out
@@ -375,7 +375,7 @@ def test_a_draft_that_vllm_would_serve_as_another_is_a_problem_without_a_target(
     out = capsys.readouterr().out
     assert re.search(r"layout +speculators\n", out)
     assert "Qwen/Qwen3-8B" in out
-    assert re.search(r"layer 1 was trained with no window.*\n +cure: export.*layout vllm", out)
+    assert re.search(r"layer 1 was trained with no window.*\n +fix: export.*layout vllm", out)
 
 
 def test_a_draft_without_a_module_here_is_named_without_a_target(tmp_path, capsys):

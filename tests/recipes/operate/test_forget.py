@@ -322,13 +322,13 @@ def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, cap
     assert "4 records of acme would be deleted: 4 in the buffer" in capsys.readouterr().out
     assert dispatch(["fleet", "forget", "acme"]) == 0
     assert re.match(
-        r"4 records of acme were deleted: 4 in the buffer\nrecords still on",
+        r"4 records of acme were deleted: 4 in the buffer\nrecords that are still on",
         capsys.readouterr().out,
     )
     with pytest.raises(SystemExit) as ended:
         dispatch(["fleet", "forget", "acme"])
     assert ended.value.code == 1
-    assert "nothing of this name was found: check the spelling" in capsys.readouterr().out
+    assert "no records of this tenant were found: check the spelling" in capsys.readouterr().out
 
 
 def test_the_servers_memory_is_forgotten_too_and_who_did_not_is_named(world):
@@ -349,12 +349,12 @@ def test_the_servers_memory_is_forgotten_too_and_who_did_not_is_named(world):
 
     lines, is_held = asyncio.run(main(fakes))
     assert is_held
-    assert lines[0] == f"{fakes[0].url} dropped 12 runs of it from its live counts"
+    assert lines[0].startswith(f"{fakes[0].url} deleted 12 ")
     assert len(lines) == 4
     for fake, line in zip(fakes[2:], lines[1:], strict=True):
-        assert line.startswith(f"{fake.url} did not drop its text, {forget.UNTIL_IT_ENDS}: ")
+        assert line.startswith(f"{fake.url} did not delete the text, {forget.UNTIL_IT_ENDS}: ")
     assert asyncio.run(main(fakes[1:2])) == (
-        ["the live counts of no server held anything of it"],
+        ["no server had text of the tenant in its live counts"],
         False,
     )
 
@@ -363,5 +363,6 @@ def test_without_a_token_the_records_are_deleted_and_no_server_is_asked(world, m
     monkeypatch.delenv("REDRAFT_TOKEN")
     fleet = FleetConfig(servers=("http://127.0.0.1:1",))
     (line,), is_held = asyncio.run(forget.forget_live(world.config(fleet=fleet), "acme"))
-    assert line.startswith(f"no server was asked, {forget.UNTIL_IT_ENDS}: there is no token")
+    prefix = f"no server was asked to delete the text, {forget.UNTIL_IT_ENDS}: "
+    assert line.startswith(f"{prefix}there is no token")
     assert not is_held

@@ -51,7 +51,7 @@ def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
         (["learner", "--config", "absent.toml"], "redraft learner --print-config"),
         (["learner", "--set", "trainig.lr=1"], "did you mean training?"),
         (["learner"], "no servers are configured: set fleet.servers"),
-        (["fleet", "versions"], "no registry given"),
+        (["fleet", "versions"], "there is no registry to list"),
         (["fleet", "versions", "--registry", "absent"], "there is no registry absent"),
         (["fleet", "swap", "v000007"], "has no version v000007: the newest are v000001"),
         (["fleet", "rollback"], "has no version before v000001"),
