@@ -66,7 +66,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
     """The settings of a family's demo."""
-    usual = make_config(find_family(family))
+    row = find_family(family)
+    usual = make_config(row)
     if isinstance(usual, StandaloneConfig):
         return replace(
             usual,
@@ -86,7 +87,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
         )
     changes = {**SHARED, **HEADS, "head": replace(usual.head, **OPTIONS[family])}
     changes["output"] = Path("outputs/demo-heads") / family
-    if usual.draft_vocab_size:
+    if row.training and row.training.draft_vocab_size:
         changes["draft_vocab_size"] = 2048
     if family == "dspark":
         changes["prove"] = replace(changes["prove"], engine=False)

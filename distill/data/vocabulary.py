@@ -16,24 +16,31 @@ from redraft.distill.data.tokens import MappedSamples
 CHUNK = 1024  # samples counted at once: each alone would make an array of the vocabulary
 
 
-def require_smaller(size: int, vocab_size: int) -> None:
-    """Raise ValueError unless `size` is between 0 (the whole vocabulary) and `vocab_size`."""
-    if not 0 <= size <= vocab_size:
+def choose_size(asked: int | None, usual: int | None, vocab_size: int) -> int:
+    """Return the size of the draft's vocabulary; 0 stands for the target's whole vocabulary.
+
+    It is `asked`, the value of --draft-vocab-size. If that is None, it is the family's `usual` size,
+    or the whole vocabulary if that is not larger.
+
+    Raises:
+        ValueError: `asked` is not between 0 and `vocab_size`.
+    """
+    if asked is None:
+        return usual if usual is not None and usual < vocab_size else 0
+    if not 0 <= asked <= vocab_size:
         raise ValueError(
-            f"a draft vocabulary of {size:,} ids is larger than the target's, {vocab_size:,}: choose "
-            "that"
+            f"--draft-vocab-size {asked}: the target's vocabulary has {vocab_size} ids; choose at "
+            "most that number, or 0 for all ids"
         )
+    return asked
 
 
 def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tensor | None:
     """Return the ids of the `size` most frequent labels in ascending order, int64 [W].
 
-    Return None if `size` stands for the whole vocabulary.
-
-    Raises:
-        ValueError: if the target's vocabulary is smaller.
+    Return None if `size` stands for the whole vocabulary: if it is 0 or `vocab_size`.
     """
-    require_smaller(size, vocab_size)
+    assert 0 <= size <= vocab_size
     if size in (0, vocab_size):
         return None
     counts_V = _count_labels(samples, vocab_size)

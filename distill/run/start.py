@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 
-from redraft.distill.data.vocabulary import frequent_ids
+from redraft.distill.data.vocabulary import choose_size, frequent_ids
 from redraft.distill.run.inputs import live_signal, require_finite
 from redraft.distill.signal.parts import (
     is_whole,
@@ -77,11 +77,12 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
         # vLLM gives it to layers without a window in any case, so the export should say it.
         options = replace(options, window=reach)
         _say(run, f"the head has the window of the target's layers, {reach} positions")
-    if run.family.training and run.family.training.draft_vocab_size is not None:
+    if run.family.training and (usual := run.family.training.draft_vocab_size) is not None:
         # Counted on the training part alone: held-out text must not choose the vocabulary it is
         # judged with.
-        samples, size = run.data.train.samples, run.shape.vocab_size
-        vocabulary.append(frequent_ids(samples, cfg.draft_vocab_size, size))
+        all_ids = run.shape.vocab_size
+        size = choose_size(cfg.draft_vocab_size, usual, all_ids)
+        vocabulary.append(frequent_ids(run.data.train.samples, size, all_ids))
     return run.family.draft_class()(options, run.target, *vocabulary)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 
-from redraft.distill.data.vocabulary import require_smaller
+from redraft.distill.data.vocabulary import choose_size
 from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import count_head, count_standalone, standalone_config
@@ -185,7 +185,12 @@ class Run:
         if isinstance(cfg, StandaloneConfig):
             size = functools.partial(count_standalone, cfg.draft)
         else:
-            size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
+            vocabulary = choose_size(
+                cfg.draft_vocab_size,
+                _training(self.family).draft_vocab_size,
+                self.shape.vocab_size,
+            )
+            size = functools.partial(count_head, self.family.name, cfg.head, vocabulary)
         family = self.family.name.replace("_", "-")
         counted = {"--target": self.opened.name, "--family": family, "--optim": cfg.optim.name}
         counted |= {
@@ -508,7 +513,7 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
     options, shape = cfg.head, target.text_config
     if isinstance(options, LayerSizes):
         LlamaShape.of_head(options, shape)
-    require_smaller(cfg.draft_vocab_size, shape.vocab_size)
+    choose_size(cfg.draft_vocab_size, _training(family).draft_vocab_size, shape.vocab_size)
     if family.layers_key and cfg.prove.engine:
         require_aux(target, family.name)
     if family.reads == "layers":

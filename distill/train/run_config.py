@@ -324,9 +324,10 @@ class HeadConfig(TrainConfig, Generic[Options]):
     number of target layers read. For an 8B target, the fit takes about 10 GB of device memory
     before training.
     """
-    draft_vocab_size: int = 0
-    """Size of the head's vocabulary: the most frequent labels. A smaller vocabulary makes draft
-    steps faster; 0 keeps the target's whole vocabulary. For EAGLE-3, P-EAGLE, DFlash and DSpark.
+    draft_vocab_size: int | None = None
+    """Size of the head's vocabulary: the number of most frequent labels to keep. A smaller
+    vocabulary makes draft steps faster; 0 keeps the target's whole vocabulary. Default: 32,000, or
+    the target's whole vocabulary if that is smaller. For EAGLE-3, P-EAGLE, DFlash and DSpark.
     """
     layout: Literal["vllm", "speculators"] = "vllm"
     """Format of the exported checkpoint: vLLM's or that of the library `speculators`. vLLM loads
@@ -373,7 +374,6 @@ def make_config(family: Family) -> HeadConfig[Any] | StandaloneConfig:
         target=row.target,
         head=options,
         init=row.starts[0],
-        draft_vocab_size=row.draft_vocab_size or 0,
         divergence=divergence,
         optim=optim,
         loop=loop,

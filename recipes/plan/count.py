@@ -1,7 +1,7 @@
-"""The work and memory of a training step on GPUs, in tables.
+"""Count the work and memory of a training step on GPUs, and print tables.
 
-sizes of target and draft ─► counted_step.py ─► work and memory, counted
---devices, --signal, --sharding ─► use_devices ─► who serves and who trains, memory of each, steps
+sizes of target and draft ─► counted_step.py ─► work and memory, counted --devices, --signal,
+--sharding ─► use_devices ─► who serves and who trains, memory of each, steps
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from redraft.distill.data.vocabulary import choose_size
 from redraft.distill.plan.counted_step import (
     LOSS,
     Counted,
@@ -38,14 +39,15 @@ from redraft.files.served_target import require_positions
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import PlanConfig
 
-SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values, activations
+# of a server's memory, for weights; the rest is for keys, values and activations
+SERVED_SHARE = 0.8
 
 
 def make_plan(cfg: PlanConfig) -> Plan:
-    """The sizes of the step: the defaults of the family's command, changed by the flags.
+    """The sizes of the step: the defaults of the family's command, overridden by the flags.
 
     Raises:
-        ValueError: there is no such model, or a flag does not fit the family.
+        ValueError: the model does not exist, or a flag does not fit the family.
     """
     family = find_family(cfg.family)
     recipe = make_config(family)
@@ -58,12 +60,8 @@ def make_plan(cfg: PlanConfig) -> Plan:
         )
     if cfg.sequence_length is not None:
         require_positions(target, cfg.sequence_length, "--sequence-length", cfg.target_name)
-    vocabulary = (
-        getattr(recipe, "draft_vocab_size", 0)
-        if cfg.draft_vocab_size is None
-        else cfg.draft_vocab_size
-    )
-    if vocabulary and not getattr(recipe, "draft_vocab_size", 0):
+    usual = family.training.draft_vocab_size if family.training else None
+    if cfg.draft_vocab_size and usual is None:
         raise ValueError(
             f"{cfg.family} does not support --draft-vocab-size: it uses the target's vocabulary"
         )
@@ -78,8 +76,7 @@ def make_plan(cfg: PlanConfig) -> Plan:
         head=_choose_head(cfg, recipe.head)
         if isinstance(recipe, HeadConfig)
         else _find_draft(cfg, target),
-        # The default of 32,000 may exceed a small target's vocabulary.
-        draft_vocab_size=min(vocabulary, target.vocab_size),
+        draft_vocab_size=choose_size(cfg.draft_vocab_size, usual, target.vocab_size),
         divergence=recipe.divergence,
         optimizer=cfg.optim or recipe.optim.name,
         max_grad_norm=recipe.optim.max_grad_norm,
@@ -97,10 +94,10 @@ def make_plan(cfg: PlanConfig) -> Plan:
 
 
 def _choose_head(cfg: PlanConfig, usual: Any) -> Any:
-    """The options of a head.
+    """Return the options of a head.
 
     They are the command's defaults, with --num-steps in the option that sets how many tokens the
-    head learns.
+    head learns to draft.
     """
     if cfg.num_steps is None:
         return usual
@@ -131,12 +128,12 @@ def _find_draft(cfg: PlanConfig, target: Any) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
     memory_bytes: float
-    """Peak of one device that trains, after sharding."""
+    """Peak memory of a training device, after sharding."""
     fits: bool
     targets: int
-    """Devices that serve the target; with a cache they serve first, and train then."""
+    """Devices that serve the target; with a cache, they serve first and train afterwards."""
     trainers: int
-    """0 if the devices are too few to serve the target and to train."""
+    """0 if there are too few devices to serve the target and train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +141,13 @@ class Result:
     plan: Plan
     step: Counted
     served: Counted | None
-    """The target's pass elsewhere."""
+    """The target's pass outside the training process."""
     on: dict[str, OnDevice]
 
 
 @functools.lru_cache(maxsize=2)
 def count(cfg: PlanConfig) -> Result:
-    """Count the step, and derive its time and memory on every kind of device."""
+    """Count the step, and derive its memory on every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
     served = None if plan.signal == "model" else count_target(plan)
@@ -171,7 +168,7 @@ def on_device(
         elsewhere = sizes.whole - sizes.share(cfg.devices)
         memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})
     targets, trainers = use_devices(cfg, served, device)
-    # Sharded over the trainers: the devices of the target hold no draft.
+    # Sharded over the trainers only, because the target's devices hold no part of the draft.
     sharing = Sharing.of(cfg.sharding, trainers or cfg.devices)
     memory_bytes = sum(sharing.share_out(memory).values())
     return OnDevice(
@@ -183,16 +180,16 @@ def on_device(
 
 
 def fit(cfg: PlanConfig, device: Device) -> PlanConfig:
-    """The settings with which the step fits on a device.
+    """Return settings with which the step fits on a device.
 
-    They are the given ones if those fit; else activations are recomputed, and if that is not
-    enough, the batch also has fewer rows.
+    If the given settings do not fit, activations are recomputed; if that is not enough, the batch
+    size is also reduced.
     """
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
     if find_family(cfg.family).can_recompute and not cfg.gradient_checkpointing:
         return fit(replace(cfg, gradient_checkpointing=True), device)
-    # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
+    # Activations and the signal grow with the batch size; the rest is constant.
     result = count(cfg)
     by_row = (result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]) / result.plan.batch_size
     left = device.memory_bytes - result.on[device.name].memory_bytes
@@ -203,8 +200,9 @@ def fit(cfg: PlanConfig, device: Device) -> PlanConfig:
 def use_devices(cfg: PlanConfig, served: Counted | None, device: Device) -> tuple[int, int]:
     """(devices that serve the target, devices that train).
 
-    A target that runs elsewhere is served by the smallest group of 1, 2, 4, ... devices that can
-    hold it. A cache is written by as many such groups as there are, and then all devices train.
+    A target outside the training process is served by the smallest group of 1, 2, 4, ... devices
+    that can hold it. A cache is written by as many such groups as possible, and then all devices
+    train.
     """
     if served is None:
         return 0, cfg.devices
@@ -228,16 +226,16 @@ FORMS = {
 
 
 def report(cfg: PlanConfig) -> tuple[list[str], dict[str, Any]]:
-    """(lines for a terminal, numbers)."""
+    """(lines for a terminal, numbers for JSON)."""
     result = count(cfg)
     forms = count_forms(cfg, result)
     return list(as_text(cfg, result, forms)), as_json(cfg, result, forms)
 
 
 def count_forms(cfg: PlanConfig, result: Result) -> dict[str, Work]:
-    """The divergence's work by form.
+    """Count the divergence's work for each implementation.
 
-    The forms are the kernels, which `result` has counted for a GPU, and PyTorch's operations.
+    These are the Triton kernels, which `result` has counted for a GPU, and PyTorch's operations.
     """
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
@@ -276,7 +274,7 @@ def as_json(cfg: PlanConfig, result: Result, forms: dict[str, Work]) -> dict[str
 
 
 def count_steps(cfg: PlanConfig, result: Result, on: OnDevice) -> int:
-    """Optimizer steps for --tokens; a step takes one batch on every device that trains."""
+    """Optimizer steps for --tokens; a step processes one batch on every training device."""
     assert cfg.tokens is not None, "asked for with --tokens"
     return math.ceil(cfg.tokens / (result.plan.tokens * on.trainers))
 
@@ -303,7 +301,7 @@ def as_text(cfg: PlanConfig, result: Result, forms: dict[str, Work]) -> Iterator
 
 
 def work_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
-    """A row for each part of the step and for each kind of operation."""
+    """Yield a row for each part of the step and for each kind of operation."""
     operations, tokens = result.step.operations, result.plan.tokens
     yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}"
 
@@ -323,7 +321,7 @@ def work_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
 
 
 def memory_table(result: Result) -> Iterator[str]:
-    """The peak memory of one device that trains, before sharding."""
+    """Yield the peak memory of a training device, before sharding."""
     for holder, num in result.step.memory.most_common():
         if num >= 5e6:
             yield f"{holder:<24}{num / 1e9:>8,.2f} GB"
@@ -331,7 +329,7 @@ def memory_table(result: Result) -> Iterator[str]:
 
 
 def device_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
-    """A row for each kind of device."""
+    """Yield a row for each kind of device."""
     for d in DEVICES:
         on = result.on[d.name]
         room = (
@@ -345,18 +343,18 @@ def device_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
         }[cfg.signal]
         if not on.trainers:
             few = "one device is" if cfg.devices == 1 else f"{cfg.devices} devices are"
-            use = f"{few} too few to serve the target and to train"
+            use = f"{few} too few to serve the target and train"
         elif cfg.tokens is not None:
             use += f", {count_steps(cfg, result, on):,} steps for {cfg.tokens:,.0f} tokens"
         yield f"{d.name}: {room}; {use}"
 
 
 def advice(cfg: PlanConfig, result: Result) -> Iterator[str]:
-    """Lines about a target that runs elsewhere, the size of a cache, and flags to fit the step."""
+    """Yield lines about a target on other devices, the cache size, and flags to fit the step."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
         yield (
-            f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
+            f"the target on other GPUs: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
             f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token"
         )
     if cfg.signal == "cache":
@@ -366,14 +364,14 @@ def advice(cfg: PlanConfig, result: Result) -> Iterator[str]:
             if cfg.tokens
             else ""
         )
-        yield f"the cache takes {per_token / 1e3:,.1f} kB a token{whole}"
+        yield f"the cache takes {per_token / 1e3:,.1f} kB per token{whole}"
     for d in DEVICES:
         if not result.on[d.name].fits:
             yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, d))}"
 
 
 def ways_to_fit(cfg: PlanConfig, device: Device) -> Iterator[str]:
-    """Flags with which the step would need less memory."""
+    """Yield flags that reduce the step's memory."""
     own = fit(cfg, device)
     fits = count(own).on[device.name].memory_bytes <= device.memory_bytes
     if fits:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from redraft.distill.data.samples import Sample
-from redraft.distill.data.vocabulary import frequent_ids
+from redraft.distill.data.vocabulary import choose_size, frequent_ids
 
 
 def make_sample(ids: list[int], labels: list[bool]) -> Sample:
@@ -44,6 +44,25 @@ def test_the_whole_vocabulary_needs_no_map(size: int) -> None:
     assert frequent_ids(SAMPLES, size, vocab_size=12) is None
 
 
-def test_more_ids_than_the_target_has_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"13.*12"):
-        frequent_ids(SAMPLES, 13, vocab_size=12)
+@pytest.mark.parametrize(
+    ("asked", "usual", "size"),
+    [
+        (None, 9, 9),
+        (None, 12, 0),
+        (None, 13, 0),
+        (None, None, 0),
+        (0, 9, 0),
+        (7, 9, 7),
+        (12, 9, 12),
+    ],
+)
+def test_the_usual_size_applies_only_to_larger_targets(
+    asked: int | None, usual: int | None, size: int
+) -> None:
+    assert choose_size(asked, usual, vocab_size=12) == size
+
+
+@pytest.mark.parametrize("asked", [-1, 13])
+def test_more_ids_than_the_target_has_are_refused(asked: int) -> None:
+    with pytest.raises(ValueError, match=rf"^--draft-vocab-size {asked}: .*\b12\b"):
+        choose_size(asked, 9, vocab_size=12)

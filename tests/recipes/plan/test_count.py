@@ -619,7 +619,7 @@ def test_served_hidden_states_come_from_the_host_and_the_target_is_counted_apart
     assert "target" not in {work.part for work in result.step.operations}
     assert result.served is not None
     text = "\n".join(as_text(cfg, result, {}))
-    assert "the target elsewhere" in text
+    assert "the target on other GPUs" in text
     assert "serve the target and" in text
 
 
@@ -722,6 +722,7 @@ def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
             r"Medusa.*--gradient-checkpointing\b",
         ),
         ({"documents": 2000}, r"\b2000\b.*\b2048\b"),
+        ({"draft_vocab_size": 200_000}, r"^--draft-vocab-size 200000\b.*\b128256\b"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) -> None:

@@ -511,7 +511,7 @@ def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_pat
 
 BAD = [
     ("eagle3", {"head": {"aux_layer_ids": (1, 99)}}, r"\(1, 99\).*layers 0 to 2\b"),
-    ("eagle3", {"draft_vocab_size": 9999}, r"\b9,999\b.*\b512\b"),
+    ("eagle3", {"draft_vocab_size": 9999}, r"^--draft-vocab-size 9999\b.*\b512\b"),
     ("dflash", {"head": {"block_size": 3}}, r"^3 .*\b2\b"),
     ("dflash", {"head": {"mask_token_id": 512}}, r"mask.*\b512\b.*\b512\b"),
     ("dflash", {"head": {"num_layers": 3}}, r"--head\.num-layers 3\b.*\b2\b"),
@@ -557,6 +557,15 @@ BAD = [
         "the layout speculators cannot say.*layout vllm",
     ),
 ]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "peagle"])
+def test_a_head_of_a_small_target_has_the_whole_vocabulary_by_default(
+    name: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    cfg = make_settings(name, random_target, data, tmp_path / "run", draft_vocab_size=None)
+    head = start(Run(find_family(name), cfg))
+    assert len(head.head) == 512
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
