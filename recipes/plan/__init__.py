@@ -1,1 +1,1 @@
-"""The cost of a training, counted without a GPU."""
+"""Commands that count the cost of training and capture without a GPU."""

@@ -1,10 +1,11 @@
-"""Count the work of capture's hook in a server's step, before anything runs and without a GPU.
+"""Count the work that capture adds to a server's step, without a GPU and before anything runs.
 
 $ redraft plan capture --requests 32 256
 $ redraft plan capture --target qwen3-8b --num-speculative-tokens 5
 
-The real hook runs on a step of the real sizes, on tensors without memory: bytes that it leaves in
-the queue, bytes that it moves on the GPU, and kernels that it launches. Nothing is timed.
+The real hook runs on a step of the real sizes, with tensors that take no memory. The command counts
+the bytes that the hook leaves in the queue, the bytes that it moves on the GPU, and the kernels
+that it launches. It does not measure time.
 """
 
 import json
@@ -19,17 +20,17 @@ from redraft.heads.family import NUM_TOKENS
 @dataclass(frozen=True, kw_only=True)
 class CapturePlanConfig:
     target: str = "llama-3.1-8b"
-    """Sizes of the target, named as for `redraft plan`."""
+    """Target whose sizes are used, named as for `redraft plan`."""
     requests: tuple[int, ...] = (1, 32, 256)
-    """Requests in a step, all of them captured."""
+    """Numbers of requests per step; all of them are captured."""
     num_speculative_tokens: int = NUM_TOKENS
-    """Draft tokens that each request verifies. They are sampled: greedy ones need less."""
+    """Draft tokens to verify per request. They are sampled, because greedy ones need less work."""
     json: Path | None = None
-    """File that receives the numbers as JSON."""
+    """File to write the numbers to, as JSON."""
 
     def __post_init__(self) -> None:
         if min(self.requests, default=0) < 1:
-            raise ValueError(f"--requests {self.requests}: it must be at least 1")
+            raise ValueError(f"--requests {self.requests}: give numbers of at least 1")
         require_least(self, num_speculative_tokens=1)
 
 

@@ -1,10 +1,11 @@
-"""Count the network, disk and compute of learning from a fleet's traffic, before anything runs.
+"""Count the network traffic, disk space and compute that learning from a fleet needs.
 
 $ redraft plan fleet --tokens-per-s 250000 --fraction 0.01
 $ redraft plan fleet --families eagle3 --traffic.prompt-tokens 4000
 
-Records are encoded by the plugin's code and stored in a real buffer; the FLOPs are those of a
-training step on them. Nothing is timed. docs/capacity.md explains the columns.
+Nothing runs on a server. Records are encoded by the plugin's code and stored in a real buffer; the
+FLOPs are those of a training step on these records. The command does not measure time.
+docs/capacity.md explains the columns.
 """
 
 import json
@@ -19,18 +20,18 @@ from redraft.recipes.plan.traffic import Traffic
 @dataclass(frozen=True, kw_only=True)
 class FleetPlanConfig:
     tokens_per_s: float = 1000
-    """Output tokens per second that the whole fleet serves."""
+    """Output tokens per second of the whole fleet."""
     fraction: float = 1.0
-    """Share of the requests to capture, from 0 to 1: the servers' --capture.fraction."""
+    """Fraction of the requests to capture, from 0 to 1: the servers' --capture.fraction."""
     target: str = "llama-3.1-8b"
-    """Sizes of the target, named as for `redraft plan`."""
+    """Target whose sizes are used, named as for `redraft plan`."""
     draft: str = "llama-3.2-1b"
-    """Sizes of a standalone draft."""
+    """Standalone draft whose sizes are used."""
     families: tuple[FamilyName, ...] = ("standalone", "eagle1", "eagle3")
-    """Drafts to compare. Of the known targets, mimo-7b has a place for MTP."""
+    """Draft families to compare. Of the built-in targets, only mimo-7b has an MTP layer."""
     traffic: Traffic = field(default_factory=Traffic)
     json: Path | None = None
-    """File that receives the costs per token as JSON."""
+    """File to write the costs per token to, as JSON."""
 
     def __post_init__(self) -> None:
         if not self.tokens_per_s > 0:

@@ -1,8 +1,8 @@
-"""Network, disk and compute that a fleet needs to learn from its own traffic, per served token.
+"""Network traffic, disk space and compute for learning from a fleet, per served token.
 
 Captured bytes are the sizes of records made by the plugin's code; stored bytes are the size of a
-real buffer. FLOPs are counted on a training step over those records, in the batch that the learner
-makes. docs/capacity.md shows these tables for some fleets (`benchmarks.capacity`).
+real buffer. FLOPs are counted on a training step over these records, in a batch like the learner's.
+docs/capacity.md shows these tables for some fleets (`benchmarks.capacity`).
 """
 
 import statistics
@@ -40,15 +40,15 @@ from redraft.recipes.plan.plan import PlanConfig
 from redraft.recipes.plan.traffic import Traffic, make_record
 
 NUM_RECORDS = 24
-"""Records to average sizes over."""
+"""Number of records over which sizes are averaged."""
 
 STATEFUL_RECORDS = 4
-"""The same for records with hidden states, which are tens of megabytes each."""
+"""The same number for records with hidden states, which take tens of megabytes each."""
 
 H100 = DEVICES[0]
 
 UTILISATION = 0.4
-"""Share of the peak reached in training."""
+"""Fraction of the peak FLOP/s reached in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Costs:
 
     name: str
     weights: float
-    """Weights that a token meets in all draft steps, without embeddings and head."""
+    """Weights that a token is multiplied with in all draft steps, without embeddings and head."""
     captured_bytes: float
     stored_bytes: float
     learner_flops: float
@@ -72,7 +72,7 @@ def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
         "",
         *fleet_table(cfg, found),
         "",
-        "one token that is served and captured:",
+        "per token that is served and captured:",
         "",
         *token_table(found),
     ]
@@ -80,7 +80,7 @@ def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def all_costs(cfg: FleetPlanConfig) -> list[Costs]:
-    """The costs of every family."""
+    """Count the costs of every family."""
     traffic = replace(cfg.traffic, vocab_size=find_sizes(cfg.target).vocab_size)
     return [count_costs(family, cfg.target, cfg.draft, traffic) for family in cfg.families]
 
@@ -91,7 +91,7 @@ def all_costs(cfg: FleetPlanConfig) -> list[Costs]:
 
 @cache
 def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -> Costs:
-    """A family's costs, from records of the traffic and a learner's step on these records."""
+    """Count a family's costs from records of the traffic and a learner's step on these records."""
     plan = plan_learner(family, target, draft)
     reads, num_states = find_reads(plan)
     records = _records((num_states, plan.target.hidden_size) if num_states else None, traffic)
@@ -112,11 +112,13 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
 
 
 MEETS = DRAFT, "product"
-"""Part and kind of the operations in which a token meets weights of the draft: 2 FLOPs each."""
+"""Part and kind of the operations that multiply a token with the draft's weights: 2 FLOPs per
+weight.
+"""
 
 
 def passes() -> float:
-    """How often a record is trained on: 4 new and 28 replayed texts per step make 8 times."""
+    """How often a record is trained on: 8 times with 4 new and 28 replayed texts per step."""
     training = Training()
     return (training.fresh_per_step + training.replay_per_step) / training.fresh_per_step
 
@@ -135,7 +137,7 @@ def find_reads(plan: Plan) -> tuple[Reads, int]:
 
 
 def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
-    """(a step on the records, its tokens), for the batch that the learner makes, with padding."""
+    """(a step on the records, number of its tokens), for the learner's padded batch."""
     texts = select_texts(records)
     (batch,) = make_batches(
         texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads
@@ -153,7 +155,7 @@ def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
 
 
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
-    """The record with hidden states for every token that the target read.
+    """The record with random hidden states for every token that the target read.
 
     The states are drawn from a normal distribution.
     """
@@ -187,8 +189,8 @@ def stored_per_captured(traffic: Traffic) -> float:
 
 
 def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
-    """A row per family, for a fleet with this output speed and this share of captured requests."""
-    yield "| draft | captured | stored in a day | kept by 8 GiB | learner | H100s at 40% |"
+    """Yield a row per family, for a fleet with this speed and fraction of captured requests."""
+    yield "| draft | captured | stored per day | kept by 8 GiB | learner | H100s at 40% |"
     yield "|---|---|---|---|---|---|"
     captured_per_s = cfg.tokens_per_s * cfg.fraction
     for cost in found:
@@ -203,8 +205,8 @@ def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
 
 
 def token_table(found: list[Costs]) -> Iterator[str]:
-    """A row per family, for one token that is served and captured."""
-    yield "| draft | weights a token meets | captured | stored | learner |"
+    """Yield a row per family, for one token that is served and captured."""
+    yield "| draft | weights per token | captured | stored | learner |"
     yield "|---|---|---|---|---|"
     for cost in found:
         yield (
@@ -214,15 +216,15 @@ def token_table(found: list[Costs]) -> Iterator[str]:
 
 
 def two(number: float) -> str:
-    """The number with two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
-    # First to two digits, then to text: 9.96 becomes 10, not 10.0.
+    """The number rounded to two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
+    # First rounded, then formatted: 9.96 becomes 10, not 10.0.
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.10f}".rstrip("0").rstrip(".")
 
 
 def format_bytes(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        # From 995 on, two digits would round to 1,000: the next unit.
+        # From 995 on, two digits would round to 1,000, so use the next unit.
         if number < 995:
             return f"{two(number)} {unit}"
         number /= 1000

@@ -1,10 +1,10 @@
-"""The work and the memory of capture's hook.
+"""Count the work and memory of capture's hook.
 
-The real hook is counted on a step of the size of a fleet.
+The real hook is counted on a step of a production server's size.
 
-Bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU is a
-trace without memory; the Triton kernels, which a trace cannot see into, read and write each of
-their tensors once.
+The bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU
+is traced with tensors that take no memory. A trace cannot look into Triton kernels, so each kernel
+counts as reading and writing its tensors once.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import Sampling
 
 STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
-"""Hidden states of each token that the hook copies, by families. Block drafters usually read five
+"""Hidden states per token that the hook copies, by families. Block drafters usually read five
 layers.
 """
 
@@ -45,7 +45,7 @@ def count_work(
     num_drafts: int = 3,
     hidden_size: int = 4096,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case: bytes queued, bytes moved on a GPU, and kernels."""
+    """Yield a row per case: bytes queued, bytes moved on a GPU, and kernels."""
     for name, num_requests, vocab_size in itertools.product(families, requests, vocabularies):
         step, operations = _trace(STATES[name], num_requests, num_drafts, vocab_size, hidden_size)
         work = add_up(operations, operations)
@@ -68,7 +68,7 @@ PARTS = (SCANNED, COPIED, DRAFTED)
 
 
 def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The rows as a table for a terminal."""
+    """Format the rows as a table for a terminal."""
     yield (
         f"{'hook':<15}{'requests':>9}{'vocabulary':>11}{'queued, MB':>11}{'moved, MB':>10}{'kernels':>8}"
     )
@@ -80,9 +80,9 @@ def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _trace(
     num_states: int, num_requests: int, num_drafts: int, vocab_size: int, hidden_size: int
 ) -> tuple[EngineStep, Counter[Operation]]:
-    """(the step that the hook on a GPU queues, its operations).
+    """(step that the hook queues on a GPU, its operations).
 
-    The drafts are sampled, because greedy drafts need less work.
+    The draft tokens are sampled, because greedy ones need less work.
     """
     rows = num_requests * (num_drafts + 1)
     with Count(weightless=True) as count, open_capture() as capture:
@@ -105,9 +105,8 @@ def _trace(
             count.begin(DRAFTED)
             one_pass.gather_probs(draft_logits, slots_N, steps_N, ids_N, temperatures_N)
             count.begin("")
-        assert (
-            step.num_bytes > 0
-        )  # cached while the count is open: it knows the sizes of weightless tensors
+        # Cached now, because only an open count has the sizes of weightless tensors.
+        assert step.num_bytes > 0
     return step, count.operations
 
 
@@ -135,7 +134,7 @@ class _CountedKernel:
         tensors = [x for x in args if isinstance(x, Tensor)]
         num_bytes = sum(map(size_bytes, tensors))
         if self._name == "read_groups":
-            # Of the logits only the chosen groups, as many elements as are written.
+            # It reads only the chosen groups of the logits: as many elements as it writes.
             logits_RV, values_RM = tensors[0], tensors[-1]
             num_bytes += values_RM.numel() * logits_RV.element_size() - size_bytes(logits_RV)
         self._count.operations[Operation(self._count.part, "other", 0, num_bytes)] += 1
@@ -153,7 +152,7 @@ def open_capture() -> Iterator[Capture]:
 
 
 def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
-    """A step in which every request verifies `num_drafts` tokens."""
+    """Make a step in which every request verifies `num_drafts` tokens."""
     sampling = Sampling(temperature=0.0)
     info = RequestInfo(
         request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset()
@@ -161,7 +160,7 @@ def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor)
     num_rows = num_drafts + 1
     batch = Batch(
         infos=[info] * num_requests,
-        # Each request reads k drafts and the last sampled token: k + 1 rows of logits.
+        # Each request reads k draft tokens and the last sampled token: k + 1 rows of logits.
         first_reads=[num_rows * i for i in range(num_requests + 1)],
         num_drafts=[num_drafts] * num_requests,
         proposers=[0] * num_requests,

@@ -1,14 +1,15 @@
-"""Count what a training run will cost on H100, H200, B200 and MI300X.
+"""Count the memory and compute of a training run on H100, H200, B200 and MI300X.
 
-Nothing runs before, and no GPU is needed.
+No training runs, and no GPU is needed.
 
 $ redraft plan --target llama-3.1-8b --family eagle3        # does it fit?
 $ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # steps on 8 GPUs
 $ redraft plan fleet --help; redraft plan capture --help    # learning from traffic
 
-Every operation and byte is counted, on tensors of real sizes without memory. Nothing is timed.
-Nothing is downloaded for the models that are known by name. Flags of `redraft train` lose the group
-here: --batch-size is --loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
+Every operation and byte is counted, on tensors of real sizes that take no memory. The command does
+not measure time. Nothing is downloaded for the built-in model names. Flags of `redraft train` have
+shorter names here: --batch-size is --loop.batch-size, --signal is --signal.kind, and --optim is
+--optim.name.
 """
 
 import json
@@ -27,55 +28,58 @@ from redraft.heads.catalog import FamilyName, find_family
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     target: str | None = None
-    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b,
+    """Target whose sizes are used: a folder, a config.json, a hub name, or one of llama-3.2-1b,
     llama-3.2-3b, llama-3.1-8b, llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b,
-    mimo-7b. By default llama-3.1-8b, but mimo-7b for MTP, because Llama models have no MTP
-    layer.
+    mimo-7b. Default: llama-3.1-8b; for MTP, mimo-7b, because Llama models have no MTP layer.
     """
     family: FamilyName = "eagle3"
-    """Draft to train. Options, divergence and batch are the defaults of the command, unless given
-    here.
+    """Draft family to train. Options, divergence and batch size default to those of the family's
+    command.
     """
     checkpoint: str = "llama-3.2-3b"
-    """Sizes of a standalone draft (--draft.checkpoint), named as --target."""
+    """Standalone draft whose sizes are used (--draft.checkpoint), named as for --target."""
     optim: Literal["adamw", "muon"] | None = None
-    """Optimizer of the draft; by default that of the family's command."""
+    """Optimizer of the draft. Default: that of the family's command."""
     target_dtype: TargetDtype = "bfloat16"
-    """Type of the target's weights and states."""
+    """Dtype of the target's weights and hidden states."""
     signal: SignalKind = "model"
-    """Place of the target: `model` in the training process, `endpoint` on other GPUs, or `cache` on
-    disk before training.
+    """Where the target runs: `model` in the training process, `endpoint` on other GPUs, or `cache`
+    before training, with its states on disk.
     """
     batch_size: int | None = None
-    """Rows of a step on each device; by default those of the family's command."""
+    """Rows per step on each device. Default: that of the family's command."""
     sequence_length: int | None = None
-    """Tokens of a row; by default those of the family's command."""
+    """Tokens per row. Default: that of the family's command."""
     exact: bool = False
-    """For a standalone draft with --signal endpoint or cache: hidden states, which give the exact
-    distribution, instead of the top k.
+    """For a standalone draft with --signal endpoint or cache: use hidden states, which give the
+    exact distribution, instead of the top k.
     """
     documents: int = 2
-    """Conversations packed into each row. Attention stays within each."""
+    """Conversations packed into each row. Attention stays within a conversation."""
     num_steps: int | None = None
-    """Draft steps trained at once: steps, heads, stages, or slots of a block."""
+    """Number of draft tokens trained at once: steps, heads, stages or block slots. Default: that of
+    the family's command.
+    """
     draft_vocab_size: int | None = None
-    """Size of the draft's vocabulary, for families that reduce it; 0 keeps the target's."""
+    """Size of the draft's vocabulary, for families that can reduce it; 0 keeps the target's whole
+    vocabulary. Default: 32,000, or the whole vocabulary if that is smaller.
+    """
     mixed_precision: Literal["bf16", "no"] = "bf16"
-    """Mixed precision of training. The draft's weights are in float32 either way."""
+    """Mixed precision for training. The draft's weights are in float32 in both cases."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, as the flag of `redraft train` does."""
+    """Recompute activations in the backward pass, like the flag of `redraft train`."""
     devices: int = 1
-    """GPUs of the whole training."""
+    """Total number of GPUs."""
     sharding: ShardingKind = "none"
-    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights
-    too.
+    """State to shard over the devices: zero2 shards the optimizer state and gradients, fsdp2 also
+    the weights.
     """
     shard: bool = False
-    """Share the layers of a target in this process out too."""
+    """Also shard the layers of a target in the training process."""
     tokens: float | None = None
-    """Total number of training tokens, e.g. 1e9, to print the number of steps."""
+    """Total number of training tokens, e.g. 1e9. If given, the number of steps is printed."""
     json: Path | None = None
-    """File that receives the numbers of the tables as JSON."""
+    """File to write the numbers to, as JSON."""
 
     def __post_init__(self) -> None:
         require_least(
@@ -89,11 +93,13 @@ class PlanConfig:
             raise ValueError(f"--sharding {self.sharding} needs several devices: set --devices")
         if self.exact and (self.signal == "model" or find_family(self.family).is_head):
             raise ValueError(
-                "--exact applies only to a standalone draft with --signal endpoint or cache: all others are "
-                "exact"
+                "--exact applies only to a standalone draft with --signal endpoint or cache, because all "
+                "other signals are exact: remove it"
             )
         if self.shard and (self.devices == 1 or self.signal != "model"):
-            raise ValueError("--shard needs several devices and --signal model")
+            raise ValueError(
+                "--shard needs several devices and --signal model: set --devices, or remove it"
+            )
 
     @property
     def target_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Records like those of a server under load, made without a server.
+"""Make records like those of a server under load, without a server.
 
 The capacity page and the ingest benchmark use them.
 
@@ -18,20 +18,20 @@ from redraft.online.records.record import Record, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The shape of the requests."""
+    """Size and acceptance of the requests."""
 
     prompt_tokens: int = 500
-    """Length of a prompt, in tokens."""
+    """Number of tokens per prompt."""
     output_tokens: int = 250
-    """Length of an answer, in tokens."""
+    """Number of tokens per answer."""
     num_speculative_tokens: int = 3
-    """Draft tokens per step. A record has a row for each of them and one for the bonus token."""
+    """Draft tokens per step. A record has one row for each of them and one for the bonus token."""
     tau: float = 2.5
-    """Tokens emitted per target step, bonus token included."""
+    """Tokens emitted per target step, including the bonus token."""
     top_k: int = 32
-    """Probabilities kept per row."""
+    """Token probabilities kept per row."""
     vocab_size: int = 128_256
-    """Size of the target's vocabulary. The capacity page takes it from the target."""
+    """Size of the target's vocabulary. `redraft plan fleet` replaces it with that of --target."""
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens, self.output_tokens, self.num_speculative_tokens, self.top_k) < 1:
@@ -43,32 +43,31 @@ class Traffic:
             )
         if not 1 <= self.tau <= self.num_speculative_tokens + 1:
             raise ValueError(
-                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens a step emits "
-                f"1 to {self.num_speculative_tokens + 1}"
+                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens, a step emits "
+                f"1 to {self.num_speculative_tokens + 1} tokens"
             )
 
 
 def make_record(number: int, traffic: Traffic) -> Record:
-    """The record of one complete request, assembled by the plugin's code.
+    """Make the record of one complete request with the plugin's code.
 
     The same number always gives the same record.
 
-    Ids follow a power law, as words do. Log-probabilities decrease along a row and use all bits of
-    a float32, so they hardly compress, like real ones.
+    The ids follow a power law, as words do. The log-probabilities decrease along a row and use all
+    bits of a float32, so they hardly compress, like real ones.
     """
     rng = np.random.default_rng(number)
     prompt = _ids(rng, traffic, traffic.prompt_tokens)
     log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic), max_bytes=LOG_RECORD_BYTES)
-    log.append(
-        len(prompt), [int(_ids(rng, traffic, 1)[0])], None
-    )  # sampled from the prompt, before the first draft
+    # Sampled from the prompt, before the first draft.
+    log.append(len(prompt), [int(_ids(rng, traffic, 1)[0])], None)
     while not log.is_complete:
         start = len(prompt) + len(log.output)
         num_accepted = _num_accepted(rng, traffic)
         drafts = _ids(rng, traffic, traffic.num_speculative_tokens)
         sampled = [*drafts[:num_accepted].tolist(), int(_ids(rng, traffic, 1)[0])]
         log.append(start, sampled, _verified(rng, traffic, start, drafts, num_accepted))
-    # An id of no server, and the fingerprint of no target: the buffers of the benchmarks expect it.
+    # A made-up server id and fingerprint, which the buffers of the benchmarks expect.
     record = log.cut_segment("0123456789abcdef", "0" * 64)
     assert record is not None
     return record
@@ -104,7 +103,7 @@ def _verified(
 
 
 def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
-    """A random number of accepted draft tokens, with mean tau - 1."""
+    """Draw a random number of accepted draft tokens, with mean tau - 1."""
     return int(
         rng.binomial(
             traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens
