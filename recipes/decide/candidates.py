@@ -1,6 +1,6 @@
 """The drafts to choose from.
 
-Lookups that need no training, finished drafts, and drafts that are trained here.
+These are lookups that need no training, finished drafts, and drafts that are trained here.
 """
 
 import json
@@ -34,20 +34,22 @@ from redraft.recipes.decide.bench_config import (
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
     "eagle3": lambda tokens: ["--head.num-steps", str(tokens)],
     "medusa": lambda tokens: ["--head.num-heads", str(tokens), "--optim.lr", "1e-3"],
-    # The default, 512 blocks of 16, is for GPUs: on a CPU a step would take half a minute.
+    # The default, 512 blocks of 16, is for GPUs: on a CPU, a step would take half a minute.
     "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
 }
-"""Flags of the recipes that depend on the number of draft tokens, or on a training of minutes."""
+"""Flags of the recipes that depend on the number of draft tokens or suit a training of a few
+minutes.
+"""
 
 FROM_LAYERS = ("--optim.name", "muon", "--optim.lr", "2e-3")
-"""Optimizer of a draft of the target's layers; the default is that of a trained checkpoint."""
+"""Optimizer for a draft made of the target's layers; the default suits a trained checkpoint."""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
-CHECKPOINTS = "checkpoints"  # Folder of a training's checkpoints in its run.
+CHECKPOINTS = "checkpoints"  # Folder for a training's checkpoints inside its run.
 
 HEAD_REQUESTS = 4
-"""A head behind counted answers drafts in steps of at most so many requests. In larger ones a token
-costs more to verify than it gains.
+"""A head after counted answers drafts in steps with at most this many requests. In larger steps,
+verifying one of its tokens costs more than it gains.
 """
 
 
@@ -56,18 +58,19 @@ class Making:
     cfg: BenchConfig
     target: TargetFolder
     answers: str | None
-    """Answers of the target; None if nothing is trained or counted."""
+    """The target's answers; None if no draft is trained or counted."""
     prompts: Path
-    """Conversations that the trainings forecast on: those of the first rounds."""
+    """Conversations on which the training runs forecast: those of the first rounds."""
     made: set[Path] = field(default_factory=set)
-    """By this process: each is trained once."""
+    """Folders made by this process, so that each draft is trained only once."""
 
 
 def make_lookups(making: Making) -> Iterator[Candidate]:
-    """The drafts that need no training: n-grams and, if there are answers, counted answers."""
+    """Yield the drafts that need no training: n-grams, and counted answers if there are answers."""
     yield Candidate(NGRAM, "n-grams", DraftSource(source=NGRAM).speculative(), LOOKUP_TOKENS[NGRAM])
     if making.answers:
-        # A folder with a config.json is whole: `redraft data count` publishes with one rename.
+        # A folder with a config.json is complete, because `redraft data count` publishes with one
+        # rename.
         counted = making.cfg.output / RETRIEVAL
         module = ("-m", "redraft.recipes.cli", "data", "count")
         command = [
@@ -85,14 +88,14 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
 
 
 def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
-    """The drafts of --train, each trained when the iterator reaches it, and kept.
+    """Yield the drafts of --train; each is trained when the iterator reaches it, and kept.
 
     A head that is listed with and without a lookup is trained only once.
     """
     for name in names:
         draft = parse_trained(name)
         run = making.cfg.output / draft.source
-        # The report is written last, so it stands for a finished training.
+        # The report is written last, so it marks a finished training.
         run_once(run, run / "report.json", training_command(making, draft.source), making)
         lookup = str(making.cfg.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
         served = replace(draft, source=str(run / "draft"), lookup=lookup)
@@ -106,10 +109,10 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
 
 
 def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
-    """The drafts of --draft, except n-grams, which every comparison includes.
+    """Yield the drafts of --draft, except n-grams, which every benchmark includes.
 
     Raises:
-        ValueError, FileNotFoundError: a draft would not be served.
+        ValueError, FileNotFoundError: a draft cannot be served.
     """
     for name, draft in name_drafts(cfg.draft, cfg.train).items():
         size = count_parameters(draft.folder) if draft.folder else None
@@ -120,7 +123,7 @@ def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """The drafts of --draft by name, or by the whole source if two drafts share a name.
+    """The drafts of --draft by name, or by the whole source if two drafts have the same name.
 
     Raises:
         ValueError: a source is given twice, or has the name of a draft that the benchmark makes.
@@ -131,7 +134,8 @@ def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, Dra
             raise ValueError(f"--draft {source} is given twice")
         if source in made and source != NGRAM:
             raise ValueError(
-                f"--draft {source}: the benchmark has one of this name; a folder is ./{source}"
+                f"--draft {source} is the name of one of the benchmark's own drafts: write ./{source} "
+                "for a folder"
             )
     drafts = [DraftSource.parse(source) for source in sources if source != NGRAM]
     names = [*made, *(draft.name for draft in drafts)]
@@ -156,8 +160,8 @@ def give_acceptance(
         of_report = {taking[0]: names[0]}
     if not of_report:
         raise ValueError(
-            f"{report} is about {', '.join(names)}, and --draft names no such draft with one "
-            f"acceptance for all loads: give it a name, --draft {names[0]}=FOLDER"
+            f"{report} is about {', '.join(names)}, but no --draft with a single acceptance for all "
+            f"loads has this name: name it with --draft {names[0]}=FOLDER"
         )
     return [
         _give(candidate, read_acceptance(report, of_report[candidate.name], served), report)
@@ -171,9 +175,10 @@ def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
     method = "probabilistic" if found.is_sampled else "greedy"
     if candidate.config.get("draft_sample_method", "greedy") != method:
         raise ValueError(
-            f"{report} has {method} drafts of {found.draft}: give --draft-sample-method {method}"
+            f"{report} was measured with {method} draft tokens of {found.draft}: set "
+            f"--draft-sample-method {method}"
         )
-    # A curve of more tokens than a step has here is of other blocks.
+    # A curve measured with another number of tokens per step does not apply.
     is_alike = len(found.per_position) == candidate.num_speculative_tokens
     return replace(
         candidate, given=found.per_position, curve=found.curve if is_alike else candidate.curve
@@ -181,7 +186,7 @@ def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
 
 
 def training_command(making: Making, name: str) -> list[str]:
-    """The command that trains a draft: the recipe and its flags.
+    """Return the command that trains a draft: the recipe and its flags.
 
     All drafts are trained on the same answers for the same time. The least-squares start of an
     EAGLE-3 head is fitted before that time begins.
@@ -206,7 +211,7 @@ def training_command(making: Making, name: str) -> list[str]:
         *("--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
         *("--data.source", making.answers, "--data.held-out", "0.02"),
-        # The forecast is of the prompts that the first rounds measure.
+        # The forecast uses the prompts of the first rounds.
         *("--data.prompts", str(making.prompts)),
         *("--data.num-prompts", str(cfg.first_rounds * cfg.most_prompts)),
         *(
@@ -215,7 +220,7 @@ def training_command(making: Making, name: str) -> list[str]:
             "--prove.max-tokens",
             str(cfg.max_tokens),
         ),
-        # A training of minutes has no time for the long memory of a higher momentum.
+        # A higher momentum averages over too many steps for a training of a few minutes.
         *("--optim.momentum", "0.8"),
         *(
             "--loop.minutes",
@@ -225,10 +230,10 @@ def training_command(making: Making, name: str) -> list[str]:
             "--loop.sequence-length",
             "512",
         ),
-        # No evaluation or engine in between: the minutes are for steps, and the rounds measure
+        # Without evaluations or an engine, so that the time is spent on steps. The rounds measure
         # later.
         *("--loop.eval-every", "0", "--loop.save-every", "50", "--prove.no-engine"),
-        # The target answers the held-out prompts once, for all trainings.
+        # The target answers the held-out prompts once, for all training runs.
         *(
             "--prove.num-speculative-tokens",
             tokens,
@@ -240,7 +245,7 @@ def training_command(making: Making, name: str) -> list[str]:
 
 
 def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`command` with `flags`, which replace its own flags of the same names."""
+    """Append `flags` to `command`, where they replace flags of the same names."""
     names = {word.partition("=")[0] for word in flags if word.startswith("--")}
     kept, is_replaced = list[str](), False
     for word in command:
@@ -252,7 +257,7 @@ def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def spread(count: int, target: TargetFolder) -> list[int]:
-    """`count` evenly spaced layers, including the first and the last.
+    """Choose `count` evenly spaced layers, including the first and the last.
 
     Raises:
         ValueError: `count` is not between 1 and the target's number of layers minus 1.
@@ -260,9 +265,9 @@ def spread(count: int, target: TargetFolder) -> list[int]:
     layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
         raise ValueError(
-            f"--train layers-{count}: {target.name} has {layers} layers, so give 1 to {layers - 1}"
+            f"--train layers-{count}: {target.name} has {layers} layers; choose 1 to {layers - 1}"
         )
-    # E.g. 4 of 30 layers: 0, 10, 19, 29. A single one is the first.
+    # E.g. 4 of 30 layers: 0, 10, 19, 29. If there is only one, it is the first.
     return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
 
 
@@ -280,11 +285,11 @@ def title(name: str) -> str:
 
 
 def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
-    """Run a recipe in a separate process, unless the result exists; an interrupted one continues.
+    """Run a recipe in a separate process, unless its result exists; continue an interrupted one.
 
     Raises:
-        ValueError: the recipe failed, after it has printed the reason; or the result was made with
-            other flags, or from other files of the target or the data.
+        ValueError: the recipe failed after printing the reason; or the result was made with other
+            flags or from other files of the target or data.
     """
     if folder in making.made:
         return
@@ -300,17 +305,18 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
     if result.is_file() and not making.cfg.overwrite:
         if not is_same:
             raise ValueError(
-                f"{folder} was made with other flags, or the files of its data or of "
-                f"{making.target.name} have changed since: give --overwrite, or another --output"
+                f"{folder} was made with other flags, or its data or {making.target.name} has changed "
+                "since: pass --overwrite, or choose another --output"
             )
-        print(f"{folder} is already done")
+        print(f"{folder} is already finished")
         return
     if folder.exists() and (making.cfg.overwrite or not is_same):
-        command = [*command, "--overwrite"]  # of the recipe, which loses nothing if it fails
-    # Before the run, so that an interrupted one is known by its flags.
+        # The recipe's flag, with which nothing is lost if it fails.
+        command = [*command, "--overwrite"]
+    # Before the run, so that an interrupted one is recognised by its flags.
     write_whole(kept, json.dumps(made))
-    print(f"\nmake {folder.name}", flush=True)
-    with exiting_on_sigterm():  # so that the training ends with this process
+    print(f"\nmaking {folder.name}", flush=True)
+    with exiting_on_sigterm():  # so that the training stops with this process
         done = subprocess.run([sys.executable, *command])
     if done.returncode:
-        raise ValueError(f"{folder.name} failed, see above")
+        raise ValueError(f"making {folder.name} failed; its error is printed above")

@@ -1,6 +1,6 @@
 """Measure the acceptance of drafts, with intervals.
 
-It is by domain, temperature and number of draft tokens.
+Results are reported by domain, temperature and number of draft tokens.
 """
 
 import datetime
@@ -49,7 +49,8 @@ WRITTEN = ("report.json", "report.html", "report.md", "run.json")
 def main(cfg: EvalConfig) -> None:
     started = time.perf_counter()
     check(cfg)
-    # Chosen once. Measurements are kept apart by type, and the report names it.
+    # Chosen once, because measurements are stored separately for each dtype, and the report names
+    # it.
     on_cpu = not torch.cuda.is_available()
     opened = open_target(cfg.target, cfg.target_dtype, on_cpu=on_cpu)
     cfg = replace(cfg, target_dtype=opened.dtype)
@@ -59,7 +60,7 @@ def main(cfg: EvalConfig) -> None:
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
     target = LoadedTarget(opened=opened, model=load(opened, whole=cfg.forecast))
-    # An empty name adds no folder.
+    # If the dtype is empty, no subfolder is added.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = None
     if cfg.baseline:
@@ -81,7 +82,7 @@ def main(cfg: EvalConfig) -> None:
         filters=sampling,
     )
     if baseline:
-        # Refuse an unfit baseline before hours of measuring, not at the report.
+        # Refuse an unsuitable baseline now, not after hours of measuring.
         families = {draft.name: draft.family for draft in drafts}
         asked = settings(cfg, opened, sampling) | {"temperatures": protocol.temperatures}
         regression.match_drafts(families, asked, baseline)
@@ -121,13 +122,13 @@ def main(cfg: EvalConfig) -> None:
     write_run(cfg, time.perf_counter() - started)
     drop_previous(cfg.output / PREVIOUS)
     tell(report, comparison, page)
-    # Last: the report is there when a pipeline stops at the status.
+    # Last, so that the report exists when a pipeline stops at this exit status.
     if comparison and comparison.num_fell:
         raise SystemExit(1)
 
 
 def require_measurable(cfg: EvalConfig, drafts: Sequence[NamedDraft]) -> None:
-    """Raise ValueError if a draft has no forecast or no proposer in vLLM, and only that is asked for."""
+    """Raise ValueError if a draft does not support the only measurement asked for."""
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
     if not cfg.engine and (
@@ -149,13 +150,13 @@ def forecast_all(
     protocol: Protocol,
     kept: Path,
 ) -> Rows:
-    """The forecast for all drafts, with one pass of the target per batch; stored in `kept`.
+    """Forecast all drafts, with one pass of the target per batch; the rows are stored in `kept`.
 
     Afterwards, the models are on the CPU.
     """
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
-    # The union of all drafts' layers: one pass of the target serves all, and each draft picks from
-    # it.
+    # The union of all drafts' layers: one pass of the target serves all drafts, and each selects
+    # its own layers.
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
     rows = forecast_drafts(
@@ -192,9 +193,9 @@ def check(cfg: EvalConfig) -> None:
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:
-    """A target's frozen model, on the GPU if there is one.
+    """Load a target's frozen model, on the GPU if there is one.
 
-    If not `whole`, only the parts that a draft borrows from it, on the CPU.
+    If `whole` is false, load only the parts that a draft shares with it, on the CPU.
 
     Raises:
         ValueError: the model cannot be loaded, or does not fit into memory.
@@ -205,16 +206,16 @@ def load(target: TargetFolder, *, whole: bool = True) -> Any:
     require_target_room(
         target,
         device,
-        way_out="count in the engine alone: --no-forecast -- --tensor-parallel-size=N",
+        way_out="measure in the engine only: --no-forecast -- --tensor-parallel-size=N",
     )
     return load_target(target, Signal(), device)
 
 
 def choose_day(cfg: EvalConfig, earlier: Mapping[str, Any]) -> datetime.date:
-    """The date for a chat template that writes today's.
+    """Return the date for a chat template that contains today's date.
 
-    It is the date in the settings of an `earlier` report, or of earlier measurements in --output,
-    so that the same prompts stay the same on another day. Otherwise it is today, which is stored in
+    It is the date in the settings of an `earlier` report or in the measurements stored in --output,
+    so that prompts stay the same on another day. Otherwise it is today, which is stored in
     --output.
 
     Raises:
@@ -226,9 +227,9 @@ def choose_day(cfg: EvalConfig, earlier: Mapping[str, Any]) -> datetime.date:
 
 
 def load_prompts(cfg: EvalConfig, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
-    """The prompts to measure on.
+    """Load the prompts to measure on.
 
-    A chat template that writes today's date writes `day`.
+    A chat template that contains today's date uses `day`.
 
     Raises:
         ValueError: the data cannot be read, the column is missing, or no prompt is left.
@@ -250,9 +251,9 @@ def measure_in_engine(
     protocol: Protocol,
     kept: Path,
 ) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
-    """The engine's counts for every prompt, by draft, temperature and number of draft tokens.
+    """Count in the engine, for every prompt, by draft, temperature and number of draft tokens.
 
-    They are stored in `kept`.
+    The counts are stored in `kept`.
     """
     options = EngineOptions(
         concurrency=cfg.concurrency,
@@ -264,7 +265,8 @@ def measure_in_engine(
     for draft in drafts:
         numbers = [k for k in protocol.num_speculative_tokens if draft.serves(k)]
         if draft.speculative and numbers:
-            k = numbers[-1]  # the largest one tells most, and every run of the engine takes minutes
+            # the largest is the most informative, and every run of the engine takes minutes
+            k = numbers[-1]
             counted = serve_and_count(target, draft, k, prompts, protocol, options, kept)
             found |= {
                 (draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)
@@ -286,7 +288,7 @@ def settings(cfg: EvalConfig, target: TargetFolder, sampling: Sampling) -> dict[
         {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
     )
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
-    # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram`
+    # A baseline must have the same filters, `max_tokens`, `draft_sample_method` and `ngram`
     # (`match_drafts`).
     shown_settings = {name: getattr(cfg, name) for name in shown}
     return {
@@ -319,7 +321,7 @@ def tell(report: Mapping[str, Any], comparison: regression.Comparison | None, pa
     if comparison:
         fallen = [change for change in comparison.changes if change.fell]
         among = f"{len(fallen)} of {len(comparison.changes)}"
-        print(f"baseline: {among} fell by more than {comparison.max_loss:.1%}")
+        print(f"baseline: {among} results fell by more than {comparison.max_loss:.1%}")
         for change in fallen:
             print(f"  {regression.describe_change(change)}")
     print(f"report: {page}")

@@ -1,17 +1,15 @@
 """Measure the acceptance of drafts, with intervals.
 
-It is by domain, temperature and number of draft tokens.
+Results are reported by domain, temperature and number of draft tokens.
 
-$ redraft eval --target TARGET --draft DRAFT --draft ngram --prompts prompts.jsonl --domain-column \
-topic
-$ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # of several GPUs
-$ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss \
-0.02
+$ redraft eval --target TARGET --draft DRAFT --draft ngram --prompts prompts.jsonl --domain-column topic
+$ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # on several GPUs
+$ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
 
-One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a
-real vLLM serves each draft, and its counters are shown next to the forecast. After an interruption,
-run the same command again to continue. The exit status is 1 if acceptance fell below the baseline,
-2 if something cannot be measured.
+One pass of the target over its answers gives the acceptance of every draft (the forecast). A real
+vLLM then serves each draft, and the report shows its counters next to the forecast. After an
+interruption, run the same command again to continue. The exit status is 1 if acceptance fell below
+the baseline, and 2 if something cannot be measured.
 """
 
 from dataclasses import dataclass, field
@@ -33,49 +31,51 @@ class EvalConfig(MeasureConfig):
     split: str = "test_sft"
     """Split of a hub data set."""
     domain_column: str | None = None
-    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it.
+    """Column with a row's domain (chat, code, math, ...). Default: `domain`, if the data has this
+    column.
     """
     held_out: float = 1.0
-    """Share of the conversations to use, from 0 to 1. The number used in training selects those
-    held out there.
+    """Fraction of the conversations to use, above 0 and at most 1. The fraction used in training
+    selects the conversations held out there.
     """
     num_prompts: int = 64
     """Number of prompts, divided evenly among the domains."""
     max_prompt_tokens: int = 1024
-    """Maximum length of a prompt in tokens. Longer prompts are left out."""
+    """Maximum length of a prompt, in tokens. Longer prompts are left out."""
     temperature: tuple[float, ...] = ()
-    """Temperatures to measure at. Above 0, answers are sampled from the target. By default the one
-    that the target's generation_config.json names, else 1, as vLLM.
+    """Temperatures to measure at. Above 0, answers are sampled from the target. Default: the
+    temperature in the target's generation_config.json, otherwise 1, as in vLLM.
     """
     num_speculative_tokens: tuple[int, ...] = MEASURED_TOKENS
-    """Numbers of draft tokens to measure."""
+    """Numbers of draft tokens per step to measure."""
     max_tokens: int = 128
-    """Maximum length of an answer in tokens."""
+    """Maximum length of an answer, in tokens."""
     ngram: Ngram = field(default_factory=Ngram)
     seed: int = 0
-    """Seed of the sampled answers."""
+    """Random seed for sampled answers."""
     batch_size: int = 16
     """Prompts per pass of the target."""
     forecast: bool = True
-    """Forecast every draft with the target in this process. With --no-forecast, the engine counts,
-    and only the engine loads the target: for one that takes several GPUs, with `--
+    """Forecast every draft with the target in this process. With --no-forecast, only the engine
+    loads the target and counts. Use this for a target that needs several GPUs, with `--
     --tensor-parallel-size=N`.
     """
     engine: bool = True
-    """Also serve every draft in a real vLLM, with the largest number of draft tokens. --no-engine
-    forecasts only.
+    """Also serve every draft in a real vLLM, with the largest number of draft tokens. With
+    --no-engine, drafts are only forecast.
     """
     concurrency: int = 4
-    """Requests in flight in the engine; 1 beside a forecast of counted answers, which propose less
-    to several.
+    """Concurrent requests in the engine. Use 1 to compare with a forecast of counted answers, which
+    propose fewer tokens to several requests.
     """
     baseline: Path | None = None
-    """An earlier report.json of the same target. Losses of acceptance are listed, and the exit
-    status is 1.
+    """An earlier report.json for the same target. Losses of acceptance are listed, and set the exit
+    status to 1.
     """
     max_loss: float = 0.02
-    """Share of tau that may be lost against the baseline, e.g. 0.02 for 2%. A loss must also be
-    more than chance explains: with few prompts, small losses are not reported."""
+    """Fraction of tau that may be lost against the baseline, e.g. 0.02 for 2%. Losses within random
+    variation are ignored, so with few prompts small losses are not reported.
+    """
     output: Path = Path("outputs/eval")
     """Folder for report.json, report.html, report.md and run.json, and for finished measurements.
     """

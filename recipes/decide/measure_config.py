@@ -12,32 +12,33 @@ from redraft.eval.forecast.draft_source import SampleMethod
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
-    stored so and the CPU has instructions for bfloat16, else float32.
+    """Dtype for the target's computation. Default: on a GPU, the stored dtype; on a CPU, bfloat16
+    if the weights are stored in bfloat16 and the CPU has bfloat16 instructions, otherwise float32.
     """
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name,
-    `ngram` (prompt lookup), `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD` looks
-    n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2 tokens of the head.
-    NAME=FOLDER gives it a name. Repeat the flag for more drafts.
+    """Draft to measure: a folder (a head, a standalone draft, a version in a registry), a hub name,
+    `ngram` (prompt lookup), `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD` tries
+    n-grams before the head. `ANSWERS+HEAD:2` tries counted answers first, and the head drafts at
+    most 2 tokens. NAME=FOLDER names the draft. Repeat the flag for more drafts.
     """
     top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
-    generation_config.json says; 1 keeps all tokens."""
+    """Sample from the smallest set of tokens whose probabilities add up to this value; 1 keeps all
+    tokens. Default: the value in the target's generation_config.json.
+    """
     top_k: int | None = None
-    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps
-    all.
+    """Sample from this many of the most probable tokens; 0 keeps all. Default: the value in the
+    target's generation_config.json.
     """
     min_p: float | None = None
-    """Sample from tokens with at least this share of the highest probability. By default as the
-    target's generation_config.json says; 0 keeps all. With a draft, vLLM refuses any other
-    value.
+    """Sample from tokens with at least this fraction of the highest probability; 0 keeps all.
+    Default: the value in the target's generation_config.json. With a draft, vLLM refuses any value
+    above 0.
     """
     draft_sample_method: SampleMethod = "greedy"
-    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. The
-    report of `redraft eval` says which is accepted more often.
+    """How the server chooses draft tokens at temperatures above 0: the most probable token
+    (greedy), or a sampled one. The report of `redraft eval` shows which is accepted more often.
     """
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
+    """Arguments for every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     overwrite: bool = False
     """Measure everything again."""

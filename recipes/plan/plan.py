@@ -43,8 +43,8 @@ class PlanConfig:
     target_dtype: TargetDtype = "bfloat16"
     """Dtype of the target's weights and hidden states."""
     signal: SignalKind = "model"
-    """Where the target runs: `model` in the training process, `endpoint` on other GPUs, or `cache`
-    before training, with its states on disk.
+    """Location of the target: `model` in the training process, `endpoint` on other GPUs, or `cache`
+    for states that are written to disk before training.
     """
     batch_size: int | None = None
     """Rows per step on each device. Default: that of the family's command."""
