@@ -1,1 +1,1 @@
-"""A real vLLM server: command, start, measurement and counters."""
+"""A real vLLM server: its command, start-up, measurement and counters."""

@@ -1,8 +1,9 @@
-"""vLLM's adaptive verification: whether a server can have it, and vLLM's refusals in one line.
+"""vLLM's adaptive verification: whether a server supports it, and vLLM's errors in one line.
 
-A step then verifies as many draft tokens as its confidences and the measured costs of rows say, and
-the GPU decides whose tokens these are. vLLM names its conditions one by one, some of them only after
-minutes of loading. Imports neither torch nor vLLM.
+With adaptive verification, the number of draft tokens that a step verifies depends on the draft's
+confidences and the measured costs of rows, and the GPU decides which requests' tokens these are.
+vLLM reports unmet conditions one at a time, some of them only after minutes of loading. This module
+imports neither torch nor vLLM.
 """
 
 import os
@@ -18,45 +19,46 @@ from redraft.files.folder import open_folder, read_config, text_sections
 from redraft.heads.catalog import find_speculative
 
 KEY = "enable_adaptive_verification"
-"""Key of vLLM's --speculative-config."""
+"""Key in vLLM's --speculative-config."""
 
-GRAPHS = "needs full CUDA graphs: leave out --enforce-eager and other CUDA graph modes"
-LORA = "does not work with LoRA: leave out --enable-lora"
+GRAPHS = "needs full CUDA graphs: remove --enforce-eager and other CUDA graph modes"
+LORA = "does not work with LoRA: remove --enable-lora"
 STAGES = "does not work with pipeline parallelism: use --tensor-parallel-size"
 HYBRID = (
-    "needs a target of attention layers alone, without Mamba layers, short convolutions or linear "
-    "attention"
+    "needs a target that has only attention layers, without Mamba layers, short convolutions or "
+    "linear attention"
 )
 BACKEND = (
-    "needs an attention backend that takes rows of any number per request: add "
+    "needs an attention backend that supports any number of rows per request: add "
     "--attention-backend TRITON_ATTN after the --"
 )
-V1 = "needs vLLM's V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER, and take a draft that V2 serves"
-ARGMAX = "reads the draft's logits, which use_local_argmax_reduction never computes"
+V1 = "needs vLLM's V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER, and use a draft that V2 serves"
+ARGMAX = "needs the draft's logits, which are not computed with use_local_argmax_reduction"
 UNSURE = (
-    "needs a draft with a confidence for each token: a draft model, a head, or counted answers alone "
-    "with --async-scheduling after the --"
+    "needs a draft with a confidence for each token: a draft model, a head, or counted answers without "
+    "a head and with --async-scheduling after the --"
 )
 
 FLAGS = {
     "enable_lora": LORA,
     "enforce_eager": GRAPHS,
-    "enable_return_routed_experts": "does not return routed experts: leave out "
+    "enable_return_routed_experts": "does not return routed experts: remove "
     "--enable-return-routed-experts",
-    "enable_batch_sharded_sampling": "does not work with batch-sharded sampling: leave out "
+    "enable_batch_sharded_sampling": "does not work with batch-sharded sampling: remove "
     "--enable-batch-sharded-sampling",
-    "return_sampling_mask": "does not return sampling masks: leave out --return-sampling-mask",
+    "return_sampling_mask": "does not return sampling masks: remove --return-sampling-mask",
 }
-"""Switches of `vllm serve`, each with the condition that it breaks."""
+"""Switches of `vllm serve`, each with the condition that it violates."""
 
 READ = (
     *FLAGS,
     *("pipeline_parallel_size", "compilation_config", "optimization_level", "attention_backend"),
 )
-"""All flags that are looked at."""
+"""All flags that are read."""
 
 KEEPS_STATES = ("mamba_", "ssm_", "conv_L", "linear_")
-"""Beginnings of keys in the config.json of a target whose layers keep a state beside their keys."""
+"""Prefixes of config.json keys of targets whose layers keep a state in addition to keys and values.
+"""
 
 REFUSALS = (
     ("LoRA", LORA),
@@ -70,7 +72,7 @@ REFUSALS = (
     ("atch-sharded sampling", FLAGS["enable_batch_sharded_sampling"]),
     ("sampling distribution replay", FLAGS["return_sampling_mask"]),
 )
-"""Words of vLLM's errors about adaptive verification, and the condition that each is about."""
+"""Words in vLLM's errors about adaptive verification, with the condition to report for each."""
 
 
 def find_obstacle(
@@ -81,17 +83,17 @@ def find_obstacle(
     environment: Mapping[str, str] = os.environ,
     on_cpu: bool = ENGINE_IS_CPU,
 ) -> str:
-    """The condition for adaptive verification that a server violates; "" if none is known.
+    """Return the condition for adaptive verification that a server violates; "" if none is known.
 
-    `flags` are those of `vllm serve`, by name. The attention backend is left to vLLM, which chooses
-    it based on the GPU.
+    `flags` are the flags of `vllm serve`, by name. The attention backend is not checked, because
+    vLLM chooses it based on the GPU.
     """
     family = find_speculative(speculative_config)
     if on_cpu:
-        return f"{GRAPHS.partition(':')[0]}, and a CPU has none"
+        return f"{GRAPHS.partition(':')[0]}, which do not exist on a CPU"
     on_device = speculative_config.get("method") == ON_DEVICE and needs_plugin(speculative_config)
     if not on_device and (family is None or family.is_lookup or needs_plugin(speculative_config)):
-        return UNSURE  # vLLM ignores the request for these without a word
+        return UNSURE  # vLLM ignores the request for these drafts without an error
     is_v1 = family is not None and "v2" not in family.decoders
     if is_v1 or environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         return V1
@@ -113,26 +115,26 @@ def find_obstacle(
 def is_expected(flags: Mapping[str, str], target: str, capability: str | None) -> bool:
     """Whether vLLM's attention backend can replay graphs with any number of rows per request.
 
-    FlashAttention 3 can, on GPUs of compute capability 9, and so can Triton's backend.
-    `capability` is the GPU's, such as "9.0"; None if it is unknown.
+    FlashAttention 3 can, on GPUs of compute capability 9, and so can the Triton backend.
+    `capability` is the GPU's compute capability, such as "9.0", or None if it is unknown.
     """
     backend = flags.get("attention_backend", "").upper()
     if any("kv_lora_rank" in section for section in _read_sections(target)):
-        return False  # multi-head latent attention has backends of its own
+        return False  # multi-head latent attention has its own backends
     is_new = (capability or "").startswith("9.")
     return backend == "TRITON_ATTN" or (is_new and backend in ("", "FLASH_ATTN"))
 
 
 def explain_refusal(error: str) -> str:
-    """Replace vLLM's error about adaptive verification by one line; return other errors as is."""
+    """Shorten vLLM's error about adaptive verification to one line; return others unchanged."""
     if "daptive" not in error or "verif" not in error:
         return error
     found = next((condition for words, condition in REFUSALS if words in error), "")
-    return f"adaptive verification {found}, or give --pace off" if found else error
+    return f"adaptive verification {found}, or use --pace off" if found else error
 
 
 def read_capability() -> str | None:
-    """The lowest compute capability of the GPUs, such as "9.0"; None if none can be queried."""
+    """The lowest compute capability of the GPUs, such as "9.0"; None if it cannot be queried."""
     if (
         ENGINE_IS_CPU
         or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -141,7 +143,8 @@ def read_capability() -> str | None:
         return None
     ask = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     found = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()
-    return min(found, default=None)  # all GPUs of a server should be alike: the oldest decides
+    # a server's GPUs should be identical; if not, the oldest decides
+    return min(found, default=None)
 
 
 def _is_hybrid(target: str) -> bool:
@@ -151,7 +154,7 @@ def _is_hybrid(target: str) -> bool:
 
 
 def _read_sections(target: str) -> list[Mapping[str, Any]]:
-    """The sections of the target's config.json; empty if the target is not downloaded yet."""
+    """The sections of the target's config.json; empty if the target has not been downloaded yet."""
     try:
         return list(text_sections(read_config(open_folder(target))))
     except (OSError, ValueError):

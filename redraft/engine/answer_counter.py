@@ -1,4 +1,4 @@
-"""Live counts, except the lookup: the answer counter and the measured acceptance of the head."""
+"""Live counts without the lookup: the answer counter and the head's measured acceptance."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ import numpy as np
 from redraft.engine.live_file import LiveFile
 from redraft.heads.families.retrieval import Live, Text
 
-# least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
+# Minimum acceptance of the first token for which a head pays: its pass and a row cost about a fifth
+# of a step.
 LEAST_HEAD = 0.2
-# once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
+# One in this many drafts comes from the head to measure it, if its acceptance is below LEAST_HEAD
+# or a lookup drafts.
 TRIED = 32
-FIRST = 64  # drafts of a new head before it is judged
-REMEMBERED = 256  # drafts; then both sums halve
-COUNTED_AT_ONCE = 48  # counting steps per engine step
-MOST_WAITING = 64  # answers; if they finish faster than they are counted, others are passed over
-MOST_TOKENS = 4096  # of a text, its last: each token is looked up in all before it
+FIRST = 64  # drafts of a new head before its acceptance is used
+REMEMBERED = 256  # drafts, after which both sums are halved
+COUNTED_AT_ONCE = 48  # counting operations per engine step
+MOST_WAITING = 64  # answers; if more finish before they are counted, the rest are not counted
+MOST_TOKENS = 4096  # the last ones of a text: each token is looked up in all earlier ones
 
 
 class AnswerCounter:
-    """Counts finished answers, a little in each engine step.
+    """Counts finished answers, a few tokens in each engine step.
 
     All ranks of a server must have equal counts, because a lookup decides whether the head runs.
     """
 
     def __init__(self, requests: Mapping[str, Any], draft: Live) -> None:
-        """`requests` are the running requests, by name, as the runner stores them."""
+        """`requests` are the running requests by name, as stored by the runner."""
         self.draft, self.requests = draft, requests
         self.file: LiveFile | None = None
         self.counts = Counter[
             str
-        ]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
-        # The owner of a request's text; None if nobody may be drafted it. The plugin sets it.
+            # Numbers of answers by outcome (counted, not_allowed, passed_over, failed_...), shown in
+            # the status.
+        ]()
+        # Returns the owner of a request's text; None if the text may be drafted for no one. Set by
+        # the plugin.
         self.find_owner: Callable[[Any], bytes | None] = lambda request: None
-        self._owners: dict[str, bytes | None] = {}  # Of running requests that were asked for.
+        # Owners of running requests that have been looked up.
+        self._owners: dict[str, bytes | None] = {}
         self._ended: dict[str, Text] = {}
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
 
@@ -70,9 +76,9 @@ class AnswerCounter:
             self._ended[name] = Text(ids=ids, is_label=is_label, owner=owner)
 
     def forget(self, beginning: bytes) -> int:
-        """Drop all text of owners whose names start with `beginning`; return the number of runs.
+        """Delete all text of owners whose names start with `beginning`; return the number of runs.
 
-        The answers to their running requests are not counted for anyone.
+        The answers to their running requests are not counted for any owner.
         """
 
         def keeps(owner: bytes | None) -> bool:
@@ -84,13 +90,14 @@ class AnswerCounter:
         self._ended = {name: text for name, text in self._ended.items() if keeps(text.owner)}
         self._waiting = deque(item for item in self._waiting if keeps(item[0]))
         num_runs = self.draft.runs.forget(beginning)
-        if self.file and self.file.is_written:  # it may hold runs that are overwritten in memory
+        # the file may contain runs that have been overwritten in memory
+        if self.file and self.file.is_written:
             self.file.write()
         return num_runs
 
     def learn(self) -> None:
         """Count queued answers, for less than 1 ms."""
-        # By name: vLLM hands requests that end together over in an order of the rank's own.
+        # By name, because vLLM's order of requests that end together differs between ranks.
         for _, text in sorted(self._ended.items()):
             is_taken = len(self._waiting) < MOST_WAITING
             self.counts["counted" if is_taken else "passed_over"] += 1
@@ -108,18 +115,17 @@ class AnswerCounter:
     def _surviving(self) -> Iterator[None]:
         """Turn an exception into an answer that is not counted completely.
 
-        Otherwise, the exception would end the engine.
+        Otherwise, the exception would stop the engine.
         """
         try:
             yield
         except Exception as error:
-            self.counts[f"failed_{type(error).__name__}"] += (
-                1  # without the message, which may hold text
-            )
+            # Without the message, which may contain text.
+            self.counts[f"failed_{type(error).__name__}"] += 1
 
 
 def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
-    """An answer truncated at its end, because the last draft may be accepted beyond it."""
+    """The answer up to its end, without tokens that the last draft added beyond it."""
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} if params else set()
     length = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: min(length, params.max_tokens or length) if params else length]
@@ -127,12 +133,12 @@ def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
 
 @dataclass
 class FirstTokens:
-    """Recent hit rate of the head's first token, whether it or a lookup's token was verified."""
+    """Recent hit rate of the head's first token, even if a lookup's token was verified instead."""
 
     hits: float = 0.5
     drafts: float = 1.0
     waiting: dict[str, int] = field(default_factory=dict)
-    """The token, by request."""
+    """The head's first token, by request."""
     _num_asked: int = 0
 
     @property
@@ -144,7 +150,7 @@ class FirstTokens:
         return self.drafts < FIRST or self.probability >= LEAST_HEAD
 
     def note(self, sampled: Mapping[str, Sequence[int]]) -> None:
-        """Add the outcomes of a step. `sampled` holds each request's new tokens."""
+        """Add the outcomes of a step. `sampled` contains each request's new tokens."""
         new = [
             sampled[name][0] == token for name, token in self.waiting.items() if sampled.get(name)
         ]
@@ -153,9 +159,9 @@ class FirstTokens:
             self.hits, self.drafts = self.hits / 2, self.drafts / 2
 
     def is_due(self) -> bool:
-        """Whether to let the head draft now in order to judge it.
+        """Whether the head should draft now to measure its acceptance.
 
-        A counter decides, so the ranks of a server agree.
+        A counter decides, so that all ranks of a server agree.
         """
         self._num_asked += 1
         return self.drafts < FIRST or self._num_asked % TRIED == 0

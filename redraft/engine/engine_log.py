@@ -1,10 +1,10 @@
-"""The log of a vLLM server: which of its processes wrote a line, and what is an error in it.
+"""The log of a vLLM server: the process that wrote a line, and which lines are errors.
 
     (EngineCore pid=7) ERROR 01-31 12:00:00 [core.py:9] ValueError: the vocabularies differ
      process           level                            text
 
-Once the server takes requests, clients choose words in the lines of the API server. Those are never
-quoted: neither as a cause of death nor on a terminal.
+Once the server accepts requests, the API server's lines contain text that clients choose. These
+lines are never quoted, neither as the cause of an exit nor on a terminal.
 """
 
 import re
@@ -38,9 +38,9 @@ _CAUSE = re.compile(
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
     process: str
-    """Empty for a line of uvicorn, of a parser or of another program."""
+    """Empty for a line from uvicorn, an argument parser or another program."""
     level: str
-    """Empty for a traceback, and for whatever is printed."""
+    """Empty for tracebacks and printed text."""
     text: str
 
     @property
@@ -55,7 +55,7 @@ class LogLine:
 
 
 def split_lines(log: str) -> list[str]:
-    """The log's lines, split at newlines only: `str.splitlines` also splits a client's text."""
+    """Split the log at newlines only, because `str.splitlines` would also split a client's text."""
     return [printable(line.rstrip("\r")) for line in log.split("\n")]
 
 
@@ -68,10 +68,10 @@ def read_line(line: str) -> LogLine:
 
 
 def last_error(log: Path, *, takes_requests: bool = False) -> str:
-    """The line of an engine's log that states the cause of death.
+    """Return the line of an engine's log that states why it exited.
 
-    This is the last error, unless it merely refers to an earlier one. A server that
-    `takes_requests` counts as started, whether or not its log says so.
+    This is the last error, unless it merely refers to an earlier one. If `takes_requests` is true,
+    the server counts as started, whatever its log says.
     """
     try:
         lines = split_lines(log.read_text(errors="replace"))
@@ -90,21 +90,21 @@ def _find_causes(lines: Sequence[str], has_started: bool) -> Iterator[str]:
         has_started |= line.text == STARTED
         if line.level in ("", "ERROR", "CRITICAL") and (line.is_of_engine or not has_started):
             found = _CAUSE.match(line.text)
-            # The API server reports the death of its engine core after the core has reported the
+            # The API server reports the exit of its engine core after the core has reported the
             # cause.
             if found and "Engine core initialization failed" not in found[1]:
                 yield found[1]
 
 
 def why_ended(process: subprocess.Popen[bytes], log: Path, *, takes_requests: bool = False) -> str:
-    """Why a process ended: the signal that killed it, or the error in its log."""
+    """Return why a process exited: the signal that killed it, or the error in its log."""
     code = process.poll()
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        memory = ", which the kernel sends if memory is short" if name == "SIGKILL" else ""
+        memory = ", which the kernel sends if memory runs out" if name == "SIGKILL" else ""
         return f"killed by {name}{memory}"
     return (
-        "it was asked to end (exit status 0)"
+        "it was asked to stop (exit status 0)"
         if code == 0
         else last_error(log, takes_requests=takes_requests)
     )

@@ -1,4 +1,4 @@
-"""The hardware of this machine, a value that decides defaults: a test passes in another machine."""
+"""The hardware of this machine, as a value that determines defaults; tests pass in others."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Machine:
     """A machine, or part of one; its first GPU represents all of them."""
 
     gpu: str | None = None
-    """Name of the GPU; None on a machine without one."""
+    """Name of the GPU; None on a machine without a GPU."""
     gpu_has_bfloat16: bool = False
-    """Matrix units for bfloat16, as from compute capability 8.0 on."""
+    """Whether the GPU has matrix units for bfloat16 (compute capability 8.0 or higher)."""
     gpu_shared_bytes: int = 0
-    """Shared memory that one program of the GPU may have."""
+    """Maximum shared memory per thread block, in bytes."""
     is_rocm: bool = False
-    """The GPU is AMD's, which torch's build for ROCm calls cuda."""
+    """Whether this is an AMD GPU, which torch's ROCm build calls cuda."""
     gpu_bytes: int | None = None
     host_bytes: int = sys.maxsize
-    """Memory of the machine, or of the container."""
+    """Memory of the machine or container, in bytes."""
     cpu_has_bfloat16: bool = False
-    """Whether the CPU has instructions for bfloat16 (AMX, AVX-512). Without them bfloat16 is about
-    a hundred times slower than float32.
+    """Whether the CPU has bfloat16 instructions (AMX, AVX-512). Without them, bfloat16 is about a
+    hundred times slower than float32.
     """
 
     @property
@@ -50,14 +50,14 @@ class Machine:
 
 @functools.cache
 def this_machine() -> Machine:
-    """The machine that this process runs on. Loads torch."""
+    """Return the machine that this process runs on. Loads torch."""
     import torch
 
     has_gpu = torch.cuda.is_available()
     properties: Any = torch.cuda.get_device_properties() if has_gpu else None
     return Machine(
         gpu=torch.cuda.get_device_name() if has_gpu else None,
-        # Emulated, it is slower than float32.
+        # Emulated bfloat16 is slower than float32.
         gpu_has_bfloat16=has_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
         gpu_shared_bytes=getattr(properties, "shared_memory_per_block_optin", 0),
         is_rocm=has_gpu and torch.version.hip is not None,
@@ -68,9 +68,9 @@ def this_machine() -> Machine:
 
 
 def read_host_bytes(cgroup_limit: Path = CGROUP_LIMIT) -> int:
-    """The memory of this machine, or the limit of this container, in bytes."""
+    """Return the memory of this machine, or the limit of this container, in bytes."""
     num_bytes: int = psutil.virtual_memory().total
     if cgroup_limit.is_file() and (limit := cgroup_limit.read_text().strip()).isdigit():
-        # cgroup v2. Without a limit the file says `max`.
+        # cgroup v2. Without a limit, the file contains `max`.
         num_bytes = min(num_bytes, int(limit))
     return num_bytes

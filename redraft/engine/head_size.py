@@ -1,8 +1,8 @@
-"""Head sizes for which PyTorch's attention over ranges of keys (FlexAttention) launches on a GPU.
+"""Attention head sizes for which PyTorch's FlexAttention launches on a GPU.
 
-PyTorch compiles it with one choice of tiles for each type and size. If the tiles do not fit in the
-GPU's shared memory, nothing launches. The numbers are those of torch 2.13, compiled for RTX 4090,
-A100, H100 and B200.
+PyTorch compiles FlexAttention with one choice of tiles per dtype and head size. If the tiles do not
+fit into the GPU's shared memory, nothing launches. The numbers below are those of torch 2.13,
+compiled for RTX 4090, A100, H100 and B200.
 """
 
 from typing import Any
@@ -19,14 +19,15 @@ TUNED = {
     (2, 64): 51_200, (2, 128): 98_304, (2, 192): 136_704, (2, 256): 151_552,
     (4, 64): 82_432, (4, 128): 147_968, (4, 256): 135_424,
 }  # fmt: skip
-"""Bytes of shared memory for sizes with tiles of their own, by (bytes of a number, head size)."""
+"""Bytes of shared memory for head sizes with their own tiles, by (bytes per number, head size)."""
 
-TILE_ROWS, NUM_TILES = 64, 5.25  # other sizes: rows of a tile, tiles in shared memory at a time
+# for other sizes: rows per tile, and tiles in shared memory at a time
+TILE_ROWS, NUM_TILES = 64, 5.25
 
 
 def head_size(config: Any) -> int:
-    """The size of a layer's queries and keys, from a `transformers` text config."""
-    # DeepSeek's `head_dim` is the rotated part of a key.
+    """Return the size of a layer's queries and keys, from a `transformers` text config."""
+    # In DeepSeek's config, `head_dim` is only the rotated part of a key.
     size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)
 
@@ -34,8 +35,8 @@ def head_size(config: Any) -> int:
 def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
     """Refuse a model whose attention, in `dtype`, would not launch on the GPU.
 
-    `config` is the model's text config. On AMD GPUs nothing is checked, because their tiles differ
-    and are unknown.
+    `config` is the model's text config. AMD GPUs are not checked, because their tiles differ and
+    are unknown.
 
     Raises:
         ValueError: the attention would not launch.
@@ -49,18 +50,18 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
             f"{SMALLEST} to {LARGEST}: "
             "choose another model, or train on a CPU (ACCELERATE_USE_CPU=true)"
         )
-    # Rows are padded to a power of 2: 160 numbers take 256.
+    # Rows are padded to a power of 2: a head size of 160 takes 256.
     usual = NUM_TILES * TILE_ROWS * (1 << (size - 1).bit_length()) * itemsize
     needed = TUNED.get((itemsize, size), usual)
     if needed <= machine.gpu_shared_bytes:
         return
     way_out = (
-        "train in bfloat16 (--mixed-precision bf16)" if itemsize > 2 else "take a GPU with more"
+        "train in bfloat16 (--mixed-precision bf16)" if itemsize > 2 else "use a GPU with more"
     )
     raise ValueError(
         f"{what} has attention heads of size {size}, for which FlexAttention needs "
         f"{needed / 1e3:.0f} kB of shared "
-        f"memory in {str(dtype).removeprefix('torch.')}, and {machine.gpu} has "
+        f"memory in {str(dtype).removeprefix('torch.')}, but {machine.gpu} has only "
         f"{machine.gpu_shared_bytes / 1e3:.0f} kB: {way_out}"
     )
 
@@ -81,5 +82,5 @@ def require_draft_heads(
 
     For a head, `config` is the target's, because the head's layers have the same sizes.
     """
-    if family.name != "medusa":  # the one family without attention
+    if family.name != "medusa":  # the only family without attention
         (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)

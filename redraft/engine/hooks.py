@@ -1,14 +1,15 @@
-"""Every name of vLLM that redraft wraps, in one ordered table, and the one way to wrap it.
+"""An ordered table of every vLLM name that redraft wraps, and the functions that wrap them.
 
     TABLE ─► install(feature): classes and functions of a process   ─┐
              hook(object, feature, ...): methods of one object       ├─► Chain, one per name ─► vLLM
     METHODS ─► install(feature): methods that vLLM finds by name     ─┘
 
-A wrapper is made by a function that takes the next call and returns its own. If several features wrap
-one name, the order of the table decides who is called first, and neither the time nor the order of
-the installation. A chain is built when a feature joins: a call costs the functions in it.
+A wrapper is made by a function that receives the next call and returns its replacement. If several
+features wrap one name, the order of the table decides which is called first; the time and order of
+installation do not matter. A chain is rebuilt whenever a feature joins, so a call costs only the
+functions in its chain.
 
-The rows name functions by strings, so a process imports only the features that it installs.
+The rows name functions by strings, so that a process imports only the features that it installs.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 Wrap = Callable[[Any], Any]
-"""Takes the next call of a chain and returns the one before it. May be called again."""
+"""Receives the next call in a chain and returns the call that replaces it. May be called
+repeatedly.
+"""
 
 SUPPORTED = ">=0.32,<0.34"
 """vLLM versions of the package's `cuda` extra."""
 
 
 def find_unsupported(version: str | None) -> str:
-    """The error for a vLLM release whose names were never compared; empty for a supported one.
+    """Return the error for an untested vLLM release; empty for a supported one.
 
-    A `version` of None, which means an engine without metadata, passes.
+    Only releases whose names were compared with the table are supported. A `version` of None, which
+    means an engine without metadata, passes.
     """
     # a nightly build of a release counts as the release
     if version is None or SpecifierSet(SUPPORTED).contains(
@@ -40,8 +44,8 @@ def find_unsupported(version: str | None) -> str:
     ):
         return ""
     return (
-        f"vLLM {version} is installed, and this redraft takes {SUPPORTED}: install one of these, or "
-        "a newer redraft"
+        f"vLLM {version} is installed, but this redraft supports {SUPPORTED}: install a supported "
+        "version, or a newer redraft"
     )
 
 
@@ -56,7 +60,7 @@ ENGINE = "v1.engine.async_llm:AsyncLLM"
 CHAT = "entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 SPECULATORS = "v1.worker.gpu.spec_decode"
 ANY_MODEL = "model_executor.models.llama:LlamaForCausalLM"
-"""Stands for the class of whichever model is served."""
+"""Stands for the class of the served model."""
 
 PROPOSE = tuple(
     f"{SPECULATORS}.{name}.propose"
@@ -67,7 +71,7 @@ PROPOSE = tuple(
         "ngram.speculator:NgramGPUSpeculator",
     )
 )
-"""How the V2 runner asks its drafts."""
+"""The methods by which the V2 runner asks its drafters for tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +80,12 @@ class Feature:
 
     name: str
     asked: str = ""
-    """Function that returns whether this process needs it. Empty: each process does."""
+    """Function that returns whether this process needs the feature. If empty, every process does.
+    """
     is_measured: bool = False
-    """Whether engines started for measurements and hidden states have it, without the plugin."""
+    """Whether engines started for measurements and hidden states, which run without the plugin,
+    have it.
+    """
 
 
 FEATURES = (
@@ -101,15 +108,18 @@ class Hook:
     """A name in vLLM, and one feature that wraps it."""
 
     names: tuple[str, ...]
-    """`module:Class.method` or `module:function` below vllm: one attribute, of these classes."""
+    """`module:Class.method` or `module:function` within vllm: the same attribute of each of these
+    classes.
+    """
     feature: str
     by: str
-    """`module:function` below redraft. It makes the wrapper for a class, or is or installs it for an
-    object."""
+    """`module:function` within redraft. For classes, it makes the wrapper; for an object, it is or
+    installs the wrapper.
+    """
     why: str
-    """The symptom without it."""
+    """The symptom without the wrapper."""
     of_object: bool = False
-    """Whether `hook` wraps the method of one object, and `install` leaves the class alone."""
+    """Whether `hook` wraps the method of one object, while `install` leaves the class unchanged."""
     runner: Literal["V1", "V2", "both"] = "both"
     versions: str = SUPPORTED
 
@@ -131,14 +141,14 @@ TABLE = (
         names=("v1.sample.ops.topk_topp_sampler:apply_top_k_only",),
         feature="cpu_sampling",
         by="engine.patches:skip_no_rows",
-        why="top-k without top-p ends the engine in a step that verifies nothing",
+        why="top-k without top-p crashes the engine in a step that verifies nothing",
         runner="V1",
     ),
     Hook(
         names=("distributed.device_communicators.shm_broadcast:sched_yield",),
         feature="engine_wait",
         by="engine.patches:with_sleeps",
-        why="a step begins a tick late if a learner or another thread wants the core",
+        why="a step begins one kernel tick late if another thread wants the core",
     ),
     Hook(
         names=("_custom_ops:CPUDNNLGEMMHandler.__del__",),
@@ -150,115 +160,115 @@ TABLE = (
         names=("_custom_ops:rms_norm",),
         feature="grouped_norm",
         by="engine.patches:with_groups",
-        why="layers after the first of a DFlash draft read wrong keys",
+        why="all layers of a DFlash draft except the first read wrong keys",
     ),
     # --- classes of every build
     Hook(
         names=("entrypoints.launchers.launcher:NoSignalServer.shutdown",),
         feature="ending",
         by="engine.patches:shutdown_in_time",
-        why="a server never ends after SIGTERM while a client sends half a request",
+        why="a server never stops after SIGTERM if a client has sent half a request",
     ),
     Hook(
         names=(f"{SCHEDULER}.__init__",),
         feature="pace",
         by="online.engine.class_hooks:pace_scheduler",
-        why="vLLM drafts by a constant table of batch sizes (vllm-project/vllm#49548)",
+        why="vLLM drafts from a constant table of batch sizes (vllm-project/vllm#49548)",
     ),
     Hook(
         names=(f"{SCHEDULER}.schedule",),
         feature="seeds",
         by="online.engine.class_hooks:without_seeded_drafts",
-        why="a sampled request with a seed has another answer beside other requests",
+        why="a seeded request's answer depends on the requests that run with it",
     ),
     Hook(
         names=(f"{SCHEDULER}.schedule",),
         feature="pace",
         by="online.engine.class_hooks:begin_steps",
-        why="a step's beginning is not measured",
+        why="the start of a step is not measured",
     ),
     Hook(
         names=(f"{SCHEDULER}.update_from_output",),
         feature="domains",
         by="online.engine.class_hooks:note_foreign",
-        why="drafts of lookups and padding count as the served version's",
+        why="drafts from lookups and padding count as drafts of the served version",
     ),
     Hook(
         names=(f"{SCHEDULER}.update_from_output",),
         feature="pace",
         by="online.engine.class_hooks:end_steps",
-        why="a step's end and its accepted tokens are not measured",
+        why="the end of a step and its accepted tokens are not measured",
     ),
     Hook(
         names=(f"{SCHEDULER}.make_spec_decoding_stats",),
         feature="domains",
         by="online.engine.class_hooks:count_drafts",
-        why="vLLM's counters name no domain, and are off with --disable-log-stats",
+        why="vLLM's counters have no domain, and are off with --disable-log-stats",
     ),
     Hook(
-        # The pace sees the calls of whole loads; ranks are compared within them.
+        # The pace is outermost, so it handles whole loads; ranks are compared within a load.
         names=(f"{ENGINE_CORE}.collective_rpc",),
         feature="pace",
         by="online.engine.class_hooks:note_swaps",
-        why="the policy judges a new draft by the old one's acceptance",
+        why="the policy rates a new draft by the old one's acceptance",
     ),
     Hook(
         names=(f"{ENGINE_CORE}.collective_rpc",),
         feature="labels",
         by="online.engine.class_hooks:compare_ranks",
-        why="a load that fails on one rank leaves the answers of others to the next call",
+        why="if a load fails on one rank, the next call receives the other ranks' answers",
     ),
     Hook(
         names=(f"{ENGINE_CORE}.set_weight_version",),
         feature="labels",
         by="online.engine.class_hooks:pass_labels",
-        why="workers record without the name that a trainer gives its weights",
+        why="records lack the version name that a trainer gives to its weights",
     ),
     Hook(
         names=(f"{ENGINE_CORE}.post_step",),
         feature="pace",
         by="online.engine.class_hooks:take_drafts",
-        why="workers are asked for the drafts of a step without any",
+        why="workers are asked for the drafts of a step that has none",
     ),
     Hook(
-        # Called last of the three first: a runner has its lookup, then the pace, then the worker.
+        # The calls are nested: the lookup is installed first, then the pace, then the worker.
         names=(f"{WORKER_WRAPPER}.initialize_from_config",),
         feature="worker",
         by="online.engine.class_hooks:install_worker",
-        why="a worker records and swaps nothing",
+        why="workers neither record nor swap",
     ),
     Hook(
         names=(f"{WORKER_WRAPPER}.initialize_from_config",),
         feature="pace",
         by="online.engine.class_hooks:install_runner",
-        why="a draft runs in steps of 0 draft tokens",
+        why="the draft runs even in steps with 0 draft tokens",
     ),
     Hook(
         names=(f"{WORKER_WRAPPER}.initialize_from_config",),
         feature="lookups",
         by="engine.lookup_hooks:install_lookups",
-        why="vLLM has no method for counted answers, nor for a lookup before a head",
+        why="vLLM has no method for counted answers or for a lookup before a head",
     ),
     Hook(
         names=("v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",),
         feature="pace",
         by="online.engine.runner_v2:complete_graphs",
-        why="a step finds no CUDA graph if the next token count lacks its query length",
+        why="a step has no CUDA graph if the next token count lacks its query length",
         runner="V2",
     ),
     Hook(
         names=(f"{SPECULATORS}.dflash.cudagraph:DFlashCudaGraphManager._init_candidates",),
         feature="pace",
         by="online.engine.runner_v2:without_table",
-        why="a block draft gets CUDA graphs of parts of a block, which it never runs",
+        why="a block draft captures CUDA graphs for parts of a block, which it never runs",
         runner="V2",
     ),
     Hook(
-        # In this module, before the runner's imports it.
+        # In this module, before the runner's module imports it.
         names=(f"{SPECULATORS}.adaptive_verification:maybe_create_adaptive_verification_manager",),
         feature="pace",
         by="online.engine.runner_v2:explain_adaptive",
-        why="vLLM's refusal of adaptive verification names no flag of redraft",
+        why="vLLM's refusal of adaptive verification mentions no redraft flag",
         runner="V2",
     ),
     # --- methods of one worker
@@ -267,70 +277,70 @@ TABLE = (
         names=(f"{WORKER}.finish_weight_update",),
         feature="pushes",
         by="online.engine.worker_hooks:watch_pushes",
-        why="records name a version of the registry after a trainer has pushed another draft",
+        why="records still name a registry version after a trainer has pushed another draft",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.reload_weights",),
         feature="target_watch",
         by="online.engine.worker_hooks:watch_target",
-        why="records name weights of the target that are gone",
+        why="records name target weights that were replaced",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.start_weight_update",),
         feature="target_watch",
         by="online.engine.worker_hooks:watch_target",
-        why="records name weights of the target that are gone",
+        why="records name target weights that were replaced",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.update_weights",),
         feature="target_watch",
         by="online.engine.worker_hooks:watch_target",
-        why="records name weights of the target that are gone",
+        why="records name target weights that were replaced",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.finish_weight_update",),
         feature="target_watch",
         by="online.engine.worker_hooks:watch_target",
-        why="records name weights of the target that are gone",
+        why="records name target weights that were replaced",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.execute_model",),
         feature="target_watch",
         by="online.engine.worker_hooks:watch_target",
-        why="as above, for weights that another process writes",
+        why="records name target weights that another process replaced",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.sleep",),
         feature="sleep",
         by="online.engine.worker_hooks:watch_sleep",
-        why="the draft proposes nonsense after sleep at level 2",
+        why="the draft proposes random tokens after sleep at level 2",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.wake_up",),
         feature="sleep",
         by="online.engine.worker_hooks:watch_sleep",
-        why="the draft proposes nonsense after sleep at level 2",
+        why="the draft proposes random tokens after sleep at level 2",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.discard",),
         feature="sleep",
         by="online.engine.worker_hooks:watch_sleep",
-        why="a draft is loaded into memory that sleeps",
+        why="a draft is loaded into memory that is asleep",
     ),
     Hook(
         of_object=True,
         names=(f"{WORKER}.shutdown",),
         feature="capture",
         by="online.engine.worker_hooks:stop_before_shutdown",
-        why="the last records are lost at the end of the server",
+        why="the last records are lost when the server stops",
     ),
     Hook(
         of_object=True,
@@ -351,7 +361,7 @@ TABLE = (
         names=(f"{ANY_MODEL}.load_weights",),
         feature="target_watch",
         by="online.engine.worker_hooks:watch_target",
-        why="records name weights of the target that are gone",
+        why="records name target weights that were replaced",
     ),
     # --- methods of one V1 model runner
     Hook(
@@ -367,7 +377,7 @@ TABLE = (
         names=(f"{V1_RUNNER}._get_spec_decode_draft_probs",),
         feature="capture",
         by="online.engine.runner_v1:_Hooks.draft_probs",
-        why="records lack the probabilities of the drafts",
+        why="records lack the draft probabilities",
         runner="V1",
     ),
     Hook(
@@ -375,7 +385,7 @@ TABLE = (
         names=(f"{V1_RUNNER}._on_request_state_removed",),
         feature="capture",
         by="online.engine.runner_v1:_Hooks.request_removed",
-        why="records of requests do not end",
+        why="records are never completed",
         runner="V1",
     ),
     Hook(
@@ -383,7 +393,7 @@ TABLE = (
         names=(f"{V1_RUNNER}._on_request_state_removed",),
         feature="live_counts",
         by="engine.lookup_hooks:end_after",
-        why="live counts learn no answer",
+        why="live counts receive no answers",
         runner="V1",
     ),
     Hook(
@@ -391,7 +401,7 @@ TABLE = (
         names=(f"{V1_RUNNER}.sample_tokens",),
         feature="proposers",
         by="online.engine.runner_v1:Proposers.sample_tokens",
-        why="drafts of lookups and padding count as the served version's",
+        why="drafts from lookups and padding count as drafts of the served version",
         runner="V1",
     ),
     Hook(
@@ -399,10 +409,10 @@ TABLE = (
         names=(f"{V1_RUNNER}.sample_tokens",),
         feature="capture",
         by="online.engine.runner_v1:_Hooks.sample_tokens",
-        why="a grammar's mask is in the recorded logits",
+        why="the recorded logits include a grammar's mask",
         runner="V1",
     ),
-    # The capture sees all hidden states; a lookup keeps the head's proposal.
+    # The capture receives all hidden states, and a lookup keeps the head's proposal.
     Hook(
         of_object=True,
         names=(f"{V1_RUNNER}.propose_draft_token_ids",),
@@ -416,7 +426,7 @@ TABLE = (
         names=(f"{V1_RUNNER}.propose_draft_token_ids",),
         feature="proposers",
         by="online.engine.runner_v1:Proposers.propose",
-        why="padding counts as the served version's drafts",
+        why="padding counts as drafts of the served version",
         runner="V1",
     ),
     Hook(
@@ -424,7 +434,7 @@ TABLE = (
         names=(f"{V1_RUNNER}.propose_draft_token_ids",),
         feature="pace",
         by="online.engine.runner_v1:install_pace",
-        why="the draft runs in steps of 0 draft tokens",
+        why="the draft runs even in steps with 0 draft tokens",
         runner="V1",
     ),
     Hook(
@@ -432,7 +442,7 @@ TABLE = (
         names=(f"{V1_RUNNER}.propose_draft_token_ids",),
         feature="lookups",
         by="engine.lookup_hooks:install",
-        why="vLLM looks nothing up before a head, and no answers",
+        why="vLLM supports neither lookups before a head nor counted answers",
         runner="V1",
     ),
     # --- methods of one V2 model runner
@@ -441,8 +451,8 @@ TABLE = (
         names=(f"{V2_RUNNER}.sample_tokens",),
         feature="proposers",
         by="online.engine.runner_v2:install_proposers",
-        why="drafts of lookups count as the served version's, and tokens that adaptive verification "
-        "leaves out as rejected",
+        why="drafts from lookups count as drafts of the served version, and tokens that adaptive "
+        "verification leaves out count as rejected",
         runner="V2",
     ),
     Hook(
@@ -458,7 +468,7 @@ TABLE = (
         names=(f"{V2_RUNNER}.finish_requests",),
         feature="capture",
         by="online.engine.runner_v2:_Hooks.finish_requests",
-        why="records of requests do not end",
+        why="records are never completed",
         runner="V2",
     ),
     Hook(
@@ -466,7 +476,7 @@ TABLE = (
         names=("v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",),
         feature="capture",
         by="online.engine.runner_v2:_Hooks.mask",
-        why="a grammar's mask is in the recorded logits",
+        why="the recorded logits include a grammar's mask",
         runner="V2",
     ),
     Hook(
@@ -474,7 +484,7 @@ TABLE = (
         names=(f"{V2_RUNNER}.add_requests",),
         feature="lookups",
         by="engine.lookup_hooks:HostTexts.add_requests",
-        why="a lookup does not see a request's prompt",
+        why="lookups have no access to a request's prompt",
         runner="V2",
     ),
     Hook(
@@ -482,7 +492,7 @@ TABLE = (
         names=(f"{V2_RUNNER}.finish_requests",),
         feature="lookups",
         by="engine.lookup_hooks:HostTexts.finish_requests",
-        why="live counts learn no answer",
+        why="live counts receive no answers",
         runner="V2",
     ),
     Hook(
@@ -509,7 +519,7 @@ TABLE = (
         names=PROPOSE,
         feature="pace",
         by="online.engine.runner_v2:install_pace",
-        why="the draft runs in steps of 0 draft tokens",
+        why="the draft runs even in steps with 0 draft tokens",
         runner="V2",
     ),
     Hook(
@@ -517,7 +527,7 @@ TABLE = (
         names=PROPOSE,
         feature="lookups",
         by="engine.lookup_hooks:LookupOnV2.propose",
-        why="vLLM looks nothing up before a head, and no answers",
+        why="vLLM supports neither lookups before a head nor counted answers",
         runner="V2",
     ),
     Hook(
@@ -525,7 +535,7 @@ TABLE = (
         names=(f"{V2_RUNNER}.sample",),
         feature="lookups",
         by="engine.lookup_hooks:LookupOnV2.sample",
-        why="a lookup does not see the newest tokens",
+        why="lookups have no access to the newest tokens",
         runner="V2",
     ),
     Hook(
@@ -533,7 +543,7 @@ TABLE = (
         names=(f"{V2_RUNNER}.take_draft_token_ids",),
         feature="lookups",
         by="engine.lookup_hooks:LookupOnV2.take",
-        why="the most draft tokens are verified for each request, found or not",
+        why="the maximum number of draft tokens is verified for each request, found or not",
         runner="V2",
     ),
     # --- methods of both model runners, and of the API process
@@ -545,29 +555,29 @@ TABLE = (
         ),
         feature="reread",
         by="online.engine.worker_hooks:reread_before_steps",
-        why="a draft attends to the keys of the one before it, after a swap",
+        why="after a swap, the new draft attends to keys computed by the old one",
     ),
     Hook(
         of_object=True,
         names=(f"{ENGINE}.generate",),
         feature="origin",
         by="online.engine.routes:forward_origin",
-        why="requests carry neither tenant nor domain",
+        why="requests have neither a tenant nor a domain",
     ),
     Hook(
         of_object=True,
         names=(f"{CHAT}._effective_chat_template_kwargs",),
         feature="origin",
         by="online.engine.routes:note_arguments",
-        why="requests with and without thinking are judged as one kind",
+        why="requests with and without thinking are not distinguished",
     ),
-    # --- the comparison of drafters, in a process of its own
+    # --- the comparison of drafters, in a separate process
     Hook(
         of_object=True,
         names=(f"{V1_RUNNER}.propose_draft_token_ids",),
         feature="parity",
         by="engine.parity.dump:Recorder.propose_v1",
-        why="the drafts of a block are not seen",
+        why="the draft tokens of a block are not recorded",
         runner="V1",
     ),
     Hook(
@@ -575,7 +585,7 @@ TABLE = (
         names=PROPOSE,
         feature="parity",
         by="engine.parity.dump:Recorder.propose_v2",
-        why="the drafts of a block are not seen",
+        why="the draft tokens of a block are not recorded",
         runner="V2",
     ),
     Hook(
@@ -583,16 +593,16 @@ TABLE = (
         names=(f"{ANY_MODEL}.forward",),
         feature="parity",
         by="engine.parity.dump:Recorder.forward",
-        why="the passes of a drafter are not seen",
+        why="the forward passes of a drafter are not recorded",
     ),
     Hook(
         names=("model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",),
         feature="native_rotary",
         by="engine.parity.dump:rotate_in_pytorch",
-        why="the CPU kernel rounds otherwise than PyTorch",
+        why="the CPU kernel rounds differently from PyTorch",
     ),
 )
-"""Rows of one name are in the order of the calls: the first is called first."""
+"""Rows for the same name are in calling order: the first is called first."""
 
 METHODS = {
     f"{ENGINE_CORE}.redraft_pace": ("pace", "online.engine.pace:answer_pace"),
@@ -610,7 +620,9 @@ METHODS = {
         for name in ("name_target", "load_target", "update_rank", "doubt_target")
     },
 }
-"""Methods added to vLLM's classes, which finds those of utility calls by name: feature, function."""
+"""Methods added to vLLM's classes, because vLLM finds methods for utility calls by name: feature,
+function.
+"""
 
 
 class Chain:
@@ -622,7 +634,7 @@ class Chain:
         self._wraps: dict[int, Wrap] = {}
 
     def put(self, place: int, wrap: Wrap) -> None:
-        """Wrap the name, in the order of places in TABLE. A second wrap replaces the first."""
+        """Wrap the name, at the given place in TABLE's order. A second wrap replaces the first."""
         self._wraps[place] = wrap
         self._build()
 
@@ -685,7 +697,7 @@ def install_if_asked(feature: Feature) -> None:
 
     Raises:
         ValueError: the feature's setting is invalid.
-        ImportError, AttributeError: as `install`.
+        ImportError, AttributeError: as in `install`.
     """
     if not feature.asked or _load(feature.asked)():
         install(feature.name)
@@ -693,7 +705,7 @@ def install_if_asked(feature: Feature) -> None:
 
 @dataclass(kw_only=True)
 class Attached:
-    """State that redraft keeps on a vLLM object, as its attribute `redraft`."""
+    """State that redraft keeps on a vLLM object, in the object's attribute `redraft`."""
 
     chains: dict[str, Chain] = field(default_factory=dict, repr=False)
     """The wrapped methods, by name."""
@@ -704,11 +716,11 @@ class RunnerState(Attached):
     """State kept on a model runner."""
 
     lookup: Any = None
-    """Proposer that looks tokens up, alone or before a head."""
+    """The lookup's proposer, alone or before a head."""
     counter: Any = None
-    """Live counts of answers."""
+    """Counter of answers, for live counts."""
     proposers: Any = None
-    """Who proposed the draft tokens that wait, with V1."""
+    """The proposers of the waiting draft tokens, with V1."""
 
 
 @dataclass(kw_only=True)
@@ -716,24 +728,24 @@ class SchedulerState(Attached):
     """State kept on a scheduler."""
 
     pacer: Any = None
-    """Decides on the number of draft tokens, if there is one."""
+    """Chooses the number of draft tokens; None without a pace."""
     foreign: frozenset[str] = frozenset()
-    """Requests of this step whose drafts are not the served version's."""
+    """Requests in this step whose drafts are not from the served version."""
     admitted: Mapping[str, int] | None = None
-    """Draft tokens that this step verified, by request; None if it verified all."""
+    """Number of draft tokens that this step verified, by request; None if it verified all."""
     load: str = ""
-    """The bucket of this step's number of requests."""
+    """Bucket for this step's number of requests."""
     domains: dict[str, list[int]] = field(default_factory=dict)
-    """Drafts by domain."""
+    """Draft counts by domain."""
     loads: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """With adaptive verification, drafts by domain and load."""
+    """With adaptive verification, draft counts by domain and load."""
 
 
 State = TypeVar("State", bound=Attached)
 
 
 def attach(owner: Any, state: State) -> State:
-    """Attach state to a vLLM object. It takes over the wrapped methods of any previous state."""
+    """Attach state to a vLLM object. It takes over the wrapped methods of a previous state."""
     if (before := getattr(owner, "redraft", None)) is not None:
         state.chains = before.chains
     owner.redraft = state
@@ -741,7 +753,7 @@ def attach(owner: Any, state: State) -> State:
 
 
 def find_state(owner: Any, kind: type[State]) -> State:
-    """The state of this kind on a vLLM object, created if there is none."""
+    """Return the state of this kind on a vLLM object; create it if there is none."""
     state = getattr(owner, "redraft", None)
     return state if isinstance(state, kind) else attach(owner, kind())
 
@@ -770,7 +782,7 @@ def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
 
 
 def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
-    """A wrap that calls `method`; the next call is stored as attribute `name` of `holder`."""
+    """Return a wrap that calls `method` and stores the next call as `name` of `holder`."""
 
     def wrap(call: Any) -> Callable[..., Any]:
         setattr(holder, name, call)
@@ -788,9 +800,9 @@ def _find_place(feature: str, attribute: str) -> int:
 
 
 def _own_class(instance: Any) -> type:
-    """Give this object a class of its own, because Python looks up `__call__` on the class.
+    """Give this object its own class, because Python looks up `__call__` on the class.
 
-    The object itself stays the same: others hold references to it, and check its class.
+    The object itself stays the same, because others hold references to it and check its class.
     """
     cls = type(instance)
     instance.__class__ = type(cls.__name__, (cls,), {})
@@ -802,7 +814,7 @@ def _load(name: str) -> Any:
 
 
 def _find(name: str) -> tuple[Any, str]:
-    """The object before the last dot of `module:Class.method`, and the name after it."""
+    """(object before the last dot of `module:Class.method`, name after it)."""
     module, _, path = name.partition(":")
     owner, (*classes, last) = importlib.import_module(module), path.split(".")
     for each in classes:

@@ -1,9 +1,9 @@
-"""Live counts that survive a restart: a file, read at the start and written by a thread.
+"""Live counts that survive a restart: a file that is read at the start and written by a thread.
 
     steps ─► counts ─► once a minute, and after `forget` at once ─► FOLDER/live-RANK.safetensors
 
-It has hashes of runs, the token after each, and names of owners, which are hashes. Runs of common
-words can be guessed from their hashes, so the folder is as private as the answers.
+The file contains hashes of runs, the token after each run, and hashed names of owners. Runs of
+common words can be guessed from their hashes, so the folder is as private as the answers.
 """
 
 from __future__ import annotations
@@ -26,49 +26,50 @@ from redraft.heads.families.retrieval import WINDOW, Live
 logger = logging.getLogger(__name__)
 
 WRITTEN_EVERY_S = 60.0
-"""A kill loses at most the answers of this time."""
+"""If the server is killed, at most the answers of this period are lost."""
 
 KEY = "redraft"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig:
-    """Settings of live counts (`--draft live`)."""
+    """Settings for live counts (`--draft live`)."""
 
     folder: Path | None = None
-    """Folder in which the counts survive a restart. Without it they are in memory only, and begin
-    empty.
+    """Folder that keeps the counts across restarts. Default: none; the counts are in memory only,
+    and empty after a restart.
     """
     window: int = WINDOW
-    """Newest answers to draft from. A run is forgotten once between half of these and all of these
-    have come without it.
+    """Number of most recent answers to draft from. A run is dropped when it has not occurred in
+    between half this number and this number of answers.
     """
     shared: bool = False
-    """Draft the answers of every tenant to every tenant. A client can then read other tenants'
-    answers from the sizes of streamed events. cache_salt and LoRA adapter separate even so.
+    """Draft from every tenant's answers for every tenant. A client can then infer other tenants'
+    answers from the sizes of streamed events. Requests with different cache_salt values or LoRA
+    adapters stay separate.
     """
 
     def __post_init__(self) -> None:
         if self.window < 2:
-            raise ValueError(f"--live.window {self.window} is too small: give 2 or more")
+            raise ValueError(f"--live.window {self.window} is too small: give at least 2")
 
 
 class LiveFile:
-    """The file of one engine's live counts."""
+    """The file with one engine's live counts."""
 
     def __init__(self, path: Path, draft: Live, target: str, *, writes: bool = True) -> None:
-        """`writes` means that this rank is the one that writes the file."""
+        """`writes` means that this rank writes the file."""
         self.path, self.draft, self.target, self.is_written = path, draft, target, writes
         self.lock = threading.Lock()
         self.written = 0
-        """Answers in the file."""
+        """Number of answers in the file."""
         self._ended = threading.Event()
         self._restore()
         if self.is_written:
             threading.Thread(target=self._write_often, name="live counts", daemon=True).start()
 
     def write(self) -> None:
-        """Write all counts. Dropped text is no longer in any file afterwards."""
+        """Write all counts. Afterwards, no file contains deleted text."""
         with self.lock:
             self.written = self.draft.runs.num_texts
             tensors, numbers = self.draft.read_state()
@@ -96,11 +97,11 @@ class LiveFile:
                 tensors = {name: file.get_tensor(name) for name in ("places", "rows", "hashes")}
             is_read = numbers["target"] == self.target and self.draft.restore(tensors, numbers)
         except Exception as error:
-            # without the message, which may hold text
-            logger.warning("redraft: %s is not read: %s", self.path, type(error).__name__)
+            # without the message, which may contain text
+            logger.warning("redraft: %s cannot be read: %s", self.path, type(error).__name__)
             return
         if not is_read:
-            logger.warning("redraft: %s is of another target or other settings", self.path)
+            logger.warning("redraft: %s is for another target or other settings", self.path)
         self.written = self.draft.runs.num_texts
 
     def _write_often(self) -> None:
@@ -110,11 +111,11 @@ class LiveFile:
             try:
                 self.write()
             except OSError as error:
-                logger.warning("redraft: %s is not written: %s", self.path, error)
+                logger.warning("redraft: %s cannot be written: %s", self.path, error)
 
 
 def open_file(folder: Path, runner: Any, draft: Live) -> LiveFile:
-    """The file with this engine's counts, read by all its ranks and written by the first.
+    """Open the file with this engine's counts, which all ranks read and the first rank writes.
 
     Raises:
         ValueError: the ranks are on several machines, where their counts would differ.
@@ -124,7 +125,8 @@ def open_file(folder: Path, runner: Any, draft: Live) -> LiveFile:
     parallel = runner.vllm_config.parallel_config
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         raise ValueError(
-            "only ranks of one machine can keep live counts in a folder: remove --live.folder"
+            "live counts can be kept in a folder only if all ranks are on one machine: remove "
+            "--live.folder"
         )
     make_private(folder)
     path = folder / f"live-{parallel.data_parallel_rank}.safetensors"

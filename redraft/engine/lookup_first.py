@@ -1,13 +1,13 @@
-"""A lookup first, and a head if it finds nothing: a proposer for vLLM's model runners.
+"""A proposer for vLLM's model runners that tries a lookup first, and a head if it finds nothing.
 
-The lookup is of n-grams in the request, or of counted answers. vLLM has no method for a lookup and
-a head, and `custom_class` gets no hidden states. So this runs before the head's own proposer, in
-every step:
+The lookup searches for n-grams in the request, or in counted answers. vLLM has no method that
+combines a lookup and a head, and `custom_class` receives no hidden states. This proposer therefore
+runs before the head's own proposer in every step:
 
     look up ─┬─► found for all requests: the head reads the step's tokens and drafts nothing
-             └─► not for some: the head drafts for all, and what was looked up replaces that
+             └─► not for some: the head drafts for all, and tokens that were looked up replace its own
 
-B = requests of a step.
+B = requests in a step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from redraft.engine.settings import read_settings
 from redraft.heads.catalog import FAMILIES, find_speculative
 from redraft.heads.families.retrieval import Live
 
-LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")  # n-gram lengths; beside a head vLLM sets 0
+# n-gram lengths; vLLM sets them to 0 for a head
+LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 
 KEYS = (*LOOKUP, "head_tokens", "head_requests")
-"""Keys of a mixed config, which reach the engine past vLLM."""
+"""Keys of a mixed config that reach the engine without passing through vLLM."""
 
 UNPADDED = "disable_padded_drafter_batch"
-"""Key of a speculative config: the drafter gets the accepted tokens on the host."""
+"""Key of a speculative config: the drafter receives the accepted tokens on the host."""
 
 SECTION = "lookup"
-"""Key of the plugin's settings for lookups."""
+"""Section of the plugin's settings for lookups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,9 @@ class HeadLimits:
     """Limits on the head's draft, whose tokens cost compute and may be right less often."""
 
     tokens: int | None = None
-    """Most tokens a step; None for as many as a lookup may have."""
+    """Maximum number of the head's tokens per step; None for as many as a lookup may draft."""
     requests: int | None = None
-    """Most in a step; in a larger one only the lookup drafts."""
+    """Maximum number of requests in a step; in a larger step, only the lookup drafts."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -51,14 +52,14 @@ class HeadLimits:
                 raise ValueError(f"--head-{name} is {value}: it must be at least 0")
 
     def choose(self, num_tokens: int, num_requests: int) -> int:
-        """Tokens for the head to draft in a step that allows `num_tokens` per request."""
+        """Return the number of tokens that the head drafts per request, at most `num_tokens`."""
         if self.requests is not None and num_requests > self.requests:
             return 0
         return num_tokens if self.tokens is None else min(num_tokens, self.tokens)
 
 
 def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
-    """The speculative config for a head with a lookup before it.
+    """Return the speculative config for a head with a lookup before it.
 
     `lookup` and `head` are the configs for each of them alone.
 
@@ -69,7 +70,7 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
     if family is None or not family.takes_lookup:
         titles = ", ".join(family.title for family in FAMILIES if family.takes_lookup)
         raise ValueError(
-            f"a lookup can run before {titles}, not before a draft with vLLM's method "
+            f"a lookup can run before {titles}, but not before a draft with vLLM's method "
             f"{head.get('method')}"
         )
     if head.get("draft_sample_method") == "probabilistic":
@@ -82,8 +83,8 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
             "verification cannot be combined with it: remove one of the two"
         )
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
-    # With UNPADDED vLLM hands the accepted tokens over as lists on the host,
-    # which a lookup can read. By default a head gets a padded tensor on the device.
+    # With UNPADDED, vLLM passes the accepted tokens as lists on the host, which a lookup can read.
+    # By default, a head receives a padded tensor on the device.
     keys = {key: value for key, value in lookup.items() if key != "method"}
     return {**head, **keys, UNPADDED: True, **limited}
 
@@ -93,21 +94,21 @@ def is_mixed(config: Mapping[str, Any]) -> bool:
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A speculative config without the settings that bypass vLLM on their way to the engine."""
+    """Return a speculative config without the settings that bypass vLLM."""
     return {key: value for key, value in config.items() if not is_mixed(config) or key not in KEYS}
 
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The settings of a mixed config, by key; empty if no lookup goes first.
+    """Read the settings of a mixed config, by key; empty if there is no lookup before a head.
 
     Raises:
-        ValueError: a setting is not a number of at least 0.
+        ValueError: a setting is not an integer of at least 0.
     """
     asked = read_settings(environment).get(SECTION, {})
     found = {key: asked[key] for key in KEYS if key in asked}
     for key, value in found.items():
         if type(value) is not int or value < 0:
-            raise ValueError(f"{SECTION}.{key} is {value!r}: it must be a number of at least 0")
+            raise ValueError(f"{SECTION}.{key} is {value!r}: it must be an integer of at least 0")
     return found if LOOKUP[1] in found else {}
 
 
@@ -116,16 +117,16 @@ class Lookup(Protocol):
         """Process a step without proposing tokens."""
 
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists.
+        """Return at most the scheduled number of draft tokens for each request, [B] lists.
 
-        `sampled` holds each request's new tokens in this step; the list is empty for a request
+        `sampled` contains each request's new tokens in this step; the list is empty for a request
         whose prompt has not been read completely.
         """
         ...
 
 
 def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None) -> LookupFirst:
-    """The proposer for a runner, with the settings from `read_mix`.
+    """Make the proposer for a runner, with the settings from `read_mix`.
 
     Without `answers`, n-grams are looked up.
 
@@ -133,7 +134,7 @@ def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None)
         ValueError: this draft does not support a preceding lookup.
     """
     speculative = runner.vllm_config.speculative_config
-    # For the checks only: the result is dropped.
+    # Only for its checks; the result is not used.
     mix(mixed, vars(speculative), HeadLimits())
     if not speculative.disable_padded_drafter_batch:
         raise ValueError(
@@ -150,7 +151,7 @@ class Ngrams:
     def __init__(self, runner: Any, mixed: Mapping[str, int]) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-        # vLLM's lookup reads the lengths from here; nothing else does beside a head
+        # vLLM's lookup reads the lengths from here; nothing else does when there is a head
         speculative = runner.vllm_config.speculative_config
         speculative.prompt_lookup_min, speculative.prompt_lookup_max = (
             mixed[key] for key in LOOKUP
@@ -164,7 +165,7 @@ class Ngrams:
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         batch = self.runner.input_batch
         texts_BT, num_tokens_B = batch.token_ids_cpu, batch.num_tokens_no_spec
-        if isinstance(texts_BT, list):  # V2's, of whose slots any may be in a step
+        if isinstance(texts_BT, list):  # on V2, any slots may be in a step
             texts_BT = np.stack([text_T[: max(num_tokens_B)] for text_T in texts_BT])
         found: list[list[int]] = self.ngrams.propose(
             scheduled.num_spec_tokens_to_schedule, sampled, num_tokens_B, texts_BT
@@ -173,23 +174,22 @@ class Ngrams:
 
 
 class LookupFirst:
-    """The proposer for one runner, which precedes the head's.
+    """The proposer for one runner, which runs before the head's proposer.
 
     With live counts, the head drafts if its first token is more probable than the lookup's. The
-    head's probability is measured where there is a match, because text with matches is easy.
+    head's probability is measured separately at matches, because text with matches is easier to
+    predict.
     """
 
     def __init__(self, runner: Any, lookup: Lookup, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
         draft = getattr(lookup, "draft", None)
         self.live = draft if isinstance(draft, Live) else None
-        self.by_head, self.at_matches = (
-            FirstTokens(),
-            FirstTokens(),
-        )  # where the head drafts; at a sample of matches
+        # Where the head drafts, and at a sample of matches.
+        self.by_head, self.at_matches = FirstTokens(), FirstTokens()
         self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
         self.propose_by_head: Any
-        """The next call, of the head."""
+        """The next call, which is the head's."""
 
     def skip(self) -> None:
         """Process a step that has no proposals."""
@@ -197,7 +197,7 @@ class LookupFirst:
         self.lookup.skip()
 
     def swapped(self) -> None:
-        """Start judging a new head, which is probably much like the old one."""
+        """Restart the measurement for a new head, which is probably similar to the old one."""
         self.by_head, self.at_matches = (
             FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches)
         )
@@ -223,8 +223,8 @@ class LookupFirst:
             self.live is None or self.by_head.is_good or self.by_head.is_due()
         )
         by_head = self.limits.choose(most if is_wanted else min(most, len(judged), 1), len(sampled))
-        # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B,
-        # 0]. `replace` copies, because vLLM reads `scheduled` again afterwards.
+        # With 0 tokens, vLLM's proposer still reads the step to compute its keys, and returns a
+        # tensor [B, 0]. `replace` makes a copy, because vLLM reads `scheduled` again afterwards.
         drafted = self.propose_by_head(
             replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest
         ).tolist()

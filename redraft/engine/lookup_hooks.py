@@ -1,15 +1,15 @@
-"""Lookups in either of vLLM's model runners; on V2 they are computed on the host as on V1.
+"""Lookups in vLLM's model runners; on V2, they are computed on the host, as on V1.
 
-V2 keeps texts and draft tokens on the device, and its proposers return as many tokens for each
-request. So this follows the text of each request on the host, and hands the scheduler lists of any
-length, which it takes if steps are not scheduled ahead:
+V2 keeps texts and draft tokens on the device, and its proposers return the same number of tokens
+for each request. This module therefore tracks the text of each request on the host, and passes
+lists of any length to the scheduler, which accepts them if steps are not scheduled ahead:
 
     add_requests ─► text ◄─ sample: the step's new tokens, awaited
                      │
                      └─► propose: look up, then the head, if any ─► take_draft_token_ids
 
-B = requests of a step, S = slots of the runner, K = most draft tokens, T = tokens of the longest
-request.
+B = requests in a step, S = slots of the runner, K = maximum number of draft tokens, T = tokens of
+the longest request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Request:
     """A request of a V2 runner, with V1's attribute names."""
 
     text: Ids
-    """Prompt and answer; the slot's row while the request runs."""
+    """Prompt and answer: a view of the slot's row while the request runs."""
     num_tokens: int
     num_prompt_tokens: int
     sampling_params: Any
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadStep:
-    """A lookup's call to its head: vLLM's arguments, and the number of tokens it may draft."""
+    """A lookup's call to its head: vLLM's arguments, and the number of tokens to draft."""
 
     num_spec_tokens_to_schedule: int
     args: tuple[Any, ...] = ()
@@ -73,7 +73,7 @@ class HeadStep:
 
 
 def follow_requests(runner: Any, texts: Any) -> None:
-    """Call the hooks of `texts` when requests of a V2 runner start and end."""
+    """Call the hooks of `texts` when requests of a V2 runner start and finish."""
     hook(
         runner,
         "lookups",
@@ -87,7 +87,7 @@ class HostTexts:
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.vllm_config = runner, runner.vllm_config
-        # The system gives memory to the pages that are written.
+        # The system allocates memory only for pages that are written.
         self.ids_ST = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
         self.requests: dict[str, Request] = {}
         self.input_batch = Batch([], [], np.zeros(0, np.int32))
@@ -97,7 +97,7 @@ class HostTexts:
         follow_requests(runner, self)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Take over the texts of requests that start or resume; V2 calls both new."""
+        """Copy the texts of requests that start or resume; V2 calls both of them new."""
         self._add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             row_T = self.ids_ST[self.runner.req_states.req_id_to_index[request.req_id]]
@@ -112,17 +112,17 @@ class HostTexts:
             )
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Hand over the texts of requests that have ended."""
+        """Pass on the texts of requests that have finished."""
         for name in sorted(scheduler_output.finished_req_ids):
             if request := self.requests.pop(name, None):
                 self.on_end(name, request)
         for name in scheduler_output.preempted_req_ids or ():
             if request := self.requests.get(name):
-                request.text = request.text.copy()  # another request gets the slot
+                request.text = request.text.copy()  # another request will use the slot
         self._finish_requests(scheduler_output)
 
     def add_sampled(self, batch: Any, output: Any) -> list[list[int]]:
-        """Append a step's tokens, and return them per request. Waits for the device."""
+        """Append a step's tokens to the texts; return them per request. Waits for the device."""
         ids_BK, counts_B1 = output.sampled_token_ids, output.num_sampled[:, None]
         rows = torch.cat([counts_B1.to(ids_BK.dtype), ids_BK], 1).tolist()
         sampled = [tokens[:count] for count, *tokens in rows]
@@ -140,7 +140,7 @@ class HostTexts:
 
 
 class LookupOnV2:
-    """Proposes a V2 runner's draft tokens with one of V1's lookups, alone or before a head."""
+    """Proposes a V2 runner's draft tokens from one of V1's lookups, alone or before a head."""
 
     def __init__(self, runner: Any, texts: HostTexts, lookup: Any) -> None:
         self.runner, self.texts, self.lookup = runner, texts, lookup
@@ -148,7 +148,7 @@ class LookupOnV2:
         """Requests whose newest draft was looked up."""
         self._sampled: list[list[int]] = []
         self._drafts: list[list[int]] | None = None
-        """Draft tokens of the newest step; None if no draft was asked for."""
+        """Draft tokens of the newest step; None if it had no draft."""
         self.swapped = getattr(lookup, "swapped", None)
         self._is_first = True
         self._sample: Any
@@ -165,14 +165,14 @@ class LookupOnV2:
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
         if self._drafts is None and not self._is_first:
-            self.lookup.skip()  # the pace was 0 in the step before
+            self.lookup.skip()  # the pace was 0 in the previous step
         self._drafts, self._is_first, self.looked_up = None, False, frozenset()
         output, *rest = self._sample(hidden_states, batch, grammar_output)
         self._sampled = self.texts.add_sampled(batch, output)
         return output, *rest
 
     def propose(self, *args: Any, **options: Any) -> Tensor:
-        """The draft tokens for a step, [B, K]; vLLM's interface. -1 means no token."""
+        """Return the draft tokens for a step, [B, K], in vLLM's interface. -1 means no token."""
         if options.get("dummy_run"):
             drafted: Tensor = self._propose(*args, **options)
             return drafted
@@ -187,7 +187,7 @@ class LookupOnV2:
         return pinned.to(tokens_BK.device, non_blocking=True)
 
     def take(self) -> Any:
-        """The draft tokens for the scheduler, which schedules only these for verification."""
+        """Return the draft tokens for the scheduler, which has only these verified."""
         if self._drafts is None:
             return self._take()
         from vllm.v1.outputs import DraftTokenIds
@@ -196,16 +196,16 @@ class LookupOnV2:
 
     def _ask_head(self, step: HeadStep, *_: Any) -> Tensor:
         number = step.num_spec_tokens_to_schedule
-        # With 0 tokens the head still reads the step, for its keys.
+        # With 0 tokens, the head still reads the step to compute its keys.
         options = {**step.options, "num_speculative_tokens": number}
         drafted: Tensor = self._propose(*step.args, **options)
         return drafted[:, :number]
 
 
 def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Make workers look tokens up if the environment specifies it."""
+    """Make workers look tokens up if the environment specifies a lookup."""
 
-    # vLLM calls this on every worker, after the target and the draft are loaded
+    # vLLM calls this on every worker, after the target and the draft have been loaded
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         runner = wrapper.worker.model_runner
         if is_on_device(runner) and FOLDER in read_settings().get(SECTION, {}):
@@ -213,7 +213,7 @@ def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, An
 
             give_confidences(runner)
         initialize(wrapper, kv_cache_configs)
-        # Does nothing without these settings, or with the proposer in place.
+        # Does nothing without these settings, or if the proposer is already in place.
         install(runner)
 
     return initialize_and_install
@@ -226,9 +226,9 @@ def is_on_device(runner: Any) -> bool:
 
 
 def install(runner: Any) -> None:
-    """Look tokens up from now on, if the environment specifies it.
+    """Look tokens up from now on, if the environment specifies a lookup.
 
-    vLLM does not start after an error.
+    If this raises an error, vLLM does not start.
 
     Raises:
         ValueError: a setting is invalid, this draft does not support a preceding lookup, or this is
@@ -243,7 +243,7 @@ def install(runner: Any) -> None:
         return
     is_v2 = hasattr(runner, "speculator")
     if is_v2 and runner.speculator is None:
-        return  # a stage of a pipeline that drafts nothing
+        return  # a pipeline stage that does not draft
     if not is_v2 and not hasattr(runner, "drafter"):
         raise ValueError(
             f"lookups support only vLLM's V1 and V2 model runners, not {type(runner).__qualname__}"
@@ -256,8 +256,8 @@ def install(runner: Any) -> None:
 
         if answers is None:
             raise ValueError(
-                "n-grams are looked up on the host, and this server schedules steps ahead: start it "
-                "with --no-async-scheduling"
+                "n-grams are looked up on the host, but this server uses asynchronous scheduling: "
+                "start it with --no-async-scheduling"
             )
         state.lookup = device = install_on_device(runner, answers, ngrams if is_mixed else None)
         if device.counter:
@@ -270,7 +270,7 @@ def install(runner: Any) -> None:
         if counter := _find_counter(lookup):
             state.counter, texts.on_end = counter, counter.end
             _keep(runner, counter)
-    elif answers or is_mixed:  # V1 looks n-grams alone up by itself
+    elif answers or is_mixed:  # V1 itself looks up n-grams without a head
         state.lookup = lookup = _make_lookup(runner, answers, ngrams, is_mixed)
         propose = around(lookup, "propose_by_head", lookup.propose)
         hook(runner, "lookups", propose_draft_token_ids=propose)
@@ -283,7 +283,7 @@ def install(runner: Any) -> None:
 def _make_lookup(
     texts: Any, answers: Retrieval | None, ngrams: Mapping[str, int], is_mixed: bool
 ) -> Any:
-    """The proposer for `texts`: a V1 runner, or `HostTexts`."""
+    """Make the proposer for `texts`, which is a V1 runner or `HostTexts`."""
     counted = Counted(texts, answers) if answers else None
     if is_mixed:
         return lookup_first.make_proposer(texts, ngrams, counted)
@@ -291,7 +291,7 @@ def _make_lookup(
 
 
 def _keep(runner: Any, counter: AnswerCounter) -> None:
-    """Read the previous server's counts, and write those of this one."""
+    """Read the previous server's counts, and write the counts of this one."""
     if folder := read_live().folder:
         counter.file = open_file(folder, runner, counter.draft)
 

@@ -1,14 +1,14 @@
-"""Lookups of counted answers on the device of vLLM's V2 model runner, with steps scheduled ahead.
+"""Lookups of counted answers on the device, for vLLM's V2 runner with steps scheduled ahead.
 
-The scheduler plans a step before the tokens of the last one are on the host. So the chains are
-followed on the device, in the texts that the runner keeps there, and the host copies only the texts
-of requests that have ended:
+The scheduler plans a step before the tokens of the previous step are on the host. The chains are
+therefore followed on the device, in the texts that the runner keeps there, and the host copies only
+the texts of finished requests:
 
     finish_requests ─► the text, copied ─► two steps later: counted ─► the table ─► propose
 
-Two steps later the copy is complete: vLLM plans no further ahead. All ranks of a server read a text
-in the same step, so their tables, and with them their draft tokens, are alike. B = requests of a step,
-S = slots of the runner, K = most draft tokens.
+Two steps later, the copy is complete, because vLLM plans no further ahead. All ranks of a server
+read a text in the same step, so their tables and draft tokens are identical. B = requests in a
+step, S = slots of the runner, K = maximum number of draft tokens.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ STEPS_AHEAD = 2
 """Number of steps after which a copy from the device has reached the host."""
 
 SLACK = 64
-"""Tokens that may follow the end of an answer in its text."""
+"""Maximum number of tokens after the end of an answer in its text."""
 
 PADDING = -1
 """Replaces tokens of an answer that are too old to be counted."""
 
 
 class Ended(NamedTuple):
-    """The text of an ended request on its way to the host."""
+    """The text of a finished request on its way to the host."""
 
     step: int
     name: str
     request: Any
     copied: Tensor
-    """Its number of tokens, and the last ones, from pinned memory."""
+    """The number of tokens, followed by the last tokens, in pinned memory."""
     event: Any
 
     def read(self) -> Request:
@@ -66,12 +66,12 @@ class Ended(NamedTuple):
 
 
 class DeviceTexts:
-    """The running requests of a V2 runner, and the texts of those that have ended."""
+    """The running requests of a V2 runner, and the texts of finished ones."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.requests: dict[str, Any] = {}
-        """vLLM's own, by name, until the text is read."""
+        """vLLM's own request objects, by name, kept until the text is read."""
         self.input_batch = Batch([], [], np.zeros(0, np.int32))
         self.counter: AnswerCounter | None = None
         self._step = 0
@@ -86,19 +86,19 @@ class DeviceTexts:
             self.requests[request.req_id] = request
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Begin to copy the texts of requests that have ended, before their slots are taken."""
+        """Start copying the texts of finished requests, before their slots are reused."""
         self._step += 1
         for name in sorted(scheduler_output.finished_req_ids):
             slot = self.runner.req_states.req_id_to_index.get(name)
             if self.counter is None or slot is None:
-                self.requests.pop(name, None)  # a preempted request has left its slot
+                self.requests.pop(name, None)  # a preempted request no longer has a slot
             elif request := self.requests.get(name):
                 copied, event = self._copy(slot)
                 self._ended.append(Ended(self._step, name, request, copied, event))
         self._finish_requests(scheduler_output)
 
     def learn(self) -> None:
-        """Hand over the texts that ended two steps ago, and count a little."""
+        """Pass on the texts that finished two steps ago, and count a few tokens."""
         if self.counter is None:
             return
         while self._ended and self._ended[0].step <= self._step - STEPS_AHEAD:
@@ -130,9 +130,9 @@ class LookupOnDevice:
     texts: DeviceTexts
     draft: Retrieval
     head_tokens: int | None = None
-    """Most tokens that the head may draft in a step; None: as many as the lookup."""
+    """Maximum number of tokens that the head drafts per step; None for as many as the lookup."""
     head_requests: int | None = None
-    """Most requests of a step in which the head drafts."""
+    """Maximum number of requests in a step for which the head drafts."""
     is_mixed: bool = False
 
     def __post_init__(self) -> None:
@@ -146,21 +146,22 @@ class LookupOnDevice:
         hook(self.runner, "lookups", sample=around(self, "_sample", self.sample))
         hook(speculator, "lookups", propose=around(self, "_propose", self.propose))
         nothing_1 = torch.zeros(1, dtype=torch.int32, device=self.runner.device)
-        self._follow(nothing_1, nothing_1, [None], self.runner.num_speculative_steps)  # compiles
+        # compiles the kernel
+        self._follow(nothing_1, nothing_1, [None], self.runner.num_speculative_steps)
 
     @property
     def counter(self) -> AnswerCounter | None:
         return self.texts.counter
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
-        """Sample, and count answers: in each step, also if the pace asks for no draft."""
+        """Sample, and count answers, in every step, even if the pace asks for no draft."""
         self.looked_up = frozenset()
         self.texts.input_batch = Batch(list(batch.req_ids), [], np.zeros(0, np.int32))
         self.texts.learn()
         return self._sample(hidden_states, batch, grammar_output)
 
     def propose(self, *args: Any, **options: Any) -> Tensor:
-        """The draft tokens for a step, [B, K]; vLLM's interface. Queues work, and waits for none."""
+        """Queue the work for a step's draft tokens [B, K], in vLLM's interface, without waiting."""
         if options.get("dummy_run"):
             drafted: Tensor = self._propose(*args, **options)
             return drafted
@@ -168,7 +169,7 @@ class LookupOnDevice:
         most = options.get("num_speculative_tokens", self.runner.num_speculative_steps)
         owners = self._list_owners(batch.req_ids)
         found = self._follow(batch.idx_mapping, num_sampled_B, owners, most)
-        # Before a head too, because only the device knows whose draft it is.
+        # All requests, even before a head, because only the device has the origin of a draft.
         self.looked_up = frozenset(batch.req_ids)
         if self.is_mixed:
             return self._fill(found, most, *args, **options)
@@ -192,11 +193,11 @@ class LookupOnDevice:
         )
 
     def _fill(self, found: Chains, most: int, *args: Any, **options: Any) -> Tensor:
-        """The looked-up tokens, or the head's draft for requests without a match."""
+        """Return the looked-up tokens, or the head's draft for requests without a match."""
         batch = args[0]
         number = most if self.head_tokens is None else min(most, self.head_tokens)
         if self.head_requests is not None and batch.num_reqs > self.head_requests:
-            number = 0  # the head still reads the step, for its keys
+            number = 0  # the head still reads the step to compute its keys
         drafted = self._propose(*args, **options | {"num_speculative_tokens": number})
         tokens_BK = found.tokens_BK.clone()
         is_head_B1 = (found.counts_B == 0)[:, None]
@@ -212,10 +213,10 @@ class LookupOnDevice:
 def install_on_device(
     runner: Any, draft: Retrieval, mixed: dict[str, int] | None
 ) -> LookupOnDevice:
-    """Look tokens up on the device of a V2 runner from now on; `mixed` is set before a head."""
+    """Look tokens up on a V2 runner's device from now on; `mixed` is set if a head follows."""
     states = runner.req_states
     if mixed is not None:
-        # Beside a head vLLM keeps the texts in the host's memory, which each step would read.
+        # For a head, vLLM keeps the texts in host memory, which each step would have to read.
         pinned = states.all_token_ids
         states.all_token_ids = type(pinned)(
             tuple(pinned.gpu.shape), dtype=pinned.dtype, device=runner.device
@@ -235,9 +236,9 @@ def install_on_device(
 
 
 def give_confidences(runner: Any) -> None:
-    """Let vLLM verify a lookup's tokens adaptively; call it before the caches are made.
+    """Let vLLM verify a lookup's tokens adaptively; call this before the caches are created.
 
-    vLLM asks a speculator for confidences if it says that it has them.
+    vLLM asks a speculator for confidences if the speculator's attributes declare them.
     """
     speculator, config = runner.speculator, runner.vllm_config.speculative_config
     if speculator is None or not config.enable_adaptive_verification:

@@ -1,10 +1,12 @@
-"""Proposers that look tokens up, for either model runner of vLLM (`engine.lookup_hooks`).
+"""Proposers that look tokens up, for both model runners of vLLM (`engine.lookup_hooks`).
 
-Counted answers, and either lookup before a head. On V2 also n-grams alone: vLLM's kernel there
-takes the last occurrence, and fills up its drafts with tokens that it did not find.
+They look up counted answers, or either lookup before a head. On V2, they also look up n-grams
+without a head, because vLLM's kernel uses the last occurrence, and pads its drafts with tokens that
+it did not find.
 
-vLLM's `custom_class` would do on V1 for the first alone. One way for both leaves vLLM's own account
-of n-grams in place. B = requests of a step, T = tokens of the longest request.
+On V1, vLLM's `custom_class` would be enough for counted answers without a head. Using one way for
+both leaves vLLM's own statistics for n-grams in place. B = requests in a step, T = tokens of the
+longest request.
 """
 
 import os
@@ -28,18 +30,18 @@ from redraft.heads.families.retrieval import (
 )
 
 KEYS = (FOLDER, VERIFY_COST)
-"""Keys of a config with counted answers, which reach the engine past vLLM."""
+"""Keys of a config with counted answers that reach the engine without passing through vLLM."""
 
 ON_DEVICE = "ngram_gpu"
-"""vLLM's method for a lookup alone beside steps that are scheduled ahead."""
+"""vLLM's method for a lookup without a head if steps are scheduled ahead."""
 
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
-    """The counted answers that `lookup_env` specifies; None if it specifies none.
+    """Read the counted answers that `lookup_env` specifies; None if it specifies none.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: the folder holds another kind of draft, or a number is out of bounds.
+        FileNotFoundError: the folder does not exist.
+        ValueError: the folder contains another kind of draft, or a number is out of range.
     """
     asked = read_settings(environment).get(SECTION, {})
     folder = asked.get(FOLDER)
@@ -53,7 +55,7 @@ def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | Non
 
 
 def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
-    """The settings for live counts.
+    """Read the settings for live counts.
 
     Raises:
         ValueError: a setting is unknown or invalid.
@@ -76,14 +78,14 @@ class Counted:
             self.counter.learn()
 
     def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
-        """The draft tokens for a step; this is vLLM's interface."""
+        """Return the draft tokens for a step, in vLLM's interface."""
         self.skip()
         return self.look_up(scheduled, sampled)
 
     def look_up(self, scheduled: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists.
+        """Return at most the scheduled number of draft tokens for each request, [B] lists.
 
-        `sampled` holds each request's new tokens in this step; the list is empty for a request
+        `sampled` contains each request's new tokens in this step; the list is empty for a request
         whose prompt has not been read completely.
         """
         most = scheduled.num_spec_tokens_to_schedule
@@ -99,7 +101,7 @@ class Counted:
         if self.counter:
             name = batch.req_ids[row]
             owner = self.counter.owner(name, self.runner.requests[name])
-        # a draft does not reach beyond the longest request
+        # a draft must not exceed the maximum length of a request
         most = min(most, len(ids_T) - num_tokens)
         return self.draft.propose(ids_T[:num_tokens], most, num_requests, owner)
 
@@ -111,9 +113,9 @@ def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
 def lookup_env(
     config: Mapping[str, Any] | None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Environment variables that make vLLM look tokens up as in the forecast.
+    """Return environment variables that make vLLM look tokens up as in the forecast.
 
-    The plugin's other `settings` are kept beside the lookup's.
+    The plugin's other `settings` are kept.
     """
     config = config or {}
     has_ngrams = lookup_first.is_mixed(config) or (
@@ -125,15 +127,15 @@ def lookup_env(
 
 
 def on_device(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with which vLLM's V2 runner schedules steps ahead, and redraft looks up on the GPU.
+    """Return the config for V2 to schedule ahead while redraft looks tokens up on the GPU.
 
     Raises:
         ValueError: this lookup runs on the host only.
     """
     if FOLDER not in config:
         raise ValueError(
-            "--async-scheduling goes with counted answers and live counts, which can be looked up on "
-            "the GPU, and not with n-grams and suffix decoding: leave it out"
+            "--async-scheduling works with counted answers and live counts, which can be looked up on "
+            "the GPU, but not with n-grams and suffix decoding: remove the flag"
         )
     kept = {key: value for key, value in config.items() if key != lookup_first.UNPADDED}
     return kept | ({"method": ON_DEVICE} if kept["method"] == "ngram" else {})

@@ -1,4 +1,4 @@
-"""Outputs with a draft beside those without.
+"""Compare outputs with a draft to outputs without one.
 
 Greedy speculative decoding must not change a token.
 """
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 NextLogits = Callable[[Sequence[int]], "Tensor"]  # token ids to the logits of the next token, [V]
 
-TIE_LOGIT_GAP = 1e-3  # smaller gaps are a tie in float32: batching moves logits by 1e-5
-TIE_LOGIT_GAP_HALF = 0.25  # for a 16-bit engine: bfloat16 rounds logits of 16 to 32 to 1/8
+TIE_LOGIT_GAP = 1e-3  # smaller gaps are ties in float32: batching changes logits by 1e-5
+# for a 16-bit engine: bfloat16 rounds logits between 16 and 32 to multiples of 1/8
+TIE_LOGIT_GAP_HALF = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,14 @@ class Difference:
     prompt: int
     domain: str
     position: int
-    """Index of the first different output token."""
+    """Index of the first output token that differs."""
     token_with: int | None
     """None if this output had ended."""
     token_without: int | None
     logit_gap: float | None
     """Distance of the worse token's logit from the target's best logit. None if unknown."""
     is_tie: bool
-    """The gap is within floating-point error."""
+    """Whether the gap is within floating-point error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +60,13 @@ def compare_lossless(
     *,
     known_rounding: float = 0.0,
 ) -> Lossless:
-    """The first difference of each prompt's greedy outputs.
+    """Find the first difference between each prompt's greedy outputs.
 
-    `target_logits` identifies ties. `known_rounding` is a gap at which the target alone has already
-    diverged from itself.
+    `target_logits` identifies ties. `known_rounding` is a gap at which the target has already
+    diverged from itself without a draft.
     """
-    # A draft changes the shapes of the target's matrix products, and so the rounding of logits.
+    # A draft changes the shapes of the target's matrix products, and thereby the rounding of
+    # logits.
     tie_gap = max(
         known_rounding, TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF
     )
@@ -86,7 +88,7 @@ def _difference(
     target_logits: NextLogits | None,
     tie_gap: float,
 ) -> Difference:
-    # If one output is the beginning of the other, the difference is at the end of the shorter one.
+    # If one output is a prefix of the other, the difference is at the end of the shorter one.
     pairs = enumerate(zip(mine, other, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(other)))
     pair = [ids[position] if position < len(ids) else None for ids in (mine, other)]
@@ -94,7 +96,7 @@ def _difference(
     if target_logits is not None and None not in pair:
         # Both outputs have the same prefix here, so one pass gives the logits of both tokens.
         logits_V = target_logits([*prompt.token_ids, *mine[:position]])
-        # Against the best of all tokens: a tie needs both of them near the top.
+        # Compared with the best of all tokens, because a tie needs both tokens near the top.
         gap = float(logits_V.max() - logits_V[pair].min())
     return Difference(
         prompt=index,

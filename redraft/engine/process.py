@@ -1,4 +1,4 @@
-"""Child processes: none outlives this process, and their children do not outlive them."""
+"""Child processes: none outlives this process, and their own children do not outlive them."""
 
 import contextlib
 import ctypes
@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-STOP_TIMEOUT_S = 10  # Time for a process to shut down by itself before it is killed.
-PR_SET_PDEATHSIG = 1  # Option of prctl(2): the signal for the kernel to send when the parent dies.
+STOP_TIMEOUT_S = 10  # time for a process to shut down by itself before it is killed
+PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that the kernel sends when the parent exits
 
-# Loaded here and not in the child: a loader lock held by another thread at fork stays locked until
-# exec.
+# Loaded here and not in the child, where a loader lock held by another thread at fork would stay
+# locked until exec.
 LIBC = ctypes.CDLL(None)
 
 _RESERVED: list[socket.socket] = []
@@ -24,10 +24,10 @@ _RESERVED: list[socket.socket] = []
 def free_port() -> int:
     """Reserve a loopback port for a child process that accepts the port as an argument.
 
-    The port is not assigned to any other process before this one ends. A child binds its port only
-    seconds later. Until then, a socket of this process holds it without listening: Linux does not
-    assign the port to processes that ask for any free port, but lets a server listen on it that
-    sets SO_REUSEADDR, as vLLM, uvicorn and nats-server do.
+    The port is not assigned to any other process before this one exits. A child binds its port only
+    seconds later. Until then, a socket of this process holds the port without listening: Linux does
+    not assign it to processes that ask for any free port, but lets a server listen on it if the
+    server sets SO_REUSEADDR, as vLLM, uvicorn and nats-server do.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +41,7 @@ def process_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `start_group`, and stop the whole group on exit; SIGTERM also causes the exit."""
-    # The cause of a death is looked for in the whole log, so it must hold no earlier run.
+    # The cause of an exit is searched for in the whole log, so the log must contain no earlier run.
     log.unlink(missing_ok=True)
     with exiting_on_sigterm():
         process = start_group(command, log=log, env=env)
@@ -56,8 +56,8 @@ def exiting_on_sigterm() -> Iterator[None]:
     """Make SIGTERM raise SystemExit within this context.
 
     Nothing changes if the program already handles the signal, or outside the main thread. By
-    default, SIGTERM ends a program at once. The kernel then sends SIGTERM to the leader of each
-    group, but only once, and a vLLM that is still loading its model may ignore it.
+    default, SIGTERM terminates a program at once. The kernel then sends SIGTERM to the leader of
+    each group, but only once, and a vLLM process that is still loading its model may ignore it.
     """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():
@@ -76,10 +76,10 @@ def start_group(
     """Start `command` as the leader of a process group.
 
     Its output is appended to `log`, and its nice level is raised by `niceness`. If this process or
-    the calling thread ends, the kernel sends SIGTERM to the leader, which stops its children
+    the calling thread exits, the kernel sends SIGTERM to the leader, which stops its children
     itself. The group is not a separate session, because Linux divides a processor among sessions
-    first (autogroups): as a session, a learner beside the many threads of two vLLM servers got 10%
-    of two cores instead of 28%.
+    first (autogroups): in a separate session, a learner running next to the many threads of two
+    vLLM servers got 10% of two cores instead of 28%.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
 
@@ -102,10 +102,11 @@ def start_group(
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, and kill the members that have not ended in time."""
+    """Ask the group to stop, and kill the members that have not exited in time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-        os.killpg(process.pid, signal.SIGKILL)  # the engine's workers, if any outlived the leader
+        # the engine's workers, if any of them outlived the leader
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()

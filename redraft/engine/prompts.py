@@ -11,5 +11,5 @@ class Prompt:
 
 
 def domains(prompts: Iterable[Prompt]) -> list[str]:
-    """The domains of these prompts, in alphabetical order."""
+    """Return the prompts' domains, in alphabetical order."""
     return sorted({prompt.domain for prompt in prompts})

@@ -1,4 +1,4 @@
-"""HTTP proxies of the environment. Requests to this machine go past them."""
+"""HTTP proxies from the environment. Requests to this machine bypass them."""
 
 import ipaddress
 import os
@@ -25,28 +25,28 @@ def is_local_url(url: str) -> bool:
 
 
 def reach_loopback(environment: MutableMapping[str, str]) -> None:
-    """Exempt this machine from the proxies for HTTP clients of this process and its children.
+    """Exempt this machine from the proxies, for HTTP clients in this process and its children.
 
-    A local engine is reached at 127.0.0.1, and a proxy cannot reach that address.
+    A local engine listens on 127.0.0.1, which a proxy cannot reach.
     """
     if not _variables(environment, "http", "https", "all"):
         return
     names = _variables(environment, "no")
     hosts = environment[names[0]].split(",") if names else []
     if "*" not in hosts:
-        # Every client reads the name in small letters, and most prefer it.
+        # Every client reads the lower-case name, and most prefer it.
         wanted = [*(host.strip() for host in hosts if host.strip()), *LOOPBACK]
         environment["no_proxy"] = ",".join(dict.fromkeys(wanted))
 
 
 def describe_proxy(url: str) -> str:
-    """A clause for an error that names the proxy used for `url`; empty if none is used."""
+    """Return a clause for errors that names the proxy used for `url`; empty if there is none."""
     parts = urlsplit(url)
     names = _variables(os.environ, parts.scheme, "all")
     if not names or is_local_url(url) or proxy_bypass(parts.hostname or ""):
         return ""
-    # Not its value, which may hold a password.
-    return f", through the proxy of {names[0]}: name {parts.hostname} in no_proxy to go past it"
+    # Without the variable's value, which may contain a password.
+    return f", through the proxy in {names[0]}; to bypass it, add {parts.hostname} to no_proxy"
 
 
 def _variables(environment: MutableMapping[str, str], *kinds: str) -> list[str]:

@@ -1,12 +1,12 @@
-"""A server of any engine that redraft did not start: what it is, and its greedy answers, counted.
+"""A server that redraft did not start: its engine, and its greedy answers with draft counts.
 
                      asks                       counts of an answer
     vLLM             /v1/completions            /metrics, before and after
     llama.cpp        /completion                `timings`
     SGLang           /generate                  `meta_info` (read in 0.5.23, not run)
 
-Requests hold token ids, and only fields that the engine has. One runs at a time: of a server with
-other clients, vLLM's counters say nothing about ours.
+Requests contain token ids, and only fields that the engine supports. They run one at a time,
+because vLLM's counters cannot be attributed to a request if the server has other clients.
 """
 
 import secrets
@@ -24,9 +24,9 @@ EngineName = Literal["vllm", "sglang", "llama.cpp"]
 
 TIMEOUT_S = 300.0
 COUNTERS_S = 5.0
-"""vLLM's counters have the last step shortly after the client its tokens."""
+"""vLLM's counters include the last step shortly after the client has received its tokens."""
 
-LOST = "the server went away or gave no answer"
+LOST = "the server stopped responding"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class RunningServer:
     url: str
     engine: EngineName
     version: str
-    """As the server says it; empty if it does not."""
+    """As reported by the server; empty if it reports none."""
     model: str
-    """The name that its API asks for; empty if it asks for none."""
+    """The model name that its API requires; empty if it requires none."""
 
     @property
     def drafts_to_the_end(self) -> bool:
@@ -50,10 +50,10 @@ class RunningServer:
         return self.engine == "llama.cpp"
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> CountedAnswer:
-        """The greedy answer to a prompt, with the draft counts for this answer.
+        """Return the greedy answer to a prompt, with the draft counts for this answer.
 
         Raises:
-            ConnectionError: the server went away.
+            ConnectionError: the server stopped responding.
             ValueError: the server refuses the request, drafts nothing, or has other clients.
         """
         ask = {"vllm": _ask_vllm, "sglang": _ask_sglang, "llama.cpp": _ask_llama_cpp}[self.engine]
@@ -64,13 +64,13 @@ def find_server(url: str) -> RunningServer:
     """Identify the server at an address.
 
     Raises:
-        ConnectionError: nothing answers.
+        ConnectionError: no server responds.
         ValueError: the server is none of the three engines.
     """
     url = url.rstrip("/")
     if (props := _get(url, "/props")) and "build_info" in props:
         build = str(props["build_info"]).partition("-")[0]
-        # a build without its history calls itself b0
+        # a build without git history calls itself b0
         version = "" if build == "b0" else build
         return RunningServer(url=url, engine="llama.cpp", version=version, model="")
     if (info := _get(url, "/server_info")) and "speculative_algorithm" in info:
@@ -81,7 +81,7 @@ def find_server(url: str) -> RunningServer:
         name = str(models[0]["id"])
         return RunningServer(url=url, engine="vllm", version=str(found["version"]), model=name)
     raise ValueError(
-        f"{url} is none of vLLM, SGLang and llama.cpp: it has neither /props nor /server_info nor "
+        f"{url} is not a vLLM, SGLang or llama.cpp server: it has neither /props nor /server_info nor "
         "/version with /v1/models"
     )
 
@@ -115,11 +115,12 @@ def _send(method: str, url: str, path: str, asked: dict[str, Any] | None = None)
 
 def _ask_llama_cpp(server: RunningServer, prompt: list[int], max_tokens: int) -> CountedAnswer:
     asked = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "return_tokens": True}
-    # A prefix from the cache has a draft's key that was computed beside another token.
+    # A cached prefix may contain a draft key that was computed with another token.
     answer = _post(server.url, "/completion", {**asked, "cache_prompt": False})
     timings, token_ids = answer["timings"], list(answer["tokens"])
     accepted = int(timings.get("draft_n_accepted", 0))
-    # The prompt gives the first token, and every step one beside the accepted ones.
+    # The prompt produces the first token, and every step one token in addition to the accepted
+    # ones.
     num_drafts = max(len(token_ids) - 1 - accepted, 0)
     drafted = int(timings.get("draft_n", 0))
     return _counted(server, token_ids, num_drafts, accepted, drafted)
@@ -150,13 +151,13 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
         if now is not None and emitted >= len(token_ids):
             break
         if time.monotonic() > deadline:
-            raise ValueError(f"{server.url}: its counters do not include its drafts")
+            raise ValueError(f"the counters of {server.url} do not include its drafts")
         time.sleep(0.05)
-    # The last block may reach past the end of the answer, by its own length at most.
+    # The last block may extend beyond the end of the answer, by at most its own length.
     if emitted > len(token_ids) + now.num_draft_tokens / max(now.num_drafts, 1):
         raise ValueError(
             f"{server.url} counted {emitted} tokens for an answer of {len(token_ids)}: another "
-            "client uses this server; ask again while it is idle"
+            "client is using this server; try again while it is idle"
         )
     counts = now.num_drafts, now.num_accepted, now.num_draft_tokens
     return _counted(server, token_ids, *map(int, counts))

@@ -1,6 +1,6 @@
 """The sampling parameters of a request, and those in the target's folder.
 
-Imports no torch: control planes read them too.
+This module imports no torch, because control planes use it too.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any
 
 from redraft.files.folder import open_folder, read_generation_config
 
-MIN_TEMPERATURE = 0.01  # vLLM's smallest above 0 (`_MAX_TEMP` in its sampling_params.py)
+# vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)
+MIN_TEMPERATURE = 0.01
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Further parameters that a server takes from the target's folder, with the values that change
-nothing.
-"""
+"""Further parameters that a server reads from the target's folder, with their neutral values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a request is sampled. The defaults are vLLM's for a target that names none."""
+    """How a request is sampled. The defaults are vLLM's for a target that sets no parameters."""
 
     temperature: float = 1.0
-    """0 takes the most probable token, whatever the filters say."""
+    """At 0, the most probable token is chosen, whatever the filters are."""
     top_p: float = 1.0
-    """Sample from the fewest tokens that add up to this; 1 keeps all."""
+    """Sample from the smallest set of tokens whose probabilities add up to this value; 1 keeps all.
+    """
     top_k: int = 0
-    """Sample from this many tokens. 0 keeps all."""
+    """Sample from this many of the most probable tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Sample from tokens with this share of the highest; 0 keeps all."""
+    """Sample from tokens with at least this fraction of the highest probability; 0 keeps all."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -40,7 +40,7 @@ class Sampling:
             "min_p": 0 <= self.min_p <= 1,
         }
         if wrong := [name for name, is_right in ranges.items() if not is_right]:
-            raise ValueError(f"engines do not support {wrong[0]} {getattr(self, wrong[0])}")
+            raise ValueError(f"no engine accepts {wrong[0]} {getattr(self, wrong[0])}")
 
     @property
     def has_filter(self) -> bool:
@@ -59,12 +59,13 @@ class Sampling:
         return ", ".join(f"{name} {value:g}" for name, value in shown.items())
 
     def at(self, temperature: float) -> Sampling:
-        """The same filters at another temperature, as vLLM serves it.
+        """Return the same filters at another temperature, as vLLM serves it.
 
-        At 0 the filters are dropped; a temperature between 0 and 0.01 becomes 0.01.
+        At 0, the filters are dropped; a temperature between 0 and 0.01 becomes 0.01.
         """
         if temperature == 0:
-            # Filters cannot change the most probable token, so all greedy requests compare equal.
+            # Filters cannot change the most probable token, so all greedy requests compare as
+            # equal.
             return GREEDY
         return replace(self, temperature=max(temperature, MIN_TEMPERATURE))
 
@@ -74,12 +75,12 @@ ALL_TOKENS = Sampling()
 
 
 def read_sampling(target: str | Path) -> Sampling:
-    """The sampling for a request that sets no parameter.
+    """Return the sampling for a request that sets no parameter.
 
-    It comes from the target's generation_config.json, as vLLM reads that file.
+    It comes from the target's generation_config.json, read as vLLM reads it.
 
     Raises:
-        ValueError: if the file holds a value that no engine accepts.
+        ValueError: the file contains a value that no engine accepts.
     """
     config = read_generation_config(open_folder(target))
     given = {
@@ -88,7 +89,7 @@ def read_sampling(target: str | Path) -> Sampling:
         if config.get(field.name) is not None
     }
     if "top_k" in given:
-        given["top_k"] = max(int(given["top_k"]), 0)  # -1 keeps all tokens too
+        given["top_k"] = max(int(given["top_k"]), 0)  # -1 also keeps all tokens
     return Sampling(**given)
 
 
@@ -100,7 +101,7 @@ def choose_sampling(
     top_k: int | None = None,
     min_p: float | None = None,
 ) -> Sampling:
-    """The given parameters, with the target's values for those that are None."""
+    """Return the given parameters, with the target's values for those that are None."""
     given: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
@@ -113,21 +114,20 @@ def choose_sampling(
 
 
 def require_served(sampling: Sampling, *, way_out: str = "") -> None:
-    """Raise ValueError if vLLM refuses requests with this sampling when it serves a draft.
+    """Raise ValueError if vLLM refuses requests with this sampling when it uses a draft.
 
-    `way_out` is text on an alternative to turning min_p off.
+    `way_out` describes an alternative to turning min_p off.
     """
     if sampling.min_p:
         raise ValueError(
-            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0{way_out}. If "
-            "the target's "
-            "generation_config.json sets it, start servers with "
+            f"vLLM refuses min_p {sampling.min_p:g} when it uses a draft: set --min-p 0{way_out}. If "
+            "the target's generation_config.json sets min_p, start servers with "
             """--override-generation-config '{"min_p": 0}'"""
         )
 
 
 def list_penalties(target: str | Path) -> dict[str, float]:
-    """The penalties that a server adopts from the target's folder, by name.
+    """Return the penalties that a server reads from the target's folder, by name.
 
     Forecasts ignore them.
     """
@@ -140,5 +140,5 @@ def list_penalties(target: str | Path) -> dict[str, float]:
 
 
 def read_defaults(target: str | Path) -> dict[str, float]:
-    """All sampling parameters, including penalties, for a request that sets none."""
+    """Return all sampling parameters, including penalties, for a request that sets none."""
     return asdict(read_sampling(target)) | list_penalties(target)

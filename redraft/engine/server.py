@@ -1,6 +1,6 @@
 """A vLLM server for measurements, started and stopped by this process.
 
-Imports neither torch nor vLLM.
+This module imports neither torch nor vLLM.
 """
 
 import contextlib
@@ -36,19 +36,19 @@ from redraft.heads.catalog import find_speculative
 from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED, require_answers
 
 START_TIMEOUT_S = 1800
-"""Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network
-storage, or a compilation beside other work, exceeds; a dead engine is noticed at once.
+"""Time for a server to become healthy, in seconds. vLLM allows an engine 600 s, which is too short
+for a large target on network storage, or for a compilation on a busy machine. An engine that exits
+is noticed at once.
 """
 
-Mode = Literal["compiled", "eager"]  # `compiled` is vLLM's default; `eager` starts in a third
+# `compiled` is vLLM's default; `eager` starts in a third of the time
+Mode = Literal["compiled", "eager"]
 
-EAGER = "--enforce-eager"  # vLLM's argument for eager mode.
+EAGER = "--enforce-eager"  # vLLM's argument for eager mode
 DROPS_A_BLOCK = ("eagle", "eagle3", "mtp", "dflash", "dspark")
-"""Methods beside which vLLM takes one block less from the prefix cache than it finds, unless told
-otherwise.
-"""
+"""Methods for which vLLM by default reuses one block less from the prefix cache than it finds."""
 
-IDLE_S = 1.2  # a vLLM worker spins for 1 s after the last step: wait before measuring
+IDLE_S = 1.2  # a vLLM worker spins for 1 s after the last step, so wait before measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +78,16 @@ def vllm_server(
     extra_env: Mapping[str, str] | None = None,
     given_up: threading.Event | None = None,
 ) -> Iterator[VllmServer]:
-    """A vLLM server for `model` on a free loopback port: healthy on entry, always stopped on exit.
+    """Run a vLLM server on a free loopback port: healthy on entry, always stopped on exit.
 
     The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's own
     on a GPU, and eager on a CPU, where compilation takes a minute; callers that measure speed
-    choose a mode explicitly (`serving.baseline`). `cpu_cores` ("0-3") keeps two servers on one
-    machine off each other's cores: by default, vLLM starts both at core 0. Setting `given_up` ends
-    the wait for a healthy server.
+    choose a mode explicitly (`serving.baseline`). `cpu_cores` ("0-3") assigns cores, so that two
+    servers on one machine do not share them: by default, vLLM starts both at core 0. Setting
+    `given_up` ends the wait for a healthy server.
 
     Raises:
-        ChildProcessError: the engine died, with the engine's message, or the wait was given up.
+        ChildProcessError: the engine exited, with the engine's message, or the wait was given up.
         TimeoutError: the server did not become healthy.
         ValueError: vLLM would not serve this draft with this config (`require_servable`).
     """
@@ -121,7 +121,7 @@ def vllm_server(
         env["VLLM_PLUGINS"] = ",".join(dict.fromkeys(filter(None, plugins)))
     if cpu_cores:
         env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
-    # The caller's arguments come last, so they win over those above.
+    # The caller's arguments come last, so they override those above.
     with process_group(vllm_command(model, [*arguments, *extra_args]), log=log, env=env) as process:
         server = VllmServer(
             url=f"http://127.0.0.1:{port}",
@@ -135,7 +135,7 @@ def vllm_server(
 
 
 def engine_dtype(model: str | Path) -> str:
-    """The value of vLLM's --dtype for a target, which matches training.
+    """Return the value of vLLM's --dtype for a target, which matches training.
 
     `default_target_dtype` chooses it.
     """
@@ -145,7 +145,7 @@ def engine_dtype(model: str | Path) -> str:
 def vllm_keys(
     speculative_config: Mapping[str, Any], version: str | None = VLLM_VERSION
 ) -> dict[str, Any]:
-    """The --speculative-config for vLLM, without redraft's keys and with two faster choices.
+    """Return the --speculative-config for vLLM, without redraft's keys and with two faster options.
 
     A greedy head with a smaller vocabulary chooses its token within that vocabulary. By default,
     vLLM first copies the logits to a row over the target's vocabulary: this gives the same token,
@@ -161,7 +161,7 @@ def vllm_keys(
     config = vllm_part(speculative_config)
     family = find_speculative(config)
     is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
-    # Adaptive verification reads the whole row, and vLLM refuses the two together.
+    # Adaptive verification needs the whole row, and vLLM refuses to combine the two.
     if family is not None and family.chooses_locally and is_greedy and not config.get(adaptive.KEY):
         config.setdefault("use_local_argmax_reduction", True)
     if config.get("method") in DROPS_A_BLOCK and not hashes_ahead(version):
@@ -177,29 +177,29 @@ def hashes_ahead(version: str | None) -> bool:
 def describe_hits(
     method: str | None, version: str | None = VLLM_VERSION, *, on_cpu: bool = ENGINE_IS_CPU
 ) -> str:
-    """The loss of a prefix-cache hit to a draft with this method, in words."""
+    """Describe how many cached tokens a draft with this method loses."""
     if method not in DROPS_A_BLOCK:
-        return "a hit of the prefix cache loses nothing to this draft"
+        return "with this draft, all cached blocks of a prompt are reused"
     block = f"{128 if on_cpu else 16} tokens by default"
     if hashes_ahead(version):
         return (
-            f"a hit of the prefix cache loses nothing to this draft; beside a KV connector its last "
-            f"block, {block}"
+            f"with this draft, all cached blocks of a prompt are reused; with a KV connector, all but "
+            f"the last one ({block})"
         )
     return (
-        f"a hit of the prefix cache loses nothing to this draft as redraft serves it; with vLLM "
-        f"alone its last block, {block}"
+        f"with this draft, all cached blocks of a prompt are reused as redraft serves it; with "
+        f"vLLM alone, all but the last one ({block})"
     )
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config without memory of other requests, so that prompts can be measured again.
+    """Return the config without memory of other requests, so that prompts can be measured again.
 
     Raises:
         ValueError: the config has live counts, which are such memory.
     """
     if speculative_config.get(FOLDER) == LIVE:
-        raise ValueError(f"{LIVE} would learn the answers to repeated prompts: {MEASURE_COUNTED}")
+        raise ValueError(f"{LIVE} would draft from answers to repeated prompts: {MEASURE_COUNTED}")
     if speculative_config.get("method") != "suffix":
         return dict(speculative_config)
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
@@ -211,10 +211,10 @@ def require_servable(
     """Refuse a draft that vLLM would refuse, and more tokens than the draft can propose.
 
     vLLM would make up the excess tokens. The runner and config.json are checked before a server
-    starts; the number of tokens is not checked for a draft that is not downloaded yet.
+    starts; the number of tokens is not checked for a draft that has not been downloaded yet.
 
     Raises:
-        ValueError
+        ValueError: the draft cannot be served, or too many tokens are requested.
     """
     require_runner(speculative_config, environment)
     config = speculative_config or {}
@@ -232,7 +232,7 @@ def require_servable(
 
 
 def _read_draft(speculative_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The draft's config.json; empty if it has no folder or is not downloaded yet."""
+    """The draft's config.json; empty if it has no folder or has not been downloaded yet."""
     if "model" not in speculative_config:
         return {}
     try:
@@ -253,10 +253,10 @@ def require_runner(
 ) -> None:
     """Refuse an unsupported vLLM, and a draft that vLLM or its model runner cannot serve.
 
-    `views` are those of the draft's layers; by default, they are read from its folder.
+    `views` describe the windows of the draft's layers; by default, they are read from its folder.
 
     Raises:
-        ValueError
+        ValueError: this vLLM or its model runner is not supported.
     """
     if error := find_unsupported(version):
         raise ValueError(error)
@@ -278,37 +278,37 @@ def require_runner(
         served = _read_draft(speculative_config or {}) if family.layers_key else {}
         views = served_views(served, "the draft") if served else ()
     if is_mixed(views):
-        # V1 has one group of caches for all layers of a draft.
+        # V1 has a single group of caches for all layers of a draft.
         title, decoders = f"{title} with and without windows", tuple({*decoders} & {"v2"})
         if not decoders:
             raise ValueError(
-                f"no model runner of vLLM serves {title}: give all layers the window (no "
-                f"--head.full-layers), or none{way_out}"
+                f"no model runner of vLLM serves {title}: use the window in all layers (without "
+                f"--head.full-layers) or in none{way_out}"
             )
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked is None:
-        # Left alone, vLLM takes V1 for a draft that V2 does not serve.
+        # Without the variable, vLLM uses V1 for a draft that V2 does not serve.
         if "v1" in decoders or not on_cpu:
             return
         needed, reason = (
             "V2",
-            "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU",
+            "vLLM on a CPU uses V1, because it has no Triton there: serve it on a GPU",
         )
     else:
         taken, needed = ("V1", "V2") if asked == "0" else ("V2", "V1")
         if taken.lower() in decoders:
             return
-        reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} asks for {taken}: unset it"
-    raise ValueError(f"only vLLM's {needed} model runner serves {title}, and {reason}{way_out}")
+        reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} selects {taken}: unset it"
+    raise ValueError(f"only vLLM's {needed} model runner serves {title}, but {reason}{way_out}")
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:
-    """The model runner of a server, from its log, in which vLLM names only V2."""
+    """Return a server's model runner, read from its log, in which vLLM names only V2."""
     return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
 
 
 def read_threads(log: Path) -> int | None:
-    """The number of a server's OpenMP threads, from its log; None if none are bound or no log."""
+    """Read a server's number of OpenMP threads from its log; None if the log names none."""
     if not log.is_file():
         return None
     latest = log.read_text(errors="replace").rpartition("OpenMP thread binding info")[2]
@@ -317,9 +317,9 @@ def read_threads(log: Path) -> int | None:
 
 
 def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
-    """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
+    """Return a warning if vLLM's CPU build would run at two speeds; otherwise "".
 
-    The engine core's loop needs a CPU core of its own (`engine.patches`).
+    The engine core's loop needs its own CPU core (`engine.patches`).
     """
     threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
     if (
@@ -343,18 +343,18 @@ def wait_until_healthy(
     name: str = "vLLM",
     given_up: threading.Event | None = None,
 ) -> None:
-    """Return when `GET {url}/health` succeeds.
+    """Wait until `GET {url}/health` succeeds.
 
     Raises:
-        ChildProcessError: the process ended, or was given up.
+        ChildProcessError: the process exited, or was given up.
         TimeoutError: the server did not become healthy in time.
     """
     started = time.monotonic()
     with Progress(
-        desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None
+        desc=f"starting {name}", bar_format="{desc}: {elapsed}", leave=False, disable=None
     ) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:
-            # A dead engine is not waited for until the timeout.
+            # If the engine has exited, do not wait until the timeout.
             if process.poll() is not None:
                 raise ChildProcessError(
                     f"{name} did not start: {why_ended(process, log)} (whole log: {log})"

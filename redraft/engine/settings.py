@@ -1,11 +1,11 @@
-"""Settings of the plugin: one JSON object in the environment.
+"""Settings of the plugin: one JSON object in an environment variable.
 
 Every process of a vLLM server inherits it.
 
     REDRAFT_SETTINGS='{"registry": "/drafts", "pace": "auto", "capture": {"spool": "/spool"}}'
 
-`redraft serve` writes it. Whoever starts vLLM without it sets it; its keys are the fields of
-`online.engine.config.Settings`, and docs/online.md lists them.
+`redraft serve` writes it; set it yourself if you start vLLM without that command. Its keys are the
+fields of `online.engine.config.Settings`, and docs/online.md lists them.
 """
 
 import json
@@ -19,7 +19,7 @@ VARIABLE = "REDRAFT_SETTINGS"
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The settings in an environment; empty if there are none.
+    """Read the settings from an environment; empty if there are none.
 
     Raises:
         ValueError: the variable is not a JSON object.
@@ -35,7 +35,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
 
 
 def write_settings(*settings: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variable with all settings, where later ones win; empty if there are none."""
+    """Return the variable with the merged settings, of which later ones win; empty if none."""
     merged: Mapping[str, Any] = {}
     for more in settings:
         merged = merge(merged, more)

@@ -1,12 +1,12 @@
-"""The type in which a target computes, if the user names none.
+"""The dtype in which a target computes, if the user sets none.
 
     on a GPU                                                     as stored
     on a CPU, quantised                                          as stored: servers alone compute it
     on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory
     on any other CPU, or stored in another type                  float32: outputs are compared token for token
 
-Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the
-numbers that serve it. Importing this loads neither torch nor vLLM.
+Training, forecast, engine and `redraft serve` all use this default, so a draft is trained on the
+numbers that it will be served with. This module imports neither torch nor vLLM.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def open_target(
 def default_target_dtype(
     target: str | Path, *, on_cpu: bool, machine: Machine | None = None
 ) -> TargetDtype | None:
-    """The type for a target, given its folder or hub name; None for the stored type."""
+    """Return the dtype for a target, given its folder or hub name; None for the stored dtype."""
     if not on_cpu:
         return None
     try:

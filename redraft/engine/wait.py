@@ -1,4 +1,4 @@
-"""The plugin for engines that redraft starts itself, and what its features ask for."""
+"""The plugin for engines that redraft starts itself, and the conditions of its features."""
 
 import sys
 
@@ -7,7 +7,7 @@ from redraft.engine.machine import VLLM_VERSION
 from redraft.engine.settings import read_settings
 
 ENABLED = {"engine_wait": True}
-"""Settings for measurements and hidden states; a server with the plugin patches itself."""
+"""Settings for servers that measure or send hidden states; other servers have the whole plugin."""
 
 
 def register() -> None:

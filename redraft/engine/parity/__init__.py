@@ -1,1 +1,1 @@
-"""vLLM's draft compared number by number with training's."""
+"""Number-by-number comparison of vLLM's draft with training's."""

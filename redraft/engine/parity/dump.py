@@ -1,15 +1,15 @@
-"""The drafter's inputs, outputs and proposals in a real vLLM.
+"""Record the drafter's inputs, outputs and proposals in a real vLLM.
 
-The vLLM generates in this process.
+vLLM runs in this process.
 
-    python -m eval.parity.dump runs.json
+    python -m redraft.engine.parity.dump runs.json
 
-The file holds a list of `engine.parity.run.EngineRun`. The results are saved beside it with torch, as
-dump-0.pt and so on: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block
-has `request`, `num_output` (tokens emitted before it), `drafted` (token ids) and, for the first
-blocks of a prompt, `passes`, the drafter's forward passes with inputs by name and outputs as a
-list, and `confidence`, the estimates of acceptance if there are any. Requests run one after the
-other, so the rows and the request of every pass are known.
+The file contains a list of `engine.parity.run.EngineRun`. The results are saved next to it with
+torch, as dump-0.pt and so on: `outputs` (token ids by prompt) and `blocks`, one per drafted block.
+A block has `request`, `num_output` (tokens emitted before it), `drafted` (token ids) and, for the
+first blocks of a prompt, `passes` (the drafter's forward passes, with inputs by name and outputs as
+a list) and `confidence` (the estimates of acceptance, if there are any). Requests run one after
+another, so that the rows and the request of every pass are known.
 """
 
 import functools
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# in this process, to reach the drafter; with vLLM's choice of model runner, as a server would
+# In this process, to reach the drafter, and with vLLM's own choice of model runner, as in a server.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -55,14 +55,14 @@ class Recorder:
             self._model = runner.drafter.model
             propose = around(self, "_propose", self.propose_v1)
             hook(runner, "parity", propose_draft_token_ids=propose)
-        # `nn.Module.__call__` looks `forward` up on the instance, so every call of the model comes
-        # by here.
+        # `nn.Module.__call__` looks `forward` up on the instance, so every call of the model passes
+        # through here.
         hook(self._model, "parity", forward=around(self, "_forward", self.forward))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes is None:
             return self._forward(*args, **kwargs)
-        # Before the call: the engine reuses these buffers for the next pass.
+        # Before the call, because the engine reuses these buffers for the next pass.
         given = {"args": copied(args), **{name: copied(value) for name, value in kwargs.items()}}
         out = self._forward(*args, **kwargs)
         self._passes.append(
@@ -73,7 +73,7 @@ class Recorder:
     def propose_v1(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        # rejected places of the block hold -1
+        # rejected places of the block contain -1
         emitted = sum(int(token) >= 0 for token in sampled_token_ids[0])
         propose = functools.partial(
             self._propose, scheduler_output, sampled_token_ids, *args, **kwargs
@@ -81,7 +81,7 @@ class Recorder:
         return self.record(self._runner.input_batch.req_ids[0], emitted, propose)
 
     def propose_v2(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # By name: vLLM may pass it in any place.
+        # By name, because vLLM may pass it in any position.
         num_sampled = (
             inspect.signature(self._propose)
             .bind(input_batch, *args, **kwargs)
@@ -91,7 +91,7 @@ class Recorder:
         return self.record(input_batch.req_ids[0], int(num_sampled[0]), propose)
 
     def record(self, request: str, emitted: int, propose: Callable[[], Any]) -> Any:
-        """Record what `propose` drafts for a request that has just emitted `emitted` tokens."""
+        """Record the draft that `propose` returns after a request has emitted `emitted` tokens."""
         if request not in self._num_output:
             self._order.append(request)
         index = self._order.index(request)
@@ -115,14 +115,15 @@ class Recorder:
         return drafted
 
     def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
-        """The drafter's estimated acceptance of every drafted token; empty without estimates.
+        """Return the drafter's estimated acceptance of each draft token; empty without estimates.
 
-        vLLM computes it only in adaptive verification, so this method calls its modules directly.
+        vLLM computes estimates only in adaptive verification, so this method calls its modules
+        directly.
         """
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []
-        # The Markov head reads the token before each drafted one: the anchor, then all drafted but
-        # the last.
+        # The Markov head reads the token before each drafted one: the anchor, then all drafted
+        # tokens but the last.
         before = torch.tensor([int(given["input_ids"][0]), *drafted[:-1]])
         hidden, device = given["out"][0][-len(drafted) :], next(self._model.parameters()).device
         estimated = self._model.compute_confidence(
@@ -148,7 +149,7 @@ def dump(run: EngineRun) -> dict[str, Any]:
         dtype=run.dtype,
         max_model_len=max_model_len,
         max_num_seqs=1,  # every row of a pass belongs to one request
-        max_num_batched_tokens=max(2048, max_model_len),  # no prompt is prefilled in pieces
+        max_num_batched_tokens=max(2048, max_model_len),  # no prompt is prefilled in several parts
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -157,7 +158,7 @@ def dump(run: EngineRun) -> dict[str, Any]:
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     recorder = Recorder(runner, run.recorded_prompts, run.blocks_a_prompt)
-    ends = list(run.end_ids)  # without a tokenizer the engine knows no end of text
+    ends = list(run.end_ids)  # without a tokenizer, the engine has no end-of-text token
     sampling = SamplingParams(
         temperature=0,
         max_tokens=run.max_tokens,
@@ -179,15 +180,15 @@ def rotate_in_pytorch(_: Any) -> Any:
 
 
 def keep_imports_frozen() -> None:
-    """Keep all objects loaded so far out of garbage collection.
+    """Exempt all objects loaded so far from garbage collection.
 
     Importing vLLM creates a million of them, and collecting these takes three of an engine's four
     seconds on a CPU.
     """
     gc.collect()
     gc.freeze()
-    # vLLM freezes its heap at the start of an engine and thaws everything at the end, these objects
-    # included.
+    # vLLM freezes its heap when an engine starts and unfreezes everything when it stops, including
+    # these objects.
     gc.freeze = gc.unfreeze = lambda: None
 
 

@@ -1,7 +1,4 @@
-"""Drafts in a real vLLM, in a process of its own.
-
-The inputs and outputs of the drafter are read back.
-"""
+"""Run drafts in a real vLLM in a separate process, and read back the drafter's data."""
 
 import subprocess
 import sys
@@ -28,10 +25,10 @@ class EngineRun:
     prompts: Sequence[Sequence[int]]
     max_tokens: int = 12
     end_ids: Sequence[int] = ()
-    """That end an answer; by default it has `max_tokens`."""
+    """Token ids that end an answer; without any, every answer has `max_tokens` tokens."""
     dtype: str = "float32"
     blocks_a_prompt: int = 4
-    """Blocks per prompt recorded with passes; then tokens alone."""
+    """Number of blocks per prompt that are recorded with passes; later blocks have only tokens."""
     recorded_prompts: int = 4
     kv_cache_bytes: int = 64 << 20
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -49,15 +46,15 @@ class Block:
     request: int
     """Index of the prompt."""
     num_output: int
-    """Tokens emitted before it."""
+    """Number of tokens emitted before the block."""
     drafted: list[int]
     passes: list[dict[str, Any]]
     """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if
-    not recorded.
+    they were not recorded.
     """
     confidence: list[float] = field(default_factory=list)
-    """The estimated acceptance of every drafted token; empty if the drafter has none, or it was not
-    recorded.
+    """The estimated acceptance of every drafted token; empty if the drafter has no estimates or
+    they were not recorded.
     """
 
 
@@ -71,12 +68,12 @@ class Dump:
         return [*self.run.prompts[block.request], *self.outputs[block.request][: block.num_output]]
 
     def recorded(self) -> list[Block]:
-        """The blocks with recorded passes that were drafted while the request was still running."""
+        """Return the blocks with passes that were drafted while their request was running."""
         # The step that ends a request may emit more tokens than the answer keeps.
         return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
 
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
-        """The engine's counts for each prompt; a request's last block is never verified."""
+        """Return the engine's counts for each prompt; a request's last block is never verified."""
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
         for block, num_accepted in self._verified():
             accepted[block.request].append(num_accepted)
@@ -85,7 +82,7 @@ class Dump:
         ]
 
     def counts_by_context(self, first: int = 0) -> dict[int, AcceptanceCounts]:
-        """The engine's counts from prompt `first` on, as `split_by_context` splits a forecast."""
+        """Return the engine's counts from prompt `first` on, split like `split_by_context`."""
         return add_by_context(
             {
                 1 << (len(self.prefix(block)).bit_length() - 1): AcceptanceCounts.from_blocks(
@@ -97,11 +94,11 @@ class Dump:
         )
 
     def _verified(self) -> Iterator[tuple[Block, int]]:
-        """Every block that was verified, and how many of its tokens were accepted."""
+        """Yield every verified block with the number of its accepted tokens."""
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:
-                # between two blocks a request emits the accepted tokens of the first and one of the
-                # target
+                # between two blocks, a request emits the first block's accepted tokens and one
+                # token of the target
                 yield block, after.num_output - block.num_output - 1
 
     def counts(self) -> AcceptanceCounts:
@@ -111,18 +108,19 @@ class Dump:
 def run_engine(
     runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None
 ) -> list[Dump]:
-    """Run the engines one after the other in a child process; files and log go to `folder`.
+    """Run the engines one after another in a child process; files and log go to `folder`.
 
     `environment` is added to the child's environment variables.
 
     Raises:
-        ChildProcessError
+        ChildProcessError: vLLM failed to run a draft.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
     spec, log = folder / "runs.json", folder / "vllm.log"
     spec.write_bytes(msgspec.json.encode(runs))
-    # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
+    # on a CPU, torch and vLLM share OpenMP in this process, and several threads would wait for each
+    # other
     threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
     env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
     with process_group(
@@ -138,7 +136,7 @@ def run_engine(
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
     with Progress(
-        desc="vLLM runs the draft", bar_format="{desc}: {elapsed}", leave=False, disable=None
+        desc="running the draft in vLLM", bar_format="{desc}: {elapsed}", leave=False, disable=None
     ) as bar:
         while True:
             try:
@@ -149,7 +147,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(run: EngineRun, path: Path) -> Dump:
-    # Tensors, lists and numbers only, so the loader may refuse all other objects.
+    # Only tensors, lists and numbers, so the loader can refuse all other objects.
     saved = torch.load(path, weights_only=True)
     return Dump(
         run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]]

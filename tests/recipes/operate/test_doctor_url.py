@@ -178,7 +178,10 @@ def test_doctor_says_in_one_line_what_it_cannot_compare(
     world: World, draft: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["doctor", "--target", str(world.folder.folder), "--draft", str(draft), "--url"]
-    for address, told in (("http://127.0.0.1:9", "went away"), ("gpu1", "not the address")):
+    for address, told in (
+        ("http://127.0.0.1:9", "stopped responding"),
+        ("gpu1", "not the address"),
+    ):
         assert dispatch([*args, address]) == 2
         said = capsys.readouterr().err.strip()
         assert told in said.splitlines()[-1]
