@@ -1,1 +1,1 @@
-"""Model folders: publish them atomically, read tensors, configs and tokenizers."""
+"""Model folders: publish them atomically, and read their tensors, configs and tokenizers."""

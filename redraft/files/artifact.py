@@ -1,4 +1,4 @@
-"""Publish folders and files atomically: written aside, flushed to disk, then renamed into place.
+"""Publish folders and files atomically: write them aside, flush them to disk, and rename them.
 
     with publishing(folder) as new:             one folder, one rename
         .<folder>.<random>.partial/             the block fills it; a killed writer leaves nothing but this
@@ -9,7 +9,8 @@
     verify(folder)                              names the first missing, truncated or altered file
     write_whole(path, content)                  one file, one rename
 
-Standard library only, because a control plane without torch publishes and verifies too.
+This module uses only the standard library, because control planes without torch also publish and
+verify.
 """
 
 import errno
@@ -35,17 +36,15 @@ MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
 
 LAYOUT = 1
-"""Layout of manifests. Every other file is checked by the manifest, and the manifest by its
-digests.
-"""
+"""Layout version of manifests. The manifest contains the digests of all other files."""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED_S = 3600
-"""Age of an unfinished file from a killed writer."""
+"""Age in seconds from which an unfinished file counts as left by a killed writer."""
 
 SAMPLE_BYTES = 4096
-"""Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model
-of 723 tensors.
+"""Number of bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB in
+total for a 70B model with 723 tensors.
 """
 
 VOLATILE_CONFIG_KEYS = frozenset(
@@ -59,9 +58,9 @@ class NewFolder:
     """A folder that is being published."""
 
     path: Path
-    """Folder for the files, which becomes the published folder at the end."""
+    """Folder to write the files to, which is renamed to the published folder at the end."""
     provenance: dict[str, Any]
-    """Written to provenance.json at the end."""
+    """Content of provenance.json, written at the end."""
 
 
 @contextmanager
@@ -70,12 +69,12 @@ def publishing(
 ) -> Iterator[NewFolder]:
     """Create `folder` atomically.
 
-    The block writes files and adds to the provenance; the manifest and the rename follow. After an
-    exception in the block, `folder` is unchanged. With `overwrite`, the new folder replaces one
-    that redraft has published.
+    The block writes files and adds to the provenance; then the manifest is written and the folder
+    renamed. If the block raises an exception, `folder` is unchanged. With `overwrite`, the new
+    folder replaces one that redraft published.
 
     Raises:
-        FileExistsError: `folder` is not empty, or holds files that redraft did not publish.
+        FileExistsError: `folder` is not empty, or contains files that redraft did not publish.
         OSError: the disk is full (ENOSPC).
     """
     require_free(folder, overwrite=overwrite)
@@ -84,7 +83,8 @@ def publishing(
     with _partial_folder(folder) as partial:
         new = NewFolder(path=partial, provenance=dict(provenance or {}))
         yield new
-        # Provenance before the seal: the manifest lists every file there is at that moment.
+        # Provenance before the seal, because the manifest lists the files that exist at that
+        # moment.
         _write_json(partial / PROVENANCE, new.provenance)
         _seal(partial, folder, overwrite=overwrite)
 
@@ -96,18 +96,19 @@ def publish(
     *,
     overwrite: bool = False,
 ) -> None:
-    """`publishing` for files that one call of `write(folder)` creates. Raises: as `publishing`."""
+    """`publishing` for files that one call of `write(folder)` creates. Raises as `publishing`."""
     with publishing(folder, provenance, overwrite=overwrite) as new:
         write(new.path)
 
 
 def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:
-    """Write `content` to `path` completely or not at all, even if the process or machine dies.
+    """Write `content` to `path` completely or not at all, even if the process or machine crashes.
 
     `mode` is the file's mode, regardless of the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the file: a rename is atomic in one file system. The id keeps processes apart.
+    # Next to the file, because a rename is atomic only within a file system. The id keeps processes
+    # apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         with suppress(OSError):
@@ -123,13 +124,13 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)  # does nothing if it was renamed
-    # The rename is a change of the folder. Without this, a power cut may bring the old file back.
+    # The rename changes the folder. Without this, a power cut could restore the old file.
     sync(path.parent)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError from the block, which a failed write does not set."""
+    """Add the file's name to an OSError from the block, because a failed write does not set it."""
     try:
         yield
     except OSError as error:
@@ -149,7 +150,7 @@ def sync(path: Path) -> None:
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
     """Raise FileExistsError unless `folder` may be written.
 
-    It may be written if it is absent or empty, or if `overwrite` is set and redraft has published
+    It may be written if it is absent or empty, or if `overwrite` is set and redraft published
     everything in it.
 
     Call this before hours of work, not after.
@@ -158,7 +159,7 @@ def require_free(folder: Path, *, overwrite: bool = False) -> None:
         return
     if not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: choose another output folder")
-    # A mistyped --output must not delete somebody's home folder.
+    # A mistyped --output must not delete someone's home folder.
     if (foreign := find_foreign(folder)) is not None:
         raise FileExistsError(
             f"{foreign} was not published by redraft: move it away, or choose another output folder"
@@ -170,15 +171,15 @@ def require_free(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def find_foreign(folder: Path) -> Path | None:
-    """The first file in a folder that redraft did not publish, or None.
+    """Return the first file in a folder that redraft did not publish, or None.
 
-    It is `folder` itself if the folder is not empty and was never published.
+    Return `folder` itself if it is not empty and was never published.
     """
     if not (folder / MANIFEST).is_file():
         return folder if any(folder.iterdir()) else None
     try:
         entries = manifest(folder)
-    except ValueError:  # the list of a folder of ours is damaged
+    except ValueError:  # a folder of ours whose manifest is damaged
         return None
     ours = {folder / name for name in (*entries, MANIFEST)}
     return next(
@@ -203,21 +204,21 @@ def require_space(path: Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} "
-            "GB free",
+            f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, but its disk has only "
+            f"{free / 1e9:.1f} GB free",
         )
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The entry for one file in a manifest."""
+    """A file's entry in a manifest."""
 
     bytes: int
     sha256: str
 
 
 def manifest(folder: Path) -> dict[str, FileEntry]:
-    """The manifest of a published folder: its files, by relative name.
+    """Return the manifest of a published folder: its files, by relative name.
 
     Raises:
         FileNotFoundError: there is no manifest.
@@ -247,7 +248,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
 
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: a file is missing, truncated or altered; the message names the first.
+        ValueError: a file is missing, truncated or altered; the message names the first one.
     """
     entries = manifest(folder)
     require_sizes(folder, entries)
@@ -261,7 +262,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
 
 
 def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Refuse a folder in which a file is missing, or its size differs from that in `entries`.
+    """Refuse a folder in which a file is missing or has a different size than in `entries`.
 
     Raises:
         ValueError: the message names the first such file.
@@ -279,13 +280,13 @@ def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file.
+    """Return the header of a safetensors file.
 
     It maps each tensor's name to `{"dtype", "shape", "data_offsets"}`. The contents are not
     checked.
@@ -295,8 +296,8 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        # A file of fewer than 8 bytes is filled up with 0xff, which makes the length larger than
-        # any file.
+        # A file of fewer than 8 bytes is padded with 0xff, so that the length exceeds any file's
+        # size.
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
             raise ValueError(
@@ -323,8 +324,8 @@ def safetensors_samples(path: Path) -> Iterator[bytes]:
         data = 8 + struct.unpack("<Q", file.read(8))[0]
         for name in sorted(header):
             start, end = header[name]["data_offsets"]
-            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; one below SAMPLE_BYTES three
-            # times, whole.
+            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; a tensor smaller than
+            # SAMPLE_BYTES is read whole, three times.
             last = max(start, end - SAMPLE_BYTES)
             for offset in (start, (start + last) // 2, last):
                 file.seek(data + offset)
@@ -335,7 +336,7 @@ FULL_WORDS = re.compile(
     rf"os error ({'|'.join(map(str, map(int, FULL_ERRNOS)))})\b"
     r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
 )
-"""Words of safetensors and of torch's writer, whose exceptions are not OSErrors."""
+"""Words in errors from safetensors and torch's writer, whose exceptions are not OSErrors."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -344,18 +345,19 @@ def is_full(error: BaseException) -> bool:
 
 
 FULL_BYTES = 16 << 20
-"""If a write fails and less than this is free, the full disk is the reason."""
+"""If a write fails and less than this is free, the full disk is taken as the reason."""
 
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which is locked while its writer is alive.
+    """Create a temporary folder next to `folder`, locked as long as its writer runs.
 
     It is removed if the writer fails.
     """
     partial, lock = _make_locked(folder)
     try:
-        partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
+        # mkdtemp's mode 0o700 would hide the result from a server that another user runs
+        partial.chmod(0o755)
         yield partial
     except Exception as error:
         if is_full(error) or shutil.disk_usage(partial).free < FULL_BYTES:
@@ -375,12 +377,12 @@ def _make_locked(folder: Path) -> tuple[Path, int]:
         partial = Path(
             tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent)
         )
-        # Until it is locked, another publisher may take it for abandoned and remove it. Then make
-        # another.
+        # Until the folder is locked, another publisher may consider it abandoned and remove it.
+        # Then create another one.
         with suppress(FileNotFoundError):
             lock = os.open(partial, os.O_RDONLY)
-            # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead
-            # one.
+            # The kernel releases the lock even after SIGKILL, so the lock distinguishes a running
+            # writer from a killed one.
             with _suppress_missing_locks():
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.lexists(partial):
@@ -404,9 +406,9 @@ def _remove_abandoned(folder: Path) -> None:
         try:
             lock = os.open(partial, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # its writer has published it meanwhile
+            continue  # its writer has published it in the meantime
         try:
-            # Without locks, nothing shows whether another process is writing there now.
+            # Without locks, it is unknown whether another process is writing to it now.
             with _suppress_missing_locks(), suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(partial, ignore_errors=True)
@@ -417,7 +419,7 @@ def _remove_abandoned(folder: Path) -> None:
 def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
     """Write the manifest of `partial`, flush it to disk and rename it to `folder`.
 
-    An old `folder` is moved aside first. The result is made readable by everybody, because a server
+    An old `folder` is moved aside first. The result is made readable by all users, because a server
     often runs as a different user than the trainer; only hard links keep their mode.
     """
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -431,21 +433,22 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
             continue
         if path.is_dir():
             path.chmod(0o755)
-        elif (
-            path.stat().st_nlink == 1
-        ):  # a hard link shares its mode with a file of somebody else (`mtp_folder.link`)
+        # A hard link shares its mode with a file that may belong to another user (`mtp_folder.link`).
+        elif path.stat().st_nlink == 1:
             path.chmod(0o644)  # safetensors writes 0600
     _flush(partial)
     if overwrite and folder.exists():
-        # A folder cannot be replaced in one rename. A kill before the next one leaves no `folder`.
+        # A folder cannot be replaced with a single rename. A kill before the next one leaves no
+        # `folder`.
         folder.rename(partial.with_suffix(".previous"))
     try:
-        partial.rename(
-            folder
-        )  # replaces an empty folder and refuses any other: two writers cannot both win
+        # This replaces an empty folder and fails for any other, so two writers cannot both succeed.
+        partial.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(f"{folder} was published by another process meanwhile") from error
+            raise FileExistsError(
+                f"{folder} was published by another process in the meantime"
+            ) from error
         raise
     sync(folder.parent)
     for previous in _siblings(folder, "previous"):  # a writer killed at this point left one too

@@ -1,4 +1,4 @@
-"""Load Hugging Face models and tokenizers completely, or fail with one clear line."""
+"""Load Hugging Face models and tokenizers completely, or fail with a one-line error."""
 
 import copy
 import functools
@@ -29,16 +29,16 @@ from redraft.files.target_folder import TargetFolder
 
 TEKKEN = "tekken.json"  # mistral-common's tokenizer, in some repositories the only one
 TEMPLATE = "chat_template.jinja"
-PROCESSOR_TEMPLATE = "chat_template.json"  # of processors of text and images; vLLM reads it too
+PROCESSOR_TEMPLATE = "chat_template.json"  # for processors of text and images; vLLM reads it too
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
-    """Config of MiMo, which `transformers` lacks. Without its MTP layer, MiMo is a Qwen2."""
+    """Config of MiMo, which `transformers` lacks. Without its MTP layer, MiMo is a Qwen2 model."""
 
     model_type = "mimo"
 
 
-# Raises a ValueError at import once transformers brings a model type of this name.
+# Raises a ValueError at import once transformers adds a model type of this name.
 AutoConfig.register("mimo", MiMoConfig)
 
 
@@ -57,14 +57,14 @@ def register_models() -> None:
 
 
 def model_class(config: Any) -> Any:
-    """The auto class for a config's causal LM, with or without images.
+    """Return the auto class for a config's causal LM, with or without images.
 
     Raises:
         ValueError: there is none.
     """
     register_models()
     if encoder := next((name for name in config.architectures or () if "MaskedLM" in name), None):
-        raise ValueError(f"{encoder} is an encoder: give a causal language model")
+        raise ValueError(f"{encoder} is an encoder: choose a causal language model")
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
             return kind
@@ -74,17 +74,17 @@ def model_class(config: Any) -> Any:
 
 
 def attention_of(config: Any) -> str | None:
-    """The attention implementation to load a causal LM with; None for transformers' default.
+    """Return the attention implementation for loading a causal LM; None for transformers' default.
 
     That default is SDPA, or eager for layers with sinks.
     """
-    # SDPA drops a cap on the scores without a word.
+    # SDPA silently ignores a cap on the scores.
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def new_model(config: Any, dtype: torch.dtype | None) -> Any:
-    """An untrained causal LM, with attention as in `attention_of`. Raises: as `model_class`."""
-    config = copy.deepcopy(config)  # the model writes into it
+    """Create an untrained causal LM; `attention_of` sets its attention. Raises as `model_class`."""
+    config = copy.deepcopy(config)  # because the model modifies it
     return model_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_of(config)
     )
@@ -114,10 +114,10 @@ def load_causal_lm(
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # transformers raises a dozen types here, many of several lines
+    except Exception as error:  # transformers raises a dozen types here, many with several lines
         reason = f"cannot load the model {name_or_path}: {_reason(error, folder)}"
         raise ValueError("; ".join(filter(None, [reason, cure]))) from error
-    # transformers fills what lacks with random numbers and only warns
+    # transformers fills missing weights with random numbers, and only warns
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ValueError(
             f"{name_or_path} has {len(wrong)} missing weights; the first is {wrong[0]}"
@@ -129,20 +129,20 @@ CONFIG_ERRORS = (
     OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError,
 )  # fmt: skip
 """Raised by transformers for a config.json that it cannot read: text that is not JSON, an unknown
-model type or dtype, a missing key, zero heads, a value of the wrong type; OSError if there is no
+model type or dtype, a missing key, zero heads, or a value of the wrong type; OSError if there is no
 file.
 """
 
 
 def load_config(name_or_path: str | Path) -> Any:
-    """The `transformers` config of a model, given its folder, hub name or JSON file.
+    """Load the `transformers` config of a model, given its folder, hub name or JSON file.
 
     Raises:
-        FileNotFoundError
+        FileNotFoundError: the model is missing.
         ValueError: the name is a GGUF file, or the config is unreadable.
     """
     path = Path(name_or_path)
-    if path.suffix == ".json" and path.is_file():  # a config.json of any name
+    if path.suffix == ".json" and path.is_file():  # a config.json with any name
         read_json(path)
         folder, what = path, str(path)
     else:
@@ -152,14 +152,14 @@ def load_config(name_or_path: str | Path) -> Any:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except CONFIG_ERRORS as error:
         field = ""
-        # transformers looks for `torch.bfloat16` as a name in torch.
+        # transformers looks up `torch.bfloat16` as a name in torch.
         if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
-            field = ': write "dtype": "bfloat16" in place of "torch.bfloat16"'
+            field = ': write "dtype": "bfloat16" instead of "torch.bfloat16"'
         raise ValueError(f"cannot read {what}: {_reason(error, folder)}{field}") from error
 
 
 def load_text_config(name_or_path: str | Path) -> Any:
-    """The config of the text model within a model. Raises: as `load_config`."""
+    """Load the config of the text model within a model. Raises as `load_config`."""
     return load_config(name_or_path).get_text_config()
 
 
@@ -174,9 +174,10 @@ def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end an engine's answer.
+    """Return the token ids that end an engine's answer.
 
-    They are the tokenizer's, and those of generation_config.json or else of config.json.
+    They are the tokenizer's end token and the ids in generation_config.json, or in config.json if
+    the former has none.
     """
     folder = open_folder(name_or_path)
     path = next(
@@ -191,8 +192,8 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
         ),
         None,
     )
-    # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008
-    # and 128009.
+    # A chat model has several end tokens, of which the tokenizer has one: Llama 3.1 ends at 128001,
+    # 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(
         sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
@@ -203,8 +204,8 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     """Load the tokenizer from a folder or hub name.
 
     Raises:
-        FileNotFoundError
-        ValueError: it is unreadable, or two files hold different chat templates.
+        FileNotFoundError: there is no such folder, or it has no tokenizer.
+        ValueError: the tokenizer is unreadable, or two files contain different chat templates.
     """
     folder = open_folder(name_or_path)
     if not folder.is_dir():
@@ -226,7 +227,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
 
 
 def _read_processor_template(folder: Path, tokenizer: Any) -> None:
-    """Give a tokenizer without a chat template that of the processor.
+    """Give a tokenizer without a chat template the processor's template.
 
     Raises:
         ValueError: the tokenizer has a different template; vLLM uses the processor's for a model of
@@ -239,7 +240,7 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
     if default is not None and default.strip() != template.strip():
         other = TEMPLATE if (folder / TEMPLATE).is_file() else "tokenizer_config.json"
         raise ValueError(
-            f"{folder / other} and {path} contain different chat templates, and engines do not choose "
+            f"{folder / other} and {path} contain different chat templates, and engines do not all use "
             "the same one: remove the outdated one"
         )
     tokenizer.chat_template = found or template
@@ -249,7 +250,7 @@ def _load_tekken(path: Path) -> Any:
     """Load a tokenizer in Mistral's format, with transformers' chat template for it.
 
     Raises:
-        ValueError: it is unreadable, or mistral-common is missing.
+        ValueError: the tokenizer is unreadable, or mistral-common is not installed.
     """
     from transformers.integrations.mistral import convert_tekken_tokenizer
 
@@ -264,7 +265,7 @@ def _reason(error: Exception, folder: Path) -> str:
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its own folder (auto_map), which redraft does not run: save "
-            "the tokenizer as a tokenizer.json, or choose a model of a type that transformers has"
+            "the tokenizer as tokenizer.json, or choose a model type that transformers supports"
         )
     try:
         for path in sorted(folder.glob("*.json")):
@@ -275,5 +276,5 @@ def _reason(error: Exception, folder: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if it has none."""
+    """The first line of an error's message, or the error's type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,10 +1,11 @@
-"""The one reader of model folders.
+"""Read model folders.
 
-Where a model is, its config.json and other JSON files, the file of each tensor, whether all files
-are there, and the model's fingerprint.
+This covers a model's location, its config.json and other JSON files, the file of each tensor,
+completeness, and the model's fingerprint.
 
-Standard library and msgspec only, apart from the hub's client for a hub name: help texts and
-control planes read folders too. What needs transformers is in `files.checkpoint`.
+Apart from the hub's client for hub names, this module uses only the standard library and msgspec,
+because help texts and control planes read folders too. Code that needs transformers is in
+`files.checkpoint`.
 """
 
 import hashlib
@@ -33,14 +34,14 @@ ADAPTER = "adapter_config.json"
 MISTRAL_CONFIG = "params.json"
 GENERATION_CONFIG = "generation_config.json"
 MODELOPT = "hf_quant_config.json"
-"""File beside config.json in which ModelOpt names the quantization."""
+"""File next to config.json in which ModelOpt states the quantization."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 MODEL_FILES = (*SMALL_FILES, "*.safetensors")
 """Files of a hub repository to download."""
 OTHERS = ("*/*", "consolidated*")
-"""Files that hold the model in formats of others."""
+"""Files that contain the model in other formats."""
 OLD_WEIGHTS = "pytorch_model*.bin"
-"""Weights of repositories without safetensors."""
+"""Weights in repositories without safetensors."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 TO_SAFETENSORS = f"convert them to {WEIGHTS}, with torch.load and safetensors.torch.save_file"
 TOKENIZER_FILES = (
@@ -52,8 +53,8 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 TRAINED_WITH = "trained_with"
-"""Key in an export's `redraft` section: the trained architecture, under the engines' keys. The
-engines' copies at the top level may be edited after the export; these are not.
+"""Key in an export's `redraft` section for the trained architecture, under the engines' names. The
+copies for engines at the top level may be edited after the export; this section is not.
 """
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class _Index(msgspec.Struct):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder.
+    """Read the `config.json` in a folder.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -85,8 +86,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         reason = "it is not a model folder"
         if (folder / MISTRAL_CONFIG).is_file():
             reason = (
-                f"its {MISTRAL_CONFIG} is Mistral's own layout, which redraft does not read; get the "
-                "model in the layout of transformers"
+                f"its {MISTRAL_CONFIG} is Mistral's own format, which redraft does not read; get the "
+                "model in the format of transformers"
             )
         elif (folder / "draft" / CONFIG).is_file():
             reason = f"it is the folder of a run; did you mean {folder / 'draft'}?"
@@ -95,17 +96,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises: as `read_as`."""
+    """Read the object in a JSON file. Raises as `read_as`."""
     return read_as(path, dict[str, Any])
 
 
 def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -> T:
-    """The record in a JSON file.
+    """Read the record in a JSON file.
 
-    Missing keys get their defaults; unknown ones are ignored.
+    Missing keys get their defaults; unknown keys are ignored.
 
     Raises:
-        ValueError: the file is corrupt or of another type; the message names the file and a cure.
+        ValueError: the file is corrupt or of another type; the message names the file and ends with
+            `cure`.
     """
     try:
         # msgspec's decoder refuses NaN, which other programs write.
@@ -115,31 +117,29 @@ def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -
 
 
 def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A config.json, and its language-model section if it wraps text and images."""
+    """Return a config.json, and its language-model section if the model has images."""
     return config, config.get("text_config") or {}
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of this config.json on the quantization of the weights.
+    """Return the section of this config.json on the quantization of the weights.
 
     It is empty if the weights are not quantised.
     """
-    keys = (
-        "quantization_config",
-        "compression_config",
-    )  # the second is an old one of compressed-tensors
+    # The second one is from old versions of compressed-tensors.
+    keys = ("quantization_config", "compression_config")
     return next(
         (place[key] for place in text_sections(config) for key in keys if place.get(key)), {}
     )
 
 
 def find_quantization(config: Mapping[str, Any]) -> str | None:
-    """The quantization of the weights beside this config.json, as named by the tool.
+    """Return the quantization of the weights that this config.json states, as named by its tool.
 
-    It is None if the weights are not quantised.
+    Return None if the weights are not quantised.
     """
     section = quantization_section(config)
-    # ModelOpt names the method `quant_algo`.
+    # ModelOpt calls the method `quant_algo`.
     return (
         None
         if not section
@@ -148,9 +148,9 @@ def find_quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def read_quantization(folder: Path) -> str | None:
-    """`find_quantization` for a folder, where a ModelOpt file may also name the quantization.
+    """`find_quantization` for a folder, in which a ModelOpt file may also state the quantization.
 
-    Raises: as `read_config`.
+    Raises as `read_config`.
     """
     if found := find_quantization(read_config(folder)):
         return found
@@ -163,8 +163,8 @@ def read_quantization(folder: Path) -> str | None:
 
 
 def read_dtype(folder: Path) -> str | None:
-    """The type of the weights in config.json; None if there is none. Raises: as `read_config`."""
-    # `torch_dtype` until transformers 4.56.
+    """Return the weights' dtype in config.json, None if it has none. Raises as `read_config`."""
+    # It was called `torch_dtype` until transformers 4.56.
     sections = text_sections(read_config(folder))
     return next(
         (dtype for one in sections if (dtype := one.get("dtype") or one.get("torch_dtype"))), None
@@ -172,17 +172,17 @@ def read_dtype(folder: Path) -> str | None:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The generation_config.json of a folder; empty if there is none.
+    """Read the generation_config.json in a folder; empty if there is none.
 
     Raises:
-        ValueError: if it is corrupt.
+        ValueError: the file is corrupt.
     """
     path = folder / GENERATION_CONFIG
     return read_json(path) if path.is_file() else {}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a safetensors folder, by the tensor's name.
+    """Return the file that contains each tensor of a safetensors folder, by the tensor's name.
 
     Raises:
         FileNotFoundError: the folder has no weights.
@@ -207,19 +207,19 @@ def _refuse_two(folder: Path) -> None:
         folder / INDEX, _Index
     ).weight_map.values():
         raise ValueError(
-            f"{folder} has both {WEIGHTS} and {INDEX}, of which transformers and vLLM may read different "
+            f"{folder} has both {WEIGHTS} and {INDEX}, and transformers and vLLM may read different "
             "ones: remove the outdated one"
         )
 
 
 def count_parameters(folder: Path) -> int:
-    """The number of parameters in a safetensors folder. Raises: as `tensor_files`."""
+    """Count the parameters in a safetensors folder. Raises as `tensor_files`."""
     headers = [safetensors_header(file) for file in sorted(set(tensor_files(folder).values()))]
     return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
 
 
 def is_hub_name(name_or_path: str | Path) -> bool:
-    """True for `owner/name`, unless that folder exists here or it is the name of a GGUF file."""
+    """Whether this is `owner/name`, but not an existing local folder or the name of a GGUF file."""
     is_name = HUB_NAME.fullmatch(str(name_or_path)) is not None and not _is_gguf(name_or_path)
     return is_name and not Path(name_or_path).exists()
 
@@ -231,20 +231,20 @@ def _is_gguf(name_or_path: str | Path) -> bool:
 def refuse_gguf(name_or_path: str | Path) -> None:
     """Raise ValueError if a model is specified by its GGUF file.
 
-    The message gives the command that converts the file to a folder.
+    The message contains the command that converts the file to a folder.
     """
     if _is_gguf(name_or_path):
         raise ValueError(
             f"{name_or_path} is a GGUF file: run `redraft data import-gguf {name_or_path} FOLDER`, "
-            "then give FOLDER instead"
+            "then use FOLDER instead"
         )
 
 
 def model_folder(name_or_path: str | Path) -> Path:
-    """The folder of a model: the given one or, for a hub name, the folder in the hub's cache.
+    """Return a model's folder: the given one or, for a hub name, the one in the hub's cache.
 
     Raises:
-        FileNotFoundError: the hub's cache does not hold the model.
+        FileNotFoundError: the hub's cache does not contain the model.
         ValueError: the name is a GGUF file.
     """
     refuse_gguf(name_or_path)
@@ -252,24 +252,24 @@ def model_folder(name_or_path: str | Path) -> Path:
         return Path(name_or_path)
     from huggingface_hub import try_to_load_from_cache
 
-    # Never from the network: a question about a folder must not start a download of many gigabytes.
-    # By one file, since `snapshot_download` refuses a snapshot without the files of the repository
+    # Never from the network, because looking up a folder must not start a download of many
+    # gigabytes. By a single file, because `snapshot_download` rejects a snapshot that lacks files
     # which nobody reads.
     config = try_to_load_from_cache(str(name_or_path), CONFIG)
     if not isinstance(config, str):
         raise FileNotFoundError(
-            f"{name_or_path} is neither a folder here nor in the hub's cache: load it once"
+            f"{name_or_path} is neither a local folder nor in the hub's cache: download it first"
         )
     return Path(config).parent
 
 
 def open_folder(name_or_path: str | Path) -> Path:
-    """The folder of a model, with all files but the weights.
+    """Return the folder of a model, with all files except the weights.
 
-    It is the given one or, for a hub name, the one in the hub's cache, completed by a download.
+    It is the given folder or, for a hub name, the one in the hub's cache, completed by a download.
 
     Raises:
-        FileNotFoundError: there is no such folder, or neither the hub nor its cache provides the
+        FileNotFoundError: the folder does not exist, or neither the hub nor its cache provides the
             model.
         ValueError: the name is a GGUF file.
     """
@@ -280,19 +280,19 @@ def open_folder(name_or_path: str | Path) -> Path:
         return model_folder(name_or_path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{name_or_path} is no folder here, and the hub does not give it: {reason or error}"
+            f"{name_or_path} is not a local folder, and the hub does not provide it: {reason or error}"
         ) from error
 
 
 def fetch_model(name_or_path: str | Path) -> Path:
-    """The folder of a model, with all its files.
+    """Return the folder of a model, with all its files.
 
-    It is the given one or, for a hub name, the folder in the hub's cache, completed by a download.
+    It is the given folder or, for a hub name, the one in the hub's cache, completed by a download.
     Only files that transformers or vLLM read are downloaded. If the hub cannot be reached, a
     complete model in the cache is sufficient.
 
     Raises:
-        FileNotFoundError: the hub does not provide the model, and the cache does not hold all of
+        FileNotFoundError: the hub does not provide the model, and the cache does not contain all of
             it.
         ValueError: the name is a GGUF file.
     """
@@ -305,10 +305,10 @@ def fetch_model(name_or_path: str | Path) -> Path:
             reason = _download(str(name_or_path), OLD_WEIGHTS)
         _check_weights(folder)
         if not _has_weights(folder):
-            raise FileNotFoundError(f"{folder} holds no weights")
+            raise FileNotFoundError(f"{folder} contains no weights")
     except (FileNotFoundError, ValueError) as error:
         raise FileNotFoundError(
-            f"{name_or_path} is no folder here, and the hub does not give all of it: "
+            f"{name_or_path} is not a local folder, and the hub does not provide all of its files: "
             f"{reason or error}"
         ) from error
     return folder
@@ -317,15 +317,14 @@ def fetch_model(name_or_path: str | Path) -> Path:
 def _download(name: str, *patterns: str) -> str:
     """Download the files of a model that are not in the hub's cache.
 
-    Returns the reason if the download fails, else "".
+    Return the reason if the download fails, otherwise "".
     """
     from huggingface_hub import snapshot_download
 
     try:
         snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=[*OTHERS])
-    except (
-        Exception
-    ) as error:  # OSError and the errors of the HTTP library, which differs from release to release
+    # OSError, and the errors of the HTTP library, which differs between releases.
+    except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 
@@ -368,12 +367,12 @@ def _check_weights(folder: Path) -> None:
         shards = set(read_as(path, _Index).weight_map.values())
         if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise ValueError(
-                f"{folder / missing[0]} is missing: {path.name} names it; fetch it again"
+                f"{folder / missing[0]} is missing, although {path.name} lists it: download it again"
             )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A model's weight files, sorted: those in the index, the single file, or the old ones.
+    """List a model's weight files, sorted: those in the index, the single file, or the old format.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -390,24 +389,25 @@ def weight_files(folder: Path) -> list[Path]:
     others = sorted(path.name for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES)
     if not others:
         raise FileNotFoundError(
-            f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder"
+            f"{folder} contains neither {WEIGHTS} nor {INDEX}: it is not a model folder"
         )
     cure = TO_SAFETENSORS
     if others[0].endswith(".safetensors"):
-        cure = f"fetch {INDEX} too" if len(others) > 1 else f"rename it to {WEIGHTS}"
+        cure = f"download {INDEX} too" if len(others) > 1 else f"rename it to {WEIGHTS}"
     raise FileNotFoundError(f"{folder} has its weights in {others[0]}: {cure}")
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256, in hex, of a model's config, tokenizer and samples of its weights.
+    """Return the SHA-256, in hex, of a model's config, tokenizer and samples of its weights.
 
-    From a safetensors file, it reads the header (names, types, shapes) and SAMPLE_BYTES at the
-    start, middle and end of every tensor, so tens of GB take about a second, and a fine-tuned copy
-    still differs. Other weight files are read in full. The same weights sharded differently count
-    as another model. A fingerprint does not reveal corrupt bytes; `verify` does.
+    From a safetensors file, it reads the header (names, dtypes, shapes) and SAMPLE_BYTES at the
+    start, middle and end of every tensor, so tens of gigabytes take about a second, and a
+    fine-tuned copy still differs. Other weight files are read in full. The same weights sharded
+    differently have a different fingerprint. A fingerprint does not reveal corrupt bytes; `verify`
+    does.
 
     Raises:
-        FileNotFoundError: there is no config.json, or no weights.
+        FileNotFoundError: there is no config.json, or there are no weights.
         ValueError: a file is truncated or corrupt.
     """
     config, digest = read_config(folder), hashlib.sha256()
@@ -426,16 +426,16 @@ def fingerprint(folder: Path) -> str:
 
 
 def lineage(folder: Path) -> str:
-    """SHA-256, in hex, of the part of a target that the layout of a draft depends on.
+    """Return the SHA-256, in hex, of the part of a target that a draft's layout depends on.
 
     This part is the model's type, the vocabulary, and the names and shapes of the tensors. A
     fine-tune or a later checkpoint has the lineage of the model it started from, but a different
-    `fingerprint`. Settings that a later release of transformers spells differently do not count;
-    nor do the types of the tensors, their order in shards, or an output head that is a copy of tied
+    `fingerprint`. Settings that a later release of transformers spells differently are ignored, and
+    so are the tensors' dtypes, their order in shards, and an output head that is a copy of tied
     embeddings.
 
     Raises:
-        FileNotFoundError: there is no config.json, or no weights in safetensors.
+        FileNotFoundError: there is no config.json, or there are no safetensors weights.
         ValueError: a file is truncated or corrupt.
     """
     config = read_config(folder)
@@ -452,13 +452,14 @@ def lineage(folder: Path) -> str:
 
 
 def _digest_vocabulary(folder: Path) -> str:
-    """SHA-256 of a tokenizer's tokens and merges; empty if there is no tokenizer."""
+    """Return the SHA-256 of a tokenizer's tokens and merges; empty if there is no tokenizer."""
     path = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
     if path is None:
         return ""
     if path.name != "tokenizer.json":
         return sha256(path)
-    # Padding, truncation, added tokens and the spelling of merges change when a fine-tune is saved.
+    # Padding, truncation, added tokens and the spelling of merges can change when a fine-tune is
+    # saved.
     model = read_json(path).get("model") or {}
     merges = [
         merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()

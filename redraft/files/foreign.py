@@ -1,9 +1,9 @@
-"""Drafts of other trainers that resemble ours and are something else.
+"""Drafts from other trainers that resemble supported ones but have different architectures.
 
-Each has a name.
+Each kind has a name.
 
-Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's
-DFlash. Standard library only.
+The kinds are based on the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt
+and z-lab's DFlash. This module uses only the standard library.
 """
 
 import re
@@ -18,24 +18,23 @@ class Foreign:
 
     name: str
     method: str | None
-    """VLLM's method to serve it with; None if vLLM has none."""
+    """vLLM's method for this draft; None if vLLM has none."""
     architecture: str = ""
-    """Pattern in `architectures`, or in `speculators_model_type`."""
+    """Pattern that matches a name in `architectures`, or `speculators_model_type`."""
     tensors: tuple[str, ...] = ()
-    """Patterns, each of which some tensor's name holds."""
+    """Patterns, each of which must match the name of some tensor."""
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
-    """By config.json and the names of the tensors."""
+    """Further condition on config.json and the tensor names."""
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
-    """True for a DSpark draft with layers of DeepSeek-V4, Kimi K3 or Gemma 4.
+    """Whether this is a DSpark draft with layers of DeepSeek-V4, Kimi K3 or Gemma 4.
 
     One of the names for Qwen3 layers is also used for DeepSeek layers.
     """
     names = [name for name in config.get("architectures") or () if "dspark" in name.lower()]
     ours = {"Qwen3DSparkModel"}
-    # In the layout of speculators the type of the layers is in a section, and they are Qwen3's in
-    # any case.
+    # In speculators' layout, the type of the layers is in a section, and it is always Qwen3.
     if config.get("model_type") == "qwen3" or config.get("speculators_model_type") == "dspark":
         ours |= {"DSparkDraftModel", "DSparkSpeculator"}
     return bool(names) and not ours.intersection(names)
@@ -52,7 +51,7 @@ def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
     )
 
 
-# The first match counts: the rarer sign comes first.
+# The first match counts, so the more specific kind comes first.
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="a DSpark draft of layers other than Qwen3's",
@@ -105,7 +104,7 @@ FOREIGN: tuple[Foreign, ...] = (
         tensors=("hidden_norm", r"\.experts\."),
     ),
     Foreign(
-        name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is "
+        name="an EAGLE-3 head that uses only the target's last hidden state (use_aux_hidden_state is "
         "false)",
         method="eagle3",
         matches=lambda config, names: (
@@ -117,7 +116,7 @@ FOREIGN: tuple[Foreign, ...] = (
         method="eagle3",
         matches=lambda config, names: (
             config.get("target_hidden_size")
-            # null in speculators' layout means as wide as the head.
+            # In speculators' layout, null means as wide as the head.
             not in (None, (config.get("transformer_layer_config") or config).get("hidden_size"))
         ),
     ),
@@ -144,8 +143,8 @@ def nested_layers(config: Mapping[str, Any]) -> list[int]:
     """The layers in an EAGLE-3 head's section, each as the number of layers below its stream.
 
     The list is empty without a section. SpecForge and ModelOpt, which write `use_aux_hidden_state`
-    beside the layers, record the index of the layer that ends there, as SGLang and TensorRT-LLM do:
-    one less. vLLM's V1 runner uses the numbers as they are.
+    next to the layers, record the index of the layer that ends there, which is one less, as SGLang
+    and TensorRT-LLM do. vLLM's V1 runner uses the numbers as they are.
     """
     section = config.get(SECTION) or {}
     offset = 1 if "use_aux_hidden_state" in section else 0
@@ -153,7 +152,7 @@ def nested_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> Foreign | None:
-    """The kind of a draft for which redraft has no module; None if it may be one of ours."""
+    """The kind of a draft for which redraft has no module; None if redraft may support it."""
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or _has_all(kind.tensors, names) or kind.matches(config, names):
@@ -162,9 +161,9 @@ def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> For
 
 
 def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """The kind of a draft for which redraft has no module, and its method in vLLM.
+    """Describe a draft for which redraft has no module, with its method in vLLM.
 
-    It is None if the draft may be one of ours.
+    Return None if redraft may support the draft.
     """
     if (kind := match_foreign(config, names)) is not None:
         config_text = f'"method": "{kind.method}"'

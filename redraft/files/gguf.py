@@ -1,7 +1,7 @@
 """Read a GGUF file with `transformers`, and write the model as a folder in bfloat16.
 
-Engines and trainers read folders of safetensors. A GGUF file keeps its weights in blocks of a few
-bits; they are converted to bfloat16 once, so every later run loads the same numbers.
+Engines and trainers read safetensors folders. A GGUF file stores its weights in blocks of a few
+bits; they are converted to bfloat16 once, so that every later run loads the same numbers.
 """
 
 import importlib.util
@@ -22,12 +22,13 @@ from redraft.files.checkpoint import first_line, load_tokenizer
 MAGIC = b"GGUF"
 
 PROBE = "Hello, world!\n\n  def f(x):\n      return x ** 2 + 10  # naïve café, 東京, 🙂\n"
-"""Text that a tokenizer must return unchanged: indentation, digits, accents, and characters of
+"""Text that a tokenizer must reproduce exactly: indentation, digits, accents, and characters of
 three and four bytes.
 """
 
 WRITE_MARGIN = 1.05
-"""Room for the tokenizer, the config and the file system, as a factor on the bytes of the weights.
+"""Factor on the bytes of the weights that leaves space for the tokenizer, the config and the file
+system.
 """
 
 
@@ -36,7 +37,7 @@ class GgufHeader:
     """The metadata of a GGUF file, without the weights."""
 
     architecture: str
-    """llama.cpp's name of the architecture, e.g. `llama` or `qwen2`."""
+    """llama.cpp's name for the architecture, e.g. `llama` or `qwen2`."""
     name: str
     license: str
     weight_types: tuple[str, ...]
@@ -47,7 +48,7 @@ class GgufHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufModel:
-    """A bfloat16 model that was read from a GGUF file, and its tokenizer."""
+    """A bfloat16 model that was read from a GGUF file, with its tokenizer."""
 
     model: Any
     tokenizer: Any
@@ -57,7 +58,7 @@ def check_gguf(path: Path) -> None:
     """Check that `path` starts like a GGUF file, and that the package to read it is installed.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: it is not a GGUF file, or the `gguf` package is not installed.
     """
     if not path.is_file():
@@ -70,10 +71,10 @@ def check_gguf(path: Path) -> None:
 
 
 def open_gguf(path: Path) -> Any:
-    """The reader of a GGUF file, with its fields and tensors.
+    """Open a reader for a GGUF file, with its fields and tensors.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: it is not a GGUF file, or it is truncated or corrupt.
     """
     check_gguf(path)
@@ -81,7 +82,8 @@ def open_gguf(path: Path) -> Any:
 
     class Reader(GGUFReader):  # type: ignore[misc]  # gguf has no types
         def _get_field_parts(self, offset: int, raw_type: int) -> Any:
-            # gguf would read zeros behind the end, for as long as a length in the file says.
+            # gguf would read zeros after the end of the file, for as long as a length in the file
+            # demands.
             if raw_type == GGUFValueType.ARRAY:
                 length = self._get(offset + 4, np.uint64)
                 if not length.size or length[0] > self.data.size:
@@ -90,19 +92,20 @@ def open_gguf(path: Path) -> Any:
 
     try:
         return Reader(path)
-    except Exception as error:  # numpy, struct and unicode errors: the reader checks nothing itself
+    # numpy, struct and unicode errors, because the reader itself checks nothing
+    except Exception as error:
         raise _corrupt(path, error) from error
 
 
 def _corrupt(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is truncated or corrupt ({first_line(error)}): fetch it again")
+    return ValueError(f"{path} is truncated or corrupt ({first_line(error)}): download it again")
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The metadata of a GGUF file.
+    """Read the metadata of a GGUF file.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: it is not the GGUF file of a whole model, or it is truncated or corrupt.
     """
     reader = open_gguf(path)
@@ -129,11 +132,11 @@ def read_header(path: Path) -> GgufHeader:
         )
     if fields.get("general.type", "model") != "model":
         raise ValueError(
-            f"{path} holds {fields['general.type']} weights (general.type), not a model: an adapter "
-            "is merged into its model first, with llama-export-lora"
+            f"{path} contains {fields['general.type']} weights (general.type), not a model: merge an "
+            "adapter into its model first, with llama-export-lora"
         )
     if "general.architecture" not in fields:
-        raise ValueError(f"{path} names no architecture: it is not the GGUF file of a model")
+        raise ValueError(f"{path} has no general.architecture: it is not the GGUF file of a model")
     return GgufHeader(
         architecture=fields["general.architecture"],
         name=fields.get("general.name", ""),
@@ -144,10 +147,11 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def read_config(path: Path, architecture: str) -> Any:
-    """The `transformers` config of a GGUF file.
+    """Load the `transformers` config of a GGUF file.
 
     Raises:
-        ValueError: transformers cannot read the architecture, or not as a causal language model.
+        ValueError: transformers does not support the architecture, or not as a causal language
+            model.
     """
     try:
         config = AutoConfig.from_pretrained(
@@ -157,21 +161,21 @@ def read_config(path: Path, architecture: str) -> Any:
             AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ValueError(
-            f"transformers {transformers.__version__} does not read {path}, of the architecture "
-            f"{architecture!r}, "
-            f"as a causal language model ({first_line(error)}): get the model as safetensors"
+            f"transformers {transformers.__version__} cannot load {path} (architecture "
+            f"{architecture!r}) as a causal language model ({first_line(error)}): get the model as "
+            "safetensors"
         ) from error
     return config
 
 
 def require_space_for(config: Any, output: Path) -> None:
-    """Raise OSError (ENOSPC) unless the disk has room for a model with this config.
+    """Raise OSError (ENOSPC) unless the disk of `output` has space for a model with this config.
 
-    The disk is that of `output`, and the model is stored in bfloat16.
+    The model will be stored in bfloat16.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # `parameters` yields tied weights once, as the file holds them.
+    # `parameters` yields tied weights once, and the file contains them once.
     num_bytes = sum(weight.numel() for weight in model.parameters()) * torch.bfloat16.itemsize
     require_space(output, int(num_bytes * WRITE_MARGIN))
 
@@ -184,9 +188,8 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
     """
     folder, name = str(path.parent), path.name
     options: dict[str, Any] = {}
-    if hasattr(
-        transformers, "GgufConfig"
-    ):  # since 5.19 quantised weights may stay packed, which cannot be saved
+    # Since transformers 5.19, quantised weights may stay packed, and could then not be saved.
+    if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
@@ -202,16 +205,16 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
         raise ValueError(f"cannot read {path}: {first_line(error)}") from error
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ValueError(
-            f"{path} misses {len(wrong)} weights of its architecture, the first is {wrong[0]}"
+            f"{path} lacks {len(wrong)} weights of its architecture; the first is {wrong[0]}"
         )
     return GgufModel(model=_make_savable(loaded, config, header.end_of_turn), tokenizer=tokenizer)
 
 
 def save(read: GgufModel, folder: Path) -> None:
-    """Write the model and the tokenizer, and check the tokenizer as written.
+    """Write the model and the tokenizer, and check the written tokenizer.
 
     Raises:
-        ValueError: the tokenizer of the folder does not return a probe text, or the chat template
+        ValueError: the written tokenizer does not reproduce a probe text, or the chat template
             fails.
     """
     read.model.save_pretrained(folder)
@@ -221,7 +224,7 @@ def save(read: GgufModel, folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Check the tokenizer of a folder.
+    """Check the tokenizer in a folder.
 
     A probe text must round-trip unchanged, all ids must fit the model, and the chat template must
     render.
@@ -233,12 +236,12 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     ids = tokenizer(PROBE, add_special_tokens=False).input_ids
     if (text := tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != PROBE:
         raise ValueError(
-            f"the tokenizer does not return a probe text: {PROBE!r} became {text!r}; get the "
-            "safetensors"
+            f"the tokenizer does not reproduce a probe text: {PROBE!r} became {text!r}; get the model "
+            "as safetensors"
         )
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer):,} tokens, but the model only {vocab_size:,}"
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model has only {vocab_size:,}"
         )
     if tokenizer.chat_template is None:
         return
@@ -254,7 +257,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
-    """Drop the tokens that transformers adds to a tokenizer but for which there is no embedding.
+    """Drop the tokens that transformers adds to a tokenizer although they have no embedding.
 
     It adds GPT-2's `<|endoftext|>` to every byte-level tokenizer. In a prompt, that id would be out
     of range.
@@ -268,21 +271,21 @@ def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
 
 
 def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
-    """A plain model of `config` that shares the weights of `loaded`.
+    """Make a plain model with this `config` that shares the weights of `loaded`.
 
     `loaded` itself counts as quantised and cannot be saved.
     """
     state: Mapping[str, torch.Tensor] = loaded.state_dict()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    # Assigned, not copied: a meta model has no memory to copy into. It unties tied weights, so tie
-    # them again.
+    # Assigned, not copied, because a meta model has no memory to copy into. This unties tied
+    # weights, so they are tied again.
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    # A file has one end token. Many chat models end a turn with another: without it, an answer
-    # would run on.
+    # A file has one end token. Many chat models end a turn with a different one, without which an
+    # answer would never stop.
     ends = [token for token in (config.eos_token_id, end_of_turn) if token is not None]
-    # or the next load takes the config's end token again
+    # otherwise, the next load would use the config's end token again
     model.generation_config._from_model_config = False
     model.generation_config.eos_token_id = (
         ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None

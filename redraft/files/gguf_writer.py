@@ -1,7 +1,7 @@
-"""Write a draft as a GGUF file, with the tokenizer of its target's GGUF file.
+"""Write a draft as a GGUF file, with the tokenizer from its target's GGUF file.
 
-llama.cpp checks the names and shapes of a file's tensors, and nothing of their meaning. Names and
-keys are those of its loaders and of its converter (b10605); a test serves the files.
+llama.cpp checks the names and shapes of a file's tensors, but nothing of their meaning. The names
+and keys are those of its loaders and its converter (b10605); a test serves the files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Parts of a layer in transformers and in llama.cpp."""
+"""Names of a layer's parts in transformers and in llama.cpp."""
 
 PLAIN, LLAMA3 = "default", "llama3"
-"""Kinds of rotation."""
+"""Types of rotary embeddings."""
 
 TOKENIZER = "tokenizer."
 ROPE_FACTORS = "rope_freqs.weight"
@@ -50,7 +50,7 @@ class GgufTarget:
 
     @cached_property
     def _reader(self) -> Any:
-        read_header(self.path)  # raises for a part of a model, or an adapter
+        read_header(self.path)  # raises an error for a part of a model, or an adapter
         return open_gguf(self.path)
 
     def _read(self, key: str) -> Any:
@@ -79,13 +79,13 @@ class GgufTarget:
 
     @cached_property
     def quantised(self) -> tuple[str, ...]:
-        """The types of its quantised tensors, e.g. `Q4_K`; empty if no weights are quantised."""
+        """The types of the quantised tensors, e.g. `Q4_K`; empty if no weights are quantised."""
         types = {tensor.tensor_type.name for tensor in self._reader.tensors}
         return tuple(sorted(types - UNQUANTISED))
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """The fields of the tokenizer, as the reader holds them."""
+        """The tokenizer's fields, as returned by the reader."""
         fields = self._reader.fields
         return {key: field for key, field in fields.items() if key.startswith(TOKENIZER)}
 
@@ -108,8 +108,8 @@ def write_gguf(
 ) -> None:
     """Write a file with the keys `ARCHITECTURE.NAME` and a target's tokenizer, and flush it.
 
-    Matrices keep their type. Vectors are written in float32, because llama.cpp reads norms that
-    way. A key that starts with `tokenizer.` replaces the target's.
+    Matrices keep their dtype. Vectors are written in float32, because llama.cpp reads norms in
+    float32. A key that starts with `tokenizer.` replaces the target's.
     """
     from gguf import GGUFWriter
 
@@ -174,7 +174,7 @@ def interleave(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def layer_keys(config: Mapping[str, Any]) -> dict[str, Value]:
-    """The keys for a model's sizes and rotation, from a transformers config.json."""
+    """The keys for a model's sizes and rotary embeddings, from a transformers config.json."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return {
@@ -194,7 +194,7 @@ def layer_keys(config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of a config.json, under their current names."""
+    """Return the rotary parameters of a config.json, under their current names."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = found.get("rope_type") or found.get("type") or PLAIN
     theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
@@ -207,7 +207,8 @@ def rope_factors(config: Mapping[str, Any]) -> Tensor:
     size = config.get("head_dim") or config["hidden_size"] // heads
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     wavelengths = 2 * np.pi * found["rope_theta"] ** exponents
-    # Turns within the original context, from 0 (long waves, slowed by `factor`) to 1 (short ones).
+    # Number of turns within the original context, scaled from 0 (long waves, slowed by `factor`) to
+    # 1 (short ones).
     turns = found["original_max_position_embeddings"] / wavelengths
     low, high = found["low_freq_factor"], found["high_freq_factor"]
     share = ((turns - low) / (high - low)).clamp(0, 1)

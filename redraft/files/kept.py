@@ -1,4 +1,4 @@
-"""A cache on disk, by a hash of all inputs of a value: an interrupted run continues from it."""
+"""A disk cache, keyed by a hash of a value's inputs, so that an interrupted run can continue."""
 
 import contextlib
 import hashlib
@@ -15,17 +15,17 @@ from redraft.files.folder import is_hub_name, model_folder
 T = TypeVar("T")
 
 KEPT = re.compile(r"(.+-)?[0-9a-f]{16}\.json")
-"""Names of kept values, with the first 64 bits of the hash of their key."""
+"""File names of cached values, with the first 64 bits of the hash of their key."""
 
 
 def compute_once(
     folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]
 ) -> T:
-    """The result of `compute()`, or the one that an earlier run with an equal `key` cached.
+    """Return the result of `compute()`, or the one that an earlier run with an equal `key` cached.
 
     The result is stored in `folder` as `name`-HASH.json.
     """
-    # 64 bits of the hash suffice for the few values of a folder.
+    # 64 bits of the hash are enough for the few values in a folder.
     path = folder / f"{name}-{hash_key(key)[:16]}.json"
     if path.is_file():
         # compute it again if it was written by a version whose `kind` has other fields
@@ -37,21 +37,21 @@ def compute_once(
 
 
 def find_not_kept(folder: Path) -> Path | None:
-    """The first file under `folder` whose name is not that of a kept value, or None."""
+    """Return the first file under `folder` whose name is not that of a cached value, or None."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return next((path for path in files if not KEPT.fullmatch(path.name)), None)
 
 
 def hash_key(key: object) -> str:
-    """The SHA-256, in hex, of any JSON-serialisable value."""
+    """Return the SHA-256, in hex, of any JSON-serialisable value."""
     return hashlib.sha256(msgspec.json.encode(key)).hexdigest()
 
 
 def fingerprint_path(name: str) -> str:
-    """A hash of the names, sizes and times of the files at a path.
+    """Return a hash of the names, sizes and times of the files at a path.
 
-    For a hub name, it is the name with the commit in the hub's cache, or `name` itself if the model
-    is not cached.
+    For a hub name, return the name with the commit in the hub's cache, or `name` itself if the
+    model is not cached.
     """
     with contextlib.suppress(FileNotFoundError, ValueError):
         if is_hub_name(name):

@@ -1,6 +1,6 @@
-"""One owner for a folder.
+"""Locks that give a folder one owner.
 
-A lock, which the kernel releases when the owner ends, however it ends.
+The kernel releases a lock when the owner exits for any reason.
 """
 
 import errno
@@ -15,29 +15,30 @@ from pathlib import Path
 NO_LOCKS = frozenset(
     {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 )
-"""Errors of file systems without locks: Lustre without `flock`, some FUSE and NFS mounts."""
+"""Errors from file systems without locks: Lustre without `flock`, and some FUSE and NFS mounts."""
 OWNER = b"process "
-"""The beginning of the line in a lock that names its owner."""
+"""Prefix of the line in a lock file that names its owner."""
 
 
 class AlreadyOwnedError(OSError):
-    """Another live process owns the folder; the message names the owner."""
+    """Another running process owns the folder; the message names the owner."""
 
 
 def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
-    """Take the lock `path`, held until the descriptor is closed or the process ends.
+    """Acquire the lock `path`, which is held until the descriptor is closed or the process exits.
 
-    The file itself is never removed. With `waits`, it waits for the current owner instead of
-    raising.
+    The file itself is never removed. With `waits`, the function waits for the current owner instead
+    of raising an error.
 
     Raises:
         AlreadyOwnedError: another process holds the lock.
-        OSError: the file system has no locks, or something else has the lock's name; that is left
-            unchanged.
+        OSError: the file system has no locks, or another kind of file has the lock's name; that
+            file is left unchanged.
     """
-    # Never unlinked: two processes could then lock two files of one name. A program started by the
-    # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive. No link is
-    # followed, and no pipe waited for: in a shared folder another user may have made either.
+    # Never unlinked, because two processes could then lock two files of the same name. A program
+    # started by the owner does not inherit the descriptor (PEP 446), so it cannot keep the lock. No
+    # link is followed, and no pipe waited for, because another user could have created either in a
+    # shared folder.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -46,12 +47,13 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
         if found.st_nlink > 1 or (owner and not owner.startswith(OWNER)):
             raise OSError(f"{path} is not a lock of redraft: move it away")
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        with suppress(OSError):  # on a full disk the owner cannot be noted, but the lock holds
+        # on a full disk, the owner cannot be noted, but the lock still holds
+        with suppress(OSError):
             os.ftruncate(descriptor, 0)
             note = f"{os.getpid()} on {socket.gethostname()}\n".encode()
             os.pwrite(descriptor, OWNER + note, 0)
     except BlockingIOError:
-        # Read again: the owner may just have noted itself.
+        # Read again, because the owner may only just have noted itself.
         named = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise AlreadyOwnedError(
@@ -67,7 +69,7 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
 
 @contextmanager
 def wait_for(path: Path, waiting: str) -> Iterator[None]:
-    """Hold the lock `path` while the block runs, once any other process has released it.
+    """Hold the lock `path` while the block runs, after any other process has released it.
 
     The line `waiting` is printed before a wait. If the file system has no locks, there is no wait.
     """
@@ -88,13 +90,13 @@ def wait_for(path: Path, waiting: str) -> Iterator[None]:
 
 
 def describe_missing(path: Path, error: OSError) -> str:
-    """A clause that names the lock and the file system, for an error in `NO_LOCKS`."""
+    """Return a clause that names the lock and the file system, for an error in `NO_LOCKS`."""
     mount, kind = find_mount(path)
     return f"{path} cannot be locked, because {mount} ({kind}) has no file locks ({error.strerror})"
 
 
 def find_mount(path: Path) -> tuple[str, str]:
-    """(mount point, type) of the file system that holds an existing path."""
+    """(mount point, type) of the file system that contains an existing path."""
     found = ("/", "unknown file system")
     places = {str(place) for place in (path.resolve(), *path.resolve().parents)}
     with suppress(OSError):
@@ -108,7 +110,7 @@ def find_mount(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def own(path: Path, purpose: str, *, waits: bool = False) -> Iterator[None]:
-    """Hold the lock `path` while the block runs. Raises: as `acquire`."""
+    """Hold the lock `path` while the block runs. Raises as `acquire`."""
     descriptor = acquire(path, purpose, waits=waits)
     try:
         yield

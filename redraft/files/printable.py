@@ -1,4 +1,4 @@
-"""Words of others on their way to a terminal, a log or a page."""
+"""Escape text from other sources before it reaches a terminal, a log or a page."""
 
 
 def printable(words: str) -> str:

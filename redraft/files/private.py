@@ -1,16 +1,16 @@
-"""Folders that only their owner may open, because they hold users' text, tokens or keys."""
+"""Folders that only their owner may open, because they contain users' text, tokens or keys."""
 
 import os
 from pathlib import Path
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder with mode 0700, or revoke the access of others to an existing folder.
+    """Create the folder with mode 0700, or revoke other users' access to an existing folder.
 
-    A folder that another user owns is left unchanged: a Kubernetes volume belongs to root.
+    A folder that another user owns is left unchanged, because a Kubernetes volume belongs to root.
 
     Raises:
-        OSError
+        OSError: the folder cannot be created or changed.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid == os.geteuid():
@@ -23,7 +23,7 @@ def require_own(folder: Path) -> None:
     Its token, spool and settings could come from that user.
 
     Raises:
-        PermissionError
+        PermissionError: another user owns the folder or a file in it.
     """
     try:
         names = [folder, *folder.iterdir()]
@@ -34,6 +34,6 @@ def require_own(folder: Path) -> None:
         owner = path.stat().st_uid if path == folder else path.lstat().st_uid
         if owner != os.geteuid():
             raise PermissionError(
-                f"{path} belongs to the user {owner}, who could read or replace what this one "
-                "writes: give a folder of your own, or chown it"
+                f"{path} belongs to user {owner}, who could read or replace the files written to it: "
+                "choose a folder of your own, or chown it"
             )

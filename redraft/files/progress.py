@@ -1,4 +1,4 @@
-"""Progress bars: a moving bar in a terminal, a line now and then in a log."""
+"""Progress bars: a moving bar in a terminal, and occasional lines in a log."""
 
 import sys
 import time
@@ -6,11 +6,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-LOG_INTERVAL_S = 10.0  # Shortest time between two lines of one bar in a log.
+LOG_INTERVAL_S = 10.0  # minimum time between two lines for one bar in a log
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """tqdm; without a terminal, a line at most every `LOG_INTERVAL_S` instead of a bar.
+    """tqdm bars; without a terminal, a line at most every `LOG_INTERVAL_S` instead of a bar.
 
     A bar that finishes sooner writes nothing. A longer one also writes its final state.
     """
@@ -18,7 +18,7 @@ class Progress(tqdm):  # type: ignore[misc]
     disable: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # before tqdm's constructor, which already draws
+        # before tqdm's constructor, which already draws the bar
         self._is_log = not (kwargs.get("file") or sys.stderr).isatty()
         self._last_line_s = time.monotonic()
         self._has_line = False
@@ -34,7 +34,7 @@ class Progress(tqdm):  # type: ignore[misc]
             self._write_line()
 
     def clear(self, nolock: bool = False) -> None:
-        """Remove the bar from the screen, to write other text; a log keeps its lines."""
+        """Remove the bar from the screen before other text is written; a log keeps its lines."""
         if not self._is_log:
             super().clear(nolock)
 
@@ -42,7 +42,7 @@ class Progress(tqdm):  # type: ignore[misc]
         if not self._is_log:
             super().close()
             return
-        if self.disable:  # also the second time
+        if self.disable:  # also on the second call
             return
         self.disable = True
         self._decr_instances(self)

@@ -7,7 +7,7 @@
     keep_previous     when nothing can be refused any more
     drop_previous     when the new results are complete
 
-A failed or killed run leaves the earlier results there. The next --overwrite keeps them.
+A failed or killed run leaves the earlier results in .previous, and the next --overwrite keeps them.
 """
 
 import os
@@ -23,9 +23,9 @@ PREVIOUS = ".previous"
 
 
 def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
-    """Raise FileExistsError as `require_free` does, and if the command reads from `folder`.
+    """Raise FileExistsError as `require_free` does, or if the command reads from `folder`.
 
-    `reads` are the settings of the command that name paths.
+    `reads` are the command's settings, which may contain paths.
     """
     if obstacle := find_obstacle([folder], reads, lambda _: None):
         raise FileExistsError(f"{obstacle}: choose another output folder")
@@ -37,10 +37,11 @@ def find_obstacle(
     reads: object,
     find_foreign: Callable[[Path], Path | None] = find_foreign,
 ) -> str:
-    """Why `results` may not be replaced, or an empty string.
+    """Return why `results` may not be replaced, or an empty string.
 
-    `reads` holds the command's settings, as a mapping or a dataclass: no path in them may lie in
-    the results, not even through links. Nor may `find_foreign` return a file for a results folder.
+    `reads` contains the command's settings, as a mapping or a dataclass: no path in them may be
+    inside the results, not even through links. `find_foreign` must not find a file in any results
+    folder either.
     """
     results = [path for path in results if os.path.lexists(path)]
     for path in results:
@@ -58,10 +59,10 @@ def find_obstacle(
 
 
 def start_over(folder: Path, name: str, reads: object) -> None:
-    """Set the kept values in `folder`/`name` aside until `drop_previous` on `folder`/.previous.
+    """Set the cached values in `folder`/`name` aside until `drop_previous` on `folder`/.previous.
 
     Raises:
-        ValueError: the folder holds other files, or a file that a path in `reads` refers to.
+        ValueError: the folder contains other files, or a file that a path in `reads` refers to.
     """
     if obstacle := find_obstacle([folder / name], reads, find_not_kept):
         raise ValueError(f"{obstacle}: choose another --output")
@@ -71,7 +72,7 @@ def start_over(folder: Path, name: str, reads: object) -> None:
 def keep_previous(results: Iterable[Path], previous: Path) -> None:
     """Move `results` into the folder `previous`.
 
-    If `previous` exists already, `results` belong to a replacement that was never completed, and
+    If `previous` already exists, `results` belong to a replacement that was never completed, and
     are removed.
     """
     undo_move(previous)
@@ -114,12 +115,12 @@ def _remove(path: Path) -> None:
 
 
 def _places(path: Path) -> set[Path]:
-    """A path by its name in its real folder, and with all of its links resolved."""
+    """A path in its resolved parent folder, and the path with all links resolved."""
     return {path.parent.resolve() / path.name, path.resolve()}
 
 
 def _list_ends(read: Path) -> Iterator[Path]:
-    """All places from which a file is used when `read` is read."""
+    """Yield all places whose files are used when `read` is read."""
     yield from _places(read)
     for folder, names, files in os.walk(read):
         for name in (*names, *files):
@@ -128,7 +129,7 @@ def _list_ends(read: Path) -> Iterator[Path]:
 
 
 def _find_paths(value: object, flag: str) -> Iterator[tuple[str, str]]:
-    """(flag, path as given) for every file and folder that a command's settings refer to."""
+    """Yield (flag, path as given) for every file and folder in a command's settings."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

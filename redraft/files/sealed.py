@@ -1,10 +1,10 @@
-"""Small JSON files that state their layout and show whether they are whole.
+"""Small JSON files with a layout number and a CRC-32, which reveals damage.
 
-A number and a CRC-32 beside the fields.
+The two stand next to the other fields.
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 
-Files from earlier releases have neither and are read unchecked.
+Files from earlier releases have neither, and are read without a check.
 """
 
 import json
@@ -23,7 +23,7 @@ LAYOUT, CRC = "layout", "crc32"
 
 
 class DamagedError(ValueError):
-    """The file is torn, altered or empty."""
+    """The file is truncated, altered or empty."""
 
 
 def write_sealed(
@@ -38,20 +38,20 @@ def write_sealed(
 
 
 def read_sealed(path: Path, layout: int = 1) -> Any:
-    """The fields that `write_sealed` wrote.
+    """Read the fields that `write_sealed` wrote.
 
-    For a file with neither layout nor checksum, it is the JSON value as is.
+    For a file with neither layout nor checksum, return the JSON value as it is.
 
     Raises:
-        DamagedError: if the file is not what was written.
-        ValueError: if a later release wrote it.
-        OSError: if it cannot be read.
+        DamagedError: the file differs from what was written.
+        ValueError: a later release wrote it.
+        OSError: it cannot be read.
     """
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({error})") from error
-    # One of the two makes it a sealed file: half a seal is damage.
+    # Either of the two marks a sealed file: if only one is present, the file is damaged.
     if not isinstance(content, dict) or not {LAYOUT, CRC} & content.keys():
         return content
     checksum = content.pop(CRC, None)
@@ -68,12 +68,12 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 
 
 def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
-    """The fields as a record; `otherwise` if there is no file.
+    """Read the fields as a record; return `otherwise` if there is no file.
 
     Raises:
-        DamagedError: as `read_sealed`, and also if the fields have the wrong type.
-        ValueError: if a later release wrote it.
-        OSError: if it cannot be read.
+        DamagedError: as in `read_sealed`, and also if the fields have the wrong type.
+        ValueError: a later release wrote it.
+        OSError: it cannot be read.
     """
     if not path.exists():
         return otherwise
@@ -82,20 +82,20 @@ def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
         return msgspec.convert(content, kind)
     except ValueError as error:
         name = kind.__name__.strip("_").lower()
-        raise DamagedError(f"{path} is damaged (it does not hold a {name}: {error})") from error
+        raise DamagedError(f"{path} is damaged (it does not contain a {name}: {error})") from error
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that a person can inspect it, and return the new path.
+    """Rename a damaged file, so that it can be inspected, and return the new path.
 
-    An earlier file that was set aside is replaced.
+    A file that was set aside earlier is replaced.
     """
     aside = path.with_name(f"{path.name}.damaged")
     return path.replace(aside)
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
-    # As they will be read back: json sorts 2 before 10 as numbers, and "10" before "2" as the keys
-    # of a file.
+    # Converted to JSON and back first, because json sorts 2 before 10 as numbers, but "10" before
+    # "2" as keys of a file.
     canonical = json.dumps(json.loads(json.dumps(fields)), sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(canonical.encode()):08x}"

@@ -1,4 +1,4 @@
-"""Whether vLLM serves a target as it teaches a draft. If not, no training begins."""
+"""Check that vLLM serves a target exactly as it computes in training; refuse to train if not."""
 
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ WITH_AUX = frozenset({
     "VaultGemmaForCausalLM",
 })
 # fmt: on
-"""Architectures of transformers whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`).
+"""Architectures whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`), named as in
+transformers.
 """
 
-NUM_ROWS = 64  # Rows compared of two tables that should be equal.
+NUM_ROWS = 64  # number of rows compared between two tables that should be equal
 
 
 def require_aux(target: TargetFolder, family: str) -> None:
@@ -43,18 +44,18 @@ def require_aux(target: TargetFolder, family: str) -> None:
     architecture = next(iter(target.config.architectures or []), "")
     if architecture and architecture not in WITH_AUX:
         raise ValueError(
-            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the "
-            f"family {family} on "
-            f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for "
-            "another engine with --prove.no-engine"
+            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve {target.name} with "
+            f"a head of the family {family}: train eagle1, medusa, mtp or a standalone draft, or use "
+            "--prove.no-engine to train for another engine"
         )
 
 
 def require_served_alike(target: TargetFolder) -> None:
-    """Raise ValueError if vLLM would use different positions, ids or a different output head."""
+    """Raise ValueError if vLLM would use different positions or ids, or a different output head."""
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
-    # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
+    # For text and images, the wrapper's setting decides whether a model is tied; the text section's
+    # is often a default.
     if all(
         getattr(config, "tie_word_embeddings", False)
         for config in (target.config, target.text_config)
@@ -63,12 +64,12 @@ def require_served_alike(target: TargetFolder) -> None:
 
 
 def _require_one_rope(config: Any, name: str) -> None:
-    """Refuse longrope past the original length.
+    """Refuse longrope beyond the original length.
 
     vLLM then uses the long factors for all texts, but transformers only for long ones.
 
     Raises:
-        ValueError
+        ValueError: the target has more positions than its original length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -78,46 +79,45 @@ def _require_one_rope(config: Any, name: str) -> None:
     )
     if config.max_position_embeddings > original:
         raise ValueError(
-            f"{name} has longrope, of which vLLM takes other factors than training if it serves "
-            f"more than {original} "
-            f"tokens: set max_position_embeddings to {original} in the config.json of a copy, and "
-            "train for and serve the copy"
+            f"{name} uses longrope, for which vLLM and training use different factors if more than "
+            f"{original} tokens are served: copy the target, set max_position_embeddings to "
+            f"{original} in the copy's config.json, and train for and serve the copy"
         )
 
 
 def visible_length(config: Any, asked: int | None = None, *, is_head: bool = True) -> int:
-    """The longest text, `asked` tokens at most, on which a draft computes what it does when served.
+    """The maximum text length, at most `asked` tokens, at which a draft computes as when served.
 
     If all of the target's layers have a window, vLLM also applies it to the draft's layers. Heads
     do the same in training; a standalone draft does not, so its texts end at the window.
 
     Raises:
-        ValueError: nothing specifies the number.
+        ValueError: there is no setting for the length.
     """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
     lengths.append(None if is_head else target_window(config))
     if not any(lengths):
         raise ValueError(
-            f"the config.json of this {config.model_type} does not say max_position_embeddings"
+            f"the config.json of this {config.model_type} has no max_position_embeddings: add it"
         )
     return min(filter(None, lengths))
 
 
 def require_positions(config: Any, sequence_length: int, flag: str, name: str) -> None:
-    """Raise ValueError if a row of training is longer than the target's positions."""
+    """Raise ValueError if a training row is longer than the target's number of positions."""
     positions = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > positions:
         raise ValueError(
-            f"{flag} is {sequence_length}, and {name} has {positions:,} positions: give "
-            f"{positions} or less"
+            f"{flag} is {sequence_length}, but {name} has only {positions:,} positions: choose at "
+            f"most {positions}"
         )
 
 
 def require_rows(target: TargetFolder) -> None:
     """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
 
-    A special token that is not in the chat template needs no row, because it occurs in no text;
-    padding is an example.
+    A special token that is not in the chat template, such as padding, needs no row, because it
+    occurs in no text.
     """
     tokenizer, rows = target.tokenizer, target.text_config.vocab_size
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
@@ -125,20 +125,19 @@ def require_rows(target: TargetFolder) -> None:
     if written := [token for token in late if token not in special or token in template]:
         num_ids = 1 + max(tokenizer.get_vocab().values())
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {target.name} "
-            f"{rows:,} "
-            "embeddings: take the tokens added later out of the tokenizer, or give the target rows "
-            "for them (resize_token_embeddings)"
+            f"the tokenizer has {num_ids:,} ids, including {written[0]!r}, but {target.name} has only "
+            f"{rows:,} embeddings: remove the added tokens from the tokenizer, or add rows for them "
+            "to the target (resize_token_embeddings)"
         )
 
 
 def _require_tied(folder: Path) -> None:
-    """Refuse a model with tied embeddings whose files hold two different tables.
+    """Refuse a model with tied embeddings whose files contain two different tables.
 
     transformers and vLLM may choose different ones.
 
     Raises:
-        ValueError
+        ValueError: the tables differ.
     """
     try:
         files = tensor_files(folder)
@@ -149,7 +148,7 @@ def _require_tied(folder: Path) -> None:
             if name.endswith(end)
         ]
         tables = [_some_rows(files[name], name) for name in names]
-    except FileNotFoundError:  # weights of another format, or on another machine
+    except FileNotFoundError:  # weights in another format, or on another machine
         return
     if len(tables) == 2 and (tables[0].shape != tables[1].shape or not tables[0].equal(tables[1])):
         raise ValueError(

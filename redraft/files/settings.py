@@ -1,14 +1,14 @@
 """Settings in a TOML file.
 
-Read into frozen dataclasses, and printed as an example with every key explained.
+They are read into frozen dataclasses, and printed as an example that explains every key.
 
     @dataclass                          [fleet]
-    class FleetConfig:          ◄─►     # Seconds between two looks at every server.
+    class FleetConfig:          ◄─►     # Seconds between two polls of every server.
         poll_s: float = 10              poll_s = 10
         (a string under the field)
 
-The string under a field documents it. A field's metadata may hold `example`, a value to print in
-place of the default, and `listed: False`, which keeps the field out of the printed example.
+The string under a field documents it. A field's metadata may contain `example`, a value to print
+instead of the default, and `listed: False`, which omits the field from the printed example.
 """
 
 import ast
@@ -40,26 +40,28 @@ class SettingsFile:
     config: Path
     """The TOML file with the settings."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Override one setting of the file, as a line of TOML: KEY=VALUE. May be given several times.
+    """Override one setting of the file, written as a line of TOML: KEY=VALUE. Repeat the flag for
+    more settings.
     """
     print_config: bool = False
-    """Print a complete TOML file, with the default and the meaning of every setting, and exit."""
+    """Print a complete TOML file, with the default and meaning of every setting, and exit."""
 
 
 def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path`.
+    """Read the configuration in `path`.
 
-    An override is one more line of TOML, e.g. `training.lr=1e-3`, and takes precedence. Relative
+    An override is another line of TOML, e.g. `training.lr=1e-3`, and takes precedence. Relative
     paths are relative to the file's folder.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a key is unknown (the closest known one is named), or a value does not fit.
+        FileNotFoundError: the file does not exist.
+        ValueError: a key is unknown (the message names the closest known one), or a value does not
+            fit.
     """
     if not path.is_file():
         command = config_type.__name__.removesuffix("Config").lower()
         raise FileNotFoundError(
-            f"there is no {path}: redraft {command} --print-config > {path} begins one"
+            f"there is no {path}: create it with redraft {command} --print-config > {path}"
         )
     values = read_table(path)
     for override in overrides:
@@ -78,14 +80,14 @@ def render_example(config_type: type) -> str:
 
 
 def _render_section(config_type: type, prefix: str) -> Iterator[str]:
-    """The lines of one table. TOML requires a table's keys to precede its sub-tables."""
+    """Yield the lines of one table. TOML requires a table's keys to precede its sub-tables."""
     documents, types = read_field_docs(config_type), get_type_hints(config_type)
     sections = [f.name for f in fields(config_type) if is_dataclass(types[f.name])]
     for config_field in fields(config_type):
         key = config_field.name
         if key in sections or not config_field.metadata.get("listed", True):
             continue
-        # Not at hyphens: --capture.spool must stay in one piece.
+        # Not at hyphens, because --capture.spool must stay in one piece.
         for line in textwrap.wrap(documents.get(key, ""), COMMENT_COLUMNS, break_on_hyphens=False):
             yield f"# {line}"
         value = _example_value(config_field)
@@ -107,7 +109,7 @@ def _example_value(config_field: Field[Any]) -> Any:
 
 
 def render_value(value: Any) -> str:
-    """A value in TOML, which has no null; the text "None" represents it."""
+    """Render a value as TOML, which has no null; the text "None" represents it."""
     if value is None:
         return json.dumps(NONE)
     if isinstance(value, tuple | list):
@@ -117,7 +119,7 @@ def render_value(value: Any) -> str:
 
 @functools.cache
 def read_field_docs(config_type: type) -> dict[str, str]:
-    """The string under each field, folded into one line; a subclass's field overrides its parent's.
+    """Read the string under each field, as one line; a subclass's field overrides its parent's.
 
     Python discards such strings, so they are read from the source; a class that was typed into an
     interpreter has none.
@@ -144,7 +146,7 @@ def read_field_docs(config_type: type) -> dict[str, str]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Read the tables of a TOML file.
 
     Raises:
         ValueError: the file is not valid TOML.
@@ -161,7 +163,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source} is not valid TOML ({error}); strings need quotes") from error
     except RecursionError as error:
-        raise ValueError(f"{source} is not valid TOML: its values are nested too deep") from error
+        raise ValueError(f"{source} is not valid TOML: its values are nested too deeply") from error
 
 
 def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path]) -> Any:
@@ -171,7 +173,7 @@ def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path])
         ValueError: the value does not fit; the message begins with `where`.
     """
 
-    # msgspec knows no Path, and asks this hook.
+    # msgspec does not support Path, and calls this hook.
     def hook(wanted: type, found: Any) -> Any:
         if wanted is Path and isinstance(found, str):
             return read_path(found)
@@ -196,7 +198,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in upper.items()
         if isinstance(value, dict) and isinstance(lower.get(key), dict)
     }
-    # `nested` comes last: it replaces tables of `upper`, which lack the keys of `lower`.
+    # `nested` comes last, because it replaces tables of `upper` that lack the keys of `lower`.
     return {**lower, **upper, **nested}
 
 

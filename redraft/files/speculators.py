@@ -1,9 +1,9 @@
-"""The layout of the package `speculators` in config.json, as far as its families share it."""
+"""The part of the `speculators` package's config.json layout that its families share."""
 
 from collections.abc import Sequence
 from typing import Any
 
-MARK = "speculators_model_type"  # a folder with this key has the layout; its value: the family
+MARK = "speculators_model_type"  # marks a folder in this layout; its value is the family
 
 
 def frame(
@@ -14,9 +14,9 @@ def frame(
     target_name: str,
     target_architectures: Sequence[str],
 ) -> dict[str, Any]:
-    """The keys that surround a head's own keys, in the layout of speculators.
+    """Return the keys that surround a head's own keys, in speculators' layout.
 
-    They name its architecture, and the target that supplies the rest to the package.
+    They name its architecture, and the target from which the package takes the rest.
     """
     greedy = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
     return {

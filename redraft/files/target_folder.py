@@ -1,8 +1,8 @@
 """A target, opened once and passed on.
 
-Its folder, and everything that others read from the files in it.
+It is a folder, and everything that is read from the files in it.
 
-Importing this loads no torch: what needs transformers is read when it is first asked for.
+This module imports no torch: files that need transformers are read on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TARGET_VERSION = "redraft_target_version"
 """
 
 TargetDtype = Literal["float32", "bfloat16"]
-"""Types in which a target computes here and is served."""
+"""Dtypes in which a target can compute and be served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +28,23 @@ class TargetFolder:
     """The files of a target, each read at most once."""
 
     name: str
-    """The folder or hub name, as it was given: reports, servers and other processes take this one.
-    """
+    """The folder or hub name as given; reports, servers and other processes use this one."""
     folder: Path
     dtype: TargetDtype | None = None
-    """Type in which it computes; None for the stored one (`engine.target_dtype.open_target`).
+    """Dtype for the target's computation; None for the stored one
+    (`engine.target_dtype.open_target`).
     """
 
     @staticmethod
     def open(name_or_path: str | Path) -> TargetFolder:
         """Find the folder; for a hub name, the small files are downloaded.
 
-        Raises: as `open_folder`.
+        Raises as `open_folder`.
         """
         return TargetFolder(name=str(name_or_path), folder=open_folder(name_or_path))
 
     def in_dtype(self, dtype: TargetDtype | None) -> TargetFolder:
-        """The same target in this type, together with what was already read from its files."""
+        """The same target in this dtype, with everything that has been read from its files."""
         other = replace(self, dtype=dtype)
         vars(other).update({name: value for name, value in vars(self).items() if name != "dtype"})
         return other
@@ -60,7 +60,7 @@ class TargetFolder:
     def config(self) -> Any:
         """The `transformers` config.
 
-        Copy it before building a model, which would modify it. Raises: as `load_config`.
+        Copy it before building a model, which would modify it. Raises as `load_config`.
         """
         from redraft.files.checkpoint import load_config
 
@@ -71,7 +71,7 @@ class TargetFolder:
         """The part of `config` for the language model.
 
         Raises:
-            ValueError: if the target has no language model.
+            ValueError: the target has no language model.
         """
         config = self.config.get_text_config()
         if getattr(config, "vocab_size", None) is None:
@@ -82,14 +82,14 @@ class TargetFolder:
 
     @cached_property
     def quantization(self) -> str | None:
-        """The quantization of the weights, as named by the tool; None if they are not quantised."""
+        """The quantization of the weights, as named by its tool; None if they are not quantised."""
         return read_quantization(self.folder)
 
     @cached_property
     def fingerprint(self) -> str:
         """The identity of the model (`folder.fingerprint`).
 
-        Raises: as `folder.fingerprint`, also if the weights are not there yet.
+        Raises as `folder.fingerprint`, also if the weights have not been downloaded yet.
         """
         return fingerprint(self.folder)
 
@@ -100,7 +100,7 @@ class TargetFolder:
         If it is empty, only drafts for exactly these weights fit.
 
         Raises:
-            ValueError: if a file is corrupt.
+            ValueError: a file is corrupt.
         """
         try:
             return lineage(self.folder)
@@ -109,21 +109,21 @@ class TargetFolder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, with the chat template. Raises: as `load_tokenizer`."""
+        """The tokenizer, with the chat template. Raises as `load_tokenizer`."""
         from redraft.files.checkpoint import load_tokenizer
 
         return load_tokenizer(self.folder)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens that end an answer in an engine."""
+        """The ids of the tokens that end an engine's answer."""
         from redraft.files.checkpoint import end_ids
 
         return end_ids(self.folder, self.tokenizer)
 
     @property
     def writes_date(self) -> bool:
-        """The function `writes_date`, applied to the tokenizer."""
+        """Whether the tokenizer's chat template contains today's date."""
         return writes_date(self.tokenizer)
 
 

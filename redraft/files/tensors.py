@@ -1,4 +1,4 @@
-"""Tensors by name: read a few from a sharded model, write and load those of a head."""
+"""Tensors by name: read a few from a sharded model; write and load those of a head."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from redraft.files.folder import CONFIG, INDEX, WEIGHTS, tensor_files, weight_files
 
 ROTARY = "rotary_emb."
-"""Part of the names of tables of rotary frequencies, which old checkpoints have."""
+"""Part of the names of rotary frequency tables, which old checkpoints contain."""
 
 
 def list_tensors(folder: Path) -> dict[str, Path]:
     """`tensor_files`, extended to folders with the older pytorch_model*.bin files.
 
-    Raises: as `tensor_files`.
+    Raises as `tensor_files`.
     """
     files = weight_files(folder)
     if (folder / INDEX).is_file() or files[0].name == WEIGHTS:
@@ -32,13 +32,15 @@ def _map_bin(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = torch.load(
             path, map_location="cpu", mmap=True, weights_only=True
         )
-    except Exception as error:  # of torch, zipfile and pickle
-        raise ValueError(f"{path} is corrupt ({type(error).__name__}): fetch it again") from error
+    except Exception as error:  # from torch, zipfile or pickle
+        raise ValueError(
+            f"{path} is corrupt ({type(error).__name__}): download it again"
+        ) from error
     return tensors
 
 
 def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read the named tensors from whichever shards hold them.
+    """Read the named tensors from the shards that contain them.
 
     A KeyError indicates a bug, because the names come from `list_tensors`.
     """
@@ -87,7 +89,7 @@ def write_head(
 
 
 def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
-    # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
+    # FP8 counts as floating-point in torch, but its numbers are meaningless without scales.
     return mine.is_floating_point() and (
         tensor.element_size() == 1 or not tensor.is_floating_point()
     )
@@ -98,7 +100,7 @@ class UnknownTensorsError(ValueError):
 
     def __init__(self, source: Path, names: list[str]) -> None:
         super().__init__(
-            f"{source} holds {len(names)} tensors its config does not call for, such as {names[0]}"
+            f"{source} contains {len(names)} tensors that its config does not need, such as {names[0]}"
         )
         self.names = names
 
@@ -110,21 +112,22 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) ->
 
     Raises:
         UnknownTensorsError: there are tensors that the module does not have.
-        ValueError: a tensor is missing, quantised or of another shape; the message names the first.
+        ValueError: a tensor is missing, quantised or of another shape; the message names the first
+            one.
     """
     mine = module.state_dict()
-    # every engine computes the frequencies
+    # every engine computes the frequencies itself
     tensors = {name: tensor for name, tensor in tensors.items() if ROTARY not in name}
     if packed := sorted(
         name for name, tensor in tensors.items() if name in mine and _is_packed(tensor, mine[name])
     ):
         raise ValueError(
-            f"{source} holds quantised weights, such as {packed[0]}: give the weights from before "
-            "quantization"
+            f"{source} contains quantised weights, such as {packed[0]}: use the weights from before "
+            "the quantization"
         )
     if missing := sorted(mine.keys() - tensors.keys()):
         raise ValueError(
-            f"{source} lacks {len(missing)} tensors of its head, the first is {missing[0]}"
+            f"{source} lacks {len(missing)} tensors of its head; the first is {missing[0]}"
         )
     if unknown := sorted(tensors.keys() - mine.keys()):
         raise UnknownTensorsError(source, unknown)
@@ -132,7 +135,8 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) ->
         if tensor.shape != mine[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(mine[name].shape)}"
             raise ValueError(
-                f"{source}: tensor {name} is {shapes}; it belongs to another target or config"
+                f"{source}: tensor {name} has the shape {shapes}; it belongs to another target or "
+                "config"
             )
-    # Copies in the module's dtype: a checkpoint in bfloat16 becomes float32, to train on with.
+    # Copied in the module's dtype: a bfloat16 checkpoint becomes float32 for further training.
     module.load_state_dict(dict(tensors))

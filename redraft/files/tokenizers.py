@@ -1,6 +1,7 @@
 """Compare two tokenizers, and give a draft as many vocabulary rows as its target.
 
-N = target tokens, V = rows of the embedding, D = hidden."""
+N = target tokens, V = rows of the embedding, D = hidden.
+"""
 
 from typing import Any
 
@@ -16,15 +17,15 @@ def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     if difference := first_difference(target_tokenizer, draft_tokenizer):
         token_id, target, draft = difference
         raise ValueError(
-            f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target)} in "
-            f"the target and {_shown(draft)} in the draft; choose a draft of the target's family"
+            f"the draft's tokenizer differs from the target's: token {token_id} is {_shown(target)} in "
+            f"the target but {_shown(draft)} in the draft; choose a draft of the target's family"
         )
 
 
 def first_difference(
     target_tokenizer: Any, draft_tokenizer: Any
 ) -> tuple[int, str | None, str | None] | None:
-    """The lowest id whose tokens differ, and both tokens (None: absent).
+    """The lowest id whose tokens differ, with both tokens (None: absent).
 
     The result is None if all ids agree.
     """
@@ -45,7 +46,7 @@ def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
     flat = torch.tensor(
         [token_id for ids in pieces for token_id in ids], dtype=torch.long, device=weight_VD.device
     )
-    # Lengths [2, 0, 1] make offsets [0, 2, 2]. An empty bag is a row of zeros, replaced below.
+    # Lengths [2, 0, 1] give offsets [0, 2, 2]. An empty bag is a row of zeros, replaced below.
     rows_ND = nn.functional.embedding_bag(
         flat, wide_VD, lengths_N.cumsum(0) - lengths_N, mode="mean"
     )
@@ -54,13 +55,13 @@ def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
 
 
 def fit_vocabulary(draft: Any, vocab_size: int) -> None:
-    """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size`.
+    """Pad or truncate the causal LM `draft`, in place, to the target's `vocab_size`.
 
     The sizes may be 151936 and 152064, for example, but engines require equal sizes. A row added to
     the head is the mean of all rows. Its logit is then the mean logit, which is never the largest,
     and by Jensen's inequality its probability is at most 1/V. No other vector has a lower worst
     case over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
-    would win whenever all logits are negative. Before cutting, call `check_same_tokenizer`: the
+    would win whenever all logits are negative. Before truncating, call `check_same_tokenizer`: the
     last rows must be unused.
     """
     size = draft.get_input_embeddings().weight.shape[0]
@@ -70,7 +71,7 @@ def fit_vocabulary(draft: Any, vocab_size: int) -> None:
 
 
 def _set_rows(draft: Any, make_rows: Any) -> None:
-    """Replace the input embeddings and the head by `make_rows(weight)`; tied weights stay tied."""
+    """Replace input embeddings and head with `make_rows(weight)`; tied weights stay tied."""
     embedding, head = draft.get_input_embeddings(), draft.get_output_embeddings()
     tied = head.weight is embedding.weight
     embedding.weight = nn.Parameter(make_rows(embedding.weight))

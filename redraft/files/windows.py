@@ -1,13 +1,14 @@
-"""Which positions each layer of a head sees, and the keys of config.json that say so.
+"""The positions that each layer of a head attends to, and the keys for them in config.json.
 
     window W     a query at position p sees the keys above p - W: W of them, its own included
     is_causal    it sees none after its own; if it is not, also those below p + W
 
 This is the rule of vLLM's FlashAttention, Triton and CPU kernels, and of z-lab's code. Speculators
-trains with up to a block more at the far edge. The second line concerns the slots of a block: every
-other layer is causal in any case.
+trains with up to a block more at the far edge. The second line applies to the slots of a block;
+every other layer is always causal.
 
-Standard library only, because servers and control planes read windows without torch.
+This module uses only the standard library, because servers and control planes read windows without
+torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SLIDING, EVERYTHING = "sliding_attention", "full_attention"
-SECTION = "dflash_config"  # DFlash's section of config.json
+SECTION = "dflash_config"  # DFlash's section in config.json
 OF_SPECULATORS = "speculators_model_type"
 
 
@@ -26,7 +27,7 @@ class View:
     """The positions that one layer attends to."""
 
     window: int | None = None
-    """None: every position of its document."""
+    """Size of the window in positions; None for all positions of a document."""
     is_causal: bool = False
 
     def __str__(self) -> str:
@@ -43,7 +44,7 @@ def make_views(
     full_layers: Sequence[int] = (),
     is_causal: bool | None = None,
 ) -> tuple[View, ...]:
-    """A view for each layer. If `is_causal` is None, exactly the layers with a window are causal.
+    """Make a view per layer. If `is_causal` is None, exactly the layers with a window are causal.
 
     Raises:
         ValueError: a layer in `full_layers` does not exist, or there is no window to exempt it
@@ -51,8 +52,7 @@ def make_views(
     """
     if missing := [layer for layer in full_layers if not 0 <= layer < num_layers]:
         raise ValueError(
-            f"full_layers {missing}: the draft has the layers 0 to {num_layers - 1}, counted from "
-            "its own first one"
+            f"full_layers {missing} do not exist: the draft's own layers are 0 to {num_layers - 1}"
         )
     if full_layers and window is None:
         raise ValueError(f"full_layers {list(full_layers)} needs a window for the other layers")
@@ -61,7 +61,7 @@ def make_views(
 
 
 def target_window(config: Any) -> int | None:
-    """The window in a target's `transformers` config, if each of the target's layers has one.
+    """Return the window in a target's `transformers` config, if all of the target's layers have it.
 
     vLLM applies it to every draft layer that has no window of its own
     (`EngineArgs.create_engine_config`).
@@ -71,7 +71,7 @@ def target_window(config: Any) -> int | None:
 
 
 def beside_target(views: Sequence[View], config: Any) -> tuple[View, ...]:
-    """The views of these layers in vLLM, for a target with this `transformers` config."""
+    """Return the views of these layers in vLLM, for a target with this `transformers` config."""
     window = target_window(config)
     return tuple(View(view.window or window, view.is_causal) for view in views)
 
@@ -82,7 +82,7 @@ def is_mixed(views: Sequence[View]) -> bool:
 
 
 def write_views(views: Sequence[View]) -> dict[str, Any]:
-    """The keys for transformers: `layer_types` and, if there is a window, its size."""
+    """Return the keys for transformers: `layer_types` and, if there is a window, its size."""
     types = {"layer_types": [SLIDING if view.window else EVERYTHING for view in views]}
     windows = {view.window for view in views if view.window}
     # Without `use_sliding_window`, transformers drops the size from a Qwen3 config.
@@ -92,9 +92,9 @@ def write_views(views: Sequence[View]) -> dict[str, Any]:
 
 
 def count_states(config: Mapping[str, Any]) -> int | None:
-    """The number of target states before a token that the head with this config.json uses for it.
+    """Return how many target states before a token the head with this config.json uses for it.
 
-    It is None if a layer uses all of them. All layers of a DFlash or DSpark head attend to the
+    Return None if a layer uses all of them. All layers of a DFlash or DSpark head attend to the
     target's states. In EAGLE-3 and P-EAGLE, a layer attends to the previous layer's states, so the
     reaches of the layers add up.
     """
@@ -107,7 +107,7 @@ def count_states(config: Mapping[str, Any]) -> int | None:
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dict[str, Any]:
-    """The options `window` and `full_layers` in a config with the keys of transformers.
+    """Read the options `window` and `full_layers` from a config with transformers' keys.
 
     Raises:
         ValueError: the config has a layer of another kind, a different number of layers, or a
@@ -116,34 +116,34 @@ def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dic
     types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
     if len(types) != num_layers:
         raise ValueError(
-            f"{folder}: layer_types names {len(types)} layers, the draft has {num_layers}: write "
-            "one for each layer of the draft"
+            f"{folder}: layer_types has {len(types)} entries, but the draft has {num_layers} layers: "
+            "write one entry per layer"
         )
     if unknown := sorted({*types} - {SLIDING, EVERYTHING}):
-        raise ValueError(f"{folder}: a layer of the type {unknown[0]} is not supported here")
+        raise ValueError(f"{folder}: the layer type {unknown[0]} is not supported here")
     if SLIDING not in types:
         return {"window": None, "full_layers": ()}
     if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
         raise ValueError(
-            f"{folder}: layer_types has windows, and a Qwen3 config drops their size without "
-            '"use_sliding_window": true: write it beside sliding_window'
+            f"{folder}: layer_types has windows, but a Qwen3 config drops their size without "
+            '"use_sliding_window": true: add it next to sliding_window'
         )
     if not config.get("sliding_window"):
         raise ValueError(
-            f"{folder}: layer_types has windows, and config.json has no sliding_window: write the "
-            "one of training"
+            f"{folder}: layer_types has windows, but config.json has no sliding_window: add the size "
+            "used in training"
         )
     full = tuple(layer for layer, kind in enumerate(types) if kind == EVERYTHING)
     return {"window": int(config["sliding_window"]), "full_layers": full}
 
 
 def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]:
-    """The options `window`, `full_layers` and `is_causal` in a DFlash or DSpark config.
+    """Read the options `window`, `full_layers` and `is_causal` from a DFlash or DSpark config.
 
     They are read as in vLLM (`_resolve_layer_attention` in `qwen3_dflash.py`).
 
     Raises:
-        ValueError: as `read_windows`.
+        ValueError: as in `read_windows`.
     """
     section, num_layers = config.get(SECTION) or {}, config["num_hidden_layers"]
     types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
@@ -151,12 +151,13 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
     is_causal = section.get("causal") if is_causal is None else is_causal
     read = {**config, "layer_types": types}
     if section.get("use_swa") and SLIDING not in types:
-        # ModelOpt's and MiMo's: a window in every layer. No type says so, so none makes it causal.
+        # ModelOpt's and MiMo's key for a window in every layer. As no layer type states the window,
+        # it makes no layer causal.
         read["layer_types"], is_causal = [SLIDING] * len(types), bool(is_causal)
-    if "swa_window_size" in section:  # transformers does not read this section, and drops nothing
+    if "swa_window_size" in section:  # transformers does not read this section, so it drops nothing
         read |= {"sliding_window": section["swa_window_size"], "use_sliding_window": True}
     windows = read_windows(read, num_layers, folder)
-    # None if the windows imply it, so that one meaning has one spelling.
+    # None if the windows imply it, so that each meaning has one spelling.
     is_implied = is_causal is None or make_views(num_layers, **windows) == make_views(
         num_layers, **windows, is_causal=bool(is_causal)
     )
@@ -164,17 +165,18 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
 
 
 def served_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[View, ...]:
-    """The view of each layer in vLLM, for the draft with this config.json.
+    """Return the view of each layer in vLLM, for the draft with this config.json.
 
     Raises:
-        ValueError: as `read_windows`.
+        ValueError: as in `read_windows`.
     """
     kind = config.get(OF_SPECULATORS)
     layers = {**(config.get("transformer_layer_config") or config)}
     num_layers = layers.get("num_hidden_layers") or 1
     if kind in ("dflash", "dspark"):
         layers = {"model_type": "qwen3", **layers, SECTION: {}}
-        if kind == "dflash":  # vLLM's `update_dflash`; its `update_dspark` does not read the key
+        # as in vLLM's `update_dflash`; its `update_dspark` does not read the key
+        if kind == "dflash":
             is_causal = not config.get("sliding_window_non_causal", True)
             layers[SECTION] = {"causal": is_causal}
     if _has_block_keys(layers):
@@ -188,14 +190,14 @@ def _has_block_keys(config: Mapping[str, Any]) -> bool:
 
 
 def trained_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[View, ...]:
-    """The view of each layer in training.
+    """Return the view of each layer in training.
 
-    They are as served, except in the layout of speculators, where vLLM interprets the direction
+    The views are as served, except in speculators' layout, where vLLM interprets the direction
     differently: the package trains full layers in both directions, and layers with a window as
     `sliding_window_non_causal` specifies.
 
     Raises:
-        ValueError: as `read_windows`.
+        ValueError: as in `read_windows`.
     """
     if config.get(OF_SPECULATORS) not in ("dflash", "dspark"):
         return served_views(config, folder)
@@ -208,38 +210,38 @@ def trained_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple
 def require_trained_window(window: int | None, trained: int | None, folder: Any) -> None:
     """Raise ValueError if a head attends further back than in training.
 
-    If `trained` is None, the window of training is unknown, and nothing is checked.
+    If `trained` is None, the window used in training is unknown, and nothing is checked.
     """
     if trained is not None and (window is None or window > trained):
         found = "no window" if window is None else f"a window of {window}"
         raise ValueError(
-            f"{folder}: config.json says {found}, the head was trained with {trained} and has seen "
-            f'nothing further away: write "sliding_window": {trained} and the layer_types of training'
+            f"{folder}: config.json has {found}, but the head was trained with a window of {trained}: "
+            f'write "sliding_window": {trained} and the layer_types used in training'
         )
 
 
 def write_speculators(views: Sequence[View]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys for a DFlash or DSpark head in the layout of speculators.
+    """Return the keys for a DFlash or DSpark head in speculators' layout.
 
-    Returns the keys for the section on its layers, and those for the top level.
+    The first value has the keys for the section on its layers, the second those for the top level.
     """
     directions = {view.is_causal for view in views}
     layer = {**write_views(views), "num_hidden_layers": len(views)}
     if SLIDING in layer["layer_types"] and len(directions) == 1:
-        # vLLM reads it here, and the package does not: vLLM takes DSpark's windows for causal ones
-        # whatever `sliding_window_non_causal` says.
+        # vLLM reads this key, but the package does not: vLLM treats DSpark's windows as causal
+        # whatever `sliding_window_non_causal` is.
         layer["is_causal"] = directions == {True}
-    # vLLM makes every layer of a DFlash head causal unless it is true.
+    # vLLM makes every layer of a DFlash head causal unless this is true.
     return layer, {"sliding_window_non_causal": True not in directions}
 
 
 def require_speculators(family: str, views: Sequence[View]) -> None:
-    """Raise ValueError unless speculators' layout gives vLLM and the package these views."""
+    """Raise ValueError unless vLLM and the package derive these views from speculators' layout."""
     layer, top = write_speculators(views)
     config = {OF_SPECULATORS: family, "transformer_layer_config": layer, **top}
     if not served_views(config) == trained_views(config) == tuple(views):
         said = "; ".join(dict.fromkeys(map(str, views)))
         raise ValueError(
-            f"the layout speculators cannot say to vLLM that the layers of this head have {said}: "
-            "take the layout vllm"
+            f"the layout speculators cannot express to vLLM that the layers of this head have {said}: use "
+            "--layout vllm"
         )

@@ -113,7 +113,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
             "eagle_config": {"use_aux_hidden_state": False},
         },
         ("layers.0.self_attn.q_proj.weight", "norm.weight"),
-        "an EAGLE-3 head on the target's last hidden state alone",
+        "an EAGLE-3 head that uses only the target's last hidden state",
     ),
     "speculators, narrow": (
         {

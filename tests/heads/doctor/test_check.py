@@ -569,7 +569,7 @@ def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_p
             "",
             {"model_type": "qwen3", "use_sliding_window": False},
             "drops their size",
-            "beside sliding_window",
+            "next to sliding_window",
         ),
     ],
 )

@@ -974,7 +974,7 @@ def test_a_long_row_beyond_the_targets_positions_is_not_counted(
     target: str, positions: int
 ) -> None:
     make_plan(PlanConfig(target=target, sequence_length=positions))
-    wrong = rf"--sequence-length is {positions + 1}\b.*give {positions} or less"
+    wrong = rf"--sequence-length is {positions + 1}\b.*at most {positions}"
     with pytest.raises(ValueError, match=wrong):
         make_plan(PlanConfig(target=target, sequence_length=positions + 1))
 

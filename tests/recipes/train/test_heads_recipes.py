@@ -554,7 +554,7 @@ BAD = [
     (
         "dflash",
         {"head": {"num_layers": 2, "window": 64, "full_layers": (1,)}, "layout": "speculators"},
-        "the layout speculators cannot say.*layout vllm",
+        "the layout speculators cannot express.*layout vllm",
     ),
 ]
 
