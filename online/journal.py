@@ -68,21 +68,22 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     """Acceptance since the previous entry for the same server and domain.
 
     Without a domain, these are the engine's counters for all traffic. With a domain, they are
-    counted on captured records, by the thinking mode that these ask for, e.g. `code, thinking`.
+    counted on captured records, by thinking mode, e.g. `code, thinking`.
     """
 
-    server: Identifier | None = None  # None if the records of several servers are counted together.
+    server: Identifier | None = None  # None if the records of several servers are counted together
     draft_version: Identifier
-    target_version: Identifier | None = None  # of the target now; None for its folder's weights
+    # the target's present version; None for its folder's weights
+    target_version: Identifier | None = None
     pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
     domain: Label | None = None
     drafts: float  # Target steps that verified a draft.
     accepted: float  # Draft tokens accepted.
     accepted_at: tuple[float, ...] = ()  # Accepted tokens by draft position.
-    tau: float | None  # 1 + accepted / drafts, bonus token included; None without drafts.
+    tau: float | None  # 1 + accepted / drafts, including the bonus token; None without drafts
     served_drafts: float | None = None
-    """Counts from the engine's own /metrics: drafts, accepted tokens and generated tokens, lookups
-    included, and the number of seconds. None if they are unknown.
+    """Counts from the engine's own /metrics: drafts, accepted tokens and generated tokens,
+    including lookups, and the number of seconds. None if unknown.
     """
     served_accepted: float | None = None
     served_tokens: float | None = None
@@ -98,14 +99,15 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     """Records dropped since the learner started, by reason: duplicate, foreign, corrupt, expired,
     evicted, queue_full, ...
     """
-    oldest_s: float | None = None  # Age of the oldest record, in seconds.
-    lag_s: float | None = None  # age of the oldest untrained record; None if there is none
+    oldest_s: float | None = None  # age of the oldest record, in seconds
+    # age of the oldest untrained record, in seconds; None if there is none
+    lag_s: float | None = None
     lag_records: int = 0  # Records not trained yet.
 
 
 class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     step: int  # Optimizer steps of this draft.
-    loss: float | None  # Nats per position; None if it was not finite.
+    loss: float | None  # in nats per position; None if it was not finite
     alpha: float | None = None
     alpha_greedy: float | None = None
     grad_norm: float | None = None
@@ -129,7 +131,8 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     verdict: Verdict
     candidate: Identifier
     incumbent: Identifier
-    gain: float | None = None  # tau(candidate) - tau(incumbent); None if requests were few
+    # tau(candidate) - tau(incumbent); None if there were too few requests
+    gain: float | None = None
     low: float | None = None
     high: float | None = None
     tau_candidate: float | None = None
@@ -140,7 +143,7 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
 
 
 class SwapEntry(_Entry, frozen=True, kw_only=True, tag="swap"):
-    """One server was asked to serve another version."""
+    """A server was asked to serve another version."""
 
     server: Identifier
     version: Identifier  # The version it was asked to serve.
@@ -162,7 +165,8 @@ class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
     """The served draft on new held-out requests, compared with the same draft at its promotion."""
 
     version: Identifier
-    tau_then: float | None = None  # at the promotion, in today's mix; None: not comparable
+    # at the promotion, with today's mix of domains; None if not comparable
+    tau_then: float | None = None
     tau_now: float | None = None
     loss: float | None = None  # tau_then - tau_now.
     low: float | None = None
@@ -229,13 +233,13 @@ class Journal:
         self._lock = threading.Lock()
 
     def write(self, entry: E) -> E:
-        """Write an entry with the current time, and return it as it was written.
+        """Write an entry with the current time, and return it as written.
 
         Non-finite numbers become None, and long reasons are truncated. If the disk is full, the
         entry is lost and counted, but learning continues and observers still receive the entry.
 
         Raises:
-            ValueError: if a field is neither a number nor an identifier; the message names it.
+            ValueError: a field is neither a number nor an identifier; the message names it.
         """
         fields = msgspec.to_builtins(entry, enc_hook=_to_python) | {"time_s": self._clock()}
         if "reason" in fields:
@@ -275,7 +279,7 @@ class Journal:
             after = 0
         entries: list[Entry] = []
         for begin, path in files:
-            after = max(after, begin)  # what lay before the oldest file is unlinked
+            after = max(after, begin)  # entries before the oldest file have been deleted
             lines = _read_complete_lines(path, after - begin)
             entries += [entry for line in lines if (entry := decode(line)) is not None]
             after += sum(map(len, lines))
@@ -287,8 +291,8 @@ class Journal:
         begin, path = files[-1]
         size = path.stat().st_size if path.exists() else 0
         if size >= self.max_bytes // NUM_FILES:
-            # The name holds the offset. A reader finds its place after any number of files has been
-            # unlinked.
+            # The name contains the offset, so a reader finds its place after any number of files
+            # has been deleted.
             path = self.folder / _file_name(begin + size)
             for _, oldest in files[: max(0, len(files) + 1 - NUM_FILES)]:
                 oldest.unlink(missing_ok=True)
@@ -296,7 +300,7 @@ class Journal:
             line = (
                 b"\n" + line
             )  # the last line is torn: the writer was killed, or found the disk full
-        # Unbuffered, so that a line is one write: a reader never sees a later line before an
+        # Unbuffered, so that a line is one write, and a reader never gets a later line before an
         # earlier one.
         with path.open("ab", buffering=0) as file:
             file.write(line)
@@ -344,7 +348,7 @@ def _read_complete_lines(path: Path, begin: int) -> list[bytes]:
         with path.open("rb") as file:
             file.seek(begin)
             lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:  # rotated away meanwhile
+    except FileNotFoundError:  # deleted by the rotation in the meantime
         return []
     # An incomplete line does not count for the offset either, so the next read gets it whole.
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
@@ -358,8 +362,8 @@ def _ends_a_line(path: Path) -> bool:
 
 def _seal(line: bytes) -> bytes:
     """Append a CRC-32 to the JSON object as its last field, and end the line."""
-    # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}: still one JSON object. The CRC is that of
-    # {"a":1}.
+    # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}, which is still one JSON object. The CRC
+    # covers {"a":1}.
     return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
 
 

@@ -14,11 +14,11 @@ MIN_TOKEN_CHARS = 16
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`.
+    """Read the token in `path`.
 
     Raises:
-        ValueError: if the file holds no token, or others can read it.
-        OSError: if it cannot be read.
+        ValueError: the file contains no token, or other users can read it.
+        OSError: the file cannot be read.
     """
     return check_token(_read_private(path), str(path))
 
@@ -27,8 +27,8 @@ def read_key(path: Path) -> str:
     """Read the key for a server from `path`. It may be short, because redraft did not create it.
 
     Raises:
-        ValueError: if the file holds no key, or others can read it.
-        OSError: if it cannot be read.
+        ValueError: the file contains no key, or other users can read it.
+        OSError: the file cannot be read.
     """
     key = _read_private(path)
     if not _TOKEN.fullmatch(key):
@@ -47,7 +47,7 @@ def check_token(token: str, source: str) -> str:
     """Return the token, which comes from `source`, if it is valid.
 
     Raises:
-        ValueError: if it is not a token, or is too short.
+        ValueError: it is not a token, or is too short.
     """
     if not token.strip():
         raise ValueError(f"{source} is empty: create a token with `redraft fleet token FILE`")

@@ -1,4 +1,4 @@
-"""The learner's account of itself: what it writes into the journal, as typed entries."""
+"""The learner's journal entries: what it reports about itself, as typed entries."""
 
 import math
 import time
@@ -31,14 +31,16 @@ from redraft.online.learning.trainer import Trainer
 T = TypeVar("T")
 
 OTHER_REASON_S = 60.0
-"""Shortest time between two reasons of one fault: a server may give another one at every look."""
+"""Minimum time in seconds between two reported reasons of one fault, because a server may give a
+different reason at every poll.
+"""
 
 
 class Account:
     def __init__(self, journal: Journal, now_s: Callable[[], float] = time.monotonic) -> None:
         self.journal, self._now_s = journal, now_s
         self._faults: dict[tuple[str, str], tuple[str, float]] = {}
-        """Reason of each fault that lasts, by name and detail, and when it was written."""
+        """Reason of each current fault, by name and detail, and when it was written."""
 
     def write(self, entry: Entry) -> None:
         self.journal.write(entry)
@@ -80,7 +82,7 @@ class Account:
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
-        """Forget the named faults, so that they are reported if they begin again."""
+        """Forget the named faults, so that they are reported again if they recur."""
         for what, its in list(self._faults):
             if what in names and detail in (None, its):
                 del self._faults[what, its]
@@ -149,7 +151,7 @@ class Account:
         steps_saved: int,
         reason: str,
     ) -> None:
-        """Record how the served draft compares with itself at its promotion.
+        """Record how the served draft now compares with itself at its promotion.
 
         `staleness` is None if there is nothing to compare.
         """

@@ -1,15 +1,15 @@
-"""The alarm: a server hardly accepts anything of the current version.
+"""The alarm: a server accepts hardly any tokens of the current version.
 
-Held-out requests decide whether it goes back.
+Held-out requests decide whether to roll back.
 
     watch ─ counters below the limit ─► report ─► compare with the previous version ─► go back, or
-    stay and say why
+                                                                                       stay and say why
 
-A server's counters count whatever anybody sends, and a few clients at temperature 2 can bring them
-down for any draft. So they only ask the question. There is at most one automatic rollback after a
-promotion: one version can be bad, but when the version before it looks bad as well, the traffic has
-changed. After a rollout no server is left on the version before, so there is no control group: the
-held-out requests stand in for it.
+A server's counters include the requests of all clients, and a few clients at temperature 2 can
+lower them for any draft. They therefore only trigger the comparison. After a promotion, there is at
+most one automatic rollback: one version can be bad, but if the previous version looks bad as well,
+the traffic has changed. After a rollout, no server runs the previous version, so there is no
+control group; the held-out requests replace it.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from redraft.online.daemon.account import Account
 from redraft.online.daemon.cycle import Cycle
 from redraft.online.records.guard import Guard
 
-REST_S = 600.0  # between two answers: scoring two drafts takes the place of training
+# in seconds, between two comparisons, because scoring two drafts interrupts training
+REST_S = 600.0
 
 
 class Alarm:
@@ -29,7 +30,7 @@ class Alarm:
         self._reported = asyncio.Event()
         self._server = self._version = ""
         self._looks = Counter[str]()
-        # The monotonic clock may begin near 0: so the first report is answered at once.
+        # The monotonic clock may start near 0, so the first report is handled at once.
         self._answered_s = -REST_S
         self._told = ""
 
@@ -70,7 +71,7 @@ class Alarm:
             is_worse, why = await cycle.in_thread(
                 cycle.judge.find_loss, version, previous, self._looks[version]
             )
-            # The comparison took time: meanwhile a rollout may have begun or ended.
+            # The comparison took time, so a rollout may have started or ended since.
             if is_worse and version == cycle.current and not cycle.state.is_rolling_out:
                 reason = f"{server} hardly accepts anything of {version}, and {why}"
                 await cycle.rollouts.go_back(reason, is_automatic=True)

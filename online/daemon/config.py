@@ -1,6 +1,6 @@
-"""The learner's settings: one TOML file of a table per part.
+"""The learner's settings: a TOML file with one table per part.
 
-Loads neither torch nor vLLM: every command reads it.
+This module imports neither torch nor vLLM, because every command loads it.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class LearnerConfig:
     """
     keep_versions: int = 20
     """Number of versions to keep in the registry. The current version, the previous one, versions
-    that a server still runs and the one from which training started are always kept.
+    that a server still runs and the version from which training started are always kept.
     """
     wandb: str | None = None
     """Weights & Biases project to log to. Without a login, the log is kept offline."""

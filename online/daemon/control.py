@@ -1,8 +1,8 @@
-"""Requests of a person to a running learner.
+"""Requests from a user to a running learner.
 
-A line of JSON there and one back, over a socket in the learner's folder.
+They are lines of JSON in both directions, over a socket in the learner's folder.
 
-The right to enter the folder is the right to ask. Only the learner's user has it.
+Whoever can enter the folder can send requests; only the learner's user can.
 """
 
 import asyncio
@@ -76,12 +76,12 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
                 reply = await answer(request)
             except (ValueError, OSError, KeyError) as error:
                 reply = {"error": str(error)}
-            except Exception as error:  # whoever asked would wait for an answer
+            except Exception as error:  # otherwise, the client would wait for an answer
                 reply = {"error": f"the request {reprlib.repr(request)} failed: {error!r:.400}"}
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
         except (ValueError, ConnectionError):
-            pass  # the line was not a request, or nobody waits for the answer any more
+            pass  # the line was not a request, or the client is no longer waiting
         finally:
             writer.close()
 
@@ -101,8 +101,8 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
     """Send a request to the running learner and return its reply, converted to type `answer`.
 
     Raises:
-        NoLearnerError: if no learner is running on this folder, or it ends before it answers.
-        ValueError: if the learner refuses the request; the message is the learner's.
+        NoLearnerError: no learner is running on this folder, or it exits before it answers.
+        ValueError: the learner refuses the request; the message is the learner's.
     """
     try:
         with _short_path(folder) as path:
@@ -115,7 +115,7 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
     finally:
         writer.close()
     if not line:
-        raise NoLearnerError(f"the learner on {folder} ended before it answered")
+        raise NoLearnerError(f"the learner on {folder} exited before it answered")
     reply = _make_printable(json.loads(line))
     if "error" in reply:
         raise ValueError(reply["error"])

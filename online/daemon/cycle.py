@@ -58,7 +58,7 @@ from redraft.online.learning.trainer import Trainer
 T = TypeVar("T")
 POLL_S = 0.1  # Seconds between two looks at whether there is anything to do.
 DISK_RETRY_S = 10.0
-GOES_ON = "training goes on from"  # First words of the journal about a life of the learner.
+GOES_ON = "training continues from"  # first words of the journal entry when a learner starts
 
 
 class Cycle:
@@ -78,7 +78,7 @@ class Cycle:
         state_path = cfg.folder / "state.json"
         # Idle is always safe: the watch brings every server to the current version.
         state = account.load_or_set_aside(
-            load, state_path, AFTER_DAMAGE, "the learner begins at idle"
+            load, state_path, AFTER_DAMAGE, "the learner starts at idle"
         )
         self.saved = SavedState(path=state_path, state=state)
         self.rollouts = Rollouts(cfg, registry, trainer, servers, self.saved, self.inbox, account)
@@ -123,8 +123,8 @@ class Cycle:
                 )
             )
         while True:
-            # Both are taken between phases only. Training looks for them before every step, and
-            # ends early.
+            # Both are handled between phases only. Training checks for them before every step, and
+            # stops early.
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
             if (self.state.phase, Event.BEGIN_AGAIN) in TRANSITIONS and self.inbox.take(
@@ -159,9 +159,9 @@ class Cycle:
     def report_problem(self, problem: str) -> None:
         """Report the watch's latest finding.
 
-        This is a reason to halt, or an empty string if there is none (any more). Only the latest
-        finding counts: a problem that goes away before the current phase ends does not halt the
-        learner.
+        The finding is a reason to halt, or an empty string if there is no longer any. Only the
+        latest finding counts: a problem that disappears before the current phase ends does not halt
+        the learner.
         """
         is_halted = self.state.phase is Phase.HALTED
         self.inbox.settle(Event.HALT)
@@ -219,8 +219,8 @@ class Cycle:
 
     async def _train(self) -> Move | None:
         trainer, began_s, saved_s = self.trainer, time.monotonic(), time.monotonic()
-        # After a kill the count begins again at the resumed checkpoint: a candidate may get more
-        # records, not fewer.
+        # After a kill, counting restarts at the resumed checkpoint: a candidate may get more
+        # records, but not fewer.
         wanted = trainer.progress.records + self.cfg.training.records_per_candidate
         while Event.BEGIN_AGAIN not in self.inbox:
             if trainer.progress.records >= wanted:
@@ -229,7 +229,7 @@ class Cycle:
                 await self._save_checkpoint()
                 is_halt = waiting.event is Event.HALT
                 reason = (
-                    waiting.reason if is_halt else "interrupted by a swap that a person asked for"
+                    waiting.reason if is_halt else "interrupted by a swap that a user requested"
                 )
                 return Move(Event.FAILED, reason=reason)
             stats = await self.in_thread(trainer.step)
@@ -292,7 +292,7 @@ class Cycle:
             )
         async with (
             self.rollouts.fleet
-        ):  # a rollback under way ends first: it takes back no canary that waits for it
+        ):  # a rollback in progress ends first: it takes back no canary that waits for it
             return None if Event.BEGIN_AGAIN in self.inbox else Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
@@ -366,7 +366,8 @@ class Cycle:
     def _count_without_gain(self) -> None:
         """Count a candidate without a gain; after `patience` of them, post BEGIN_AGAIN.
 
-        Training then begins again from the served version, after a sleep if the settings say so.
+        Training then starts again from the served version, after a sleep if the settings ask for
+        one.
         """
         self._num_without_gain += 1
         if self._num_without_gain < self.cfg.training.patience:
@@ -415,7 +416,7 @@ class Cycle:
             return False
 
     def _end_rollout(self, event: Event, outcome: Outcome) -> Move:
-        if event is not Event.INCONCLUSIVE:  # light traffic says nothing against the training
+        if event is not Event.INCONCLUSIVE:  # light traffic is no evidence against the training
             self._count_without_gain()
         self.rollouts.answer_swap(outcome)
         return Move(event, reason=outcome.reason)
@@ -423,7 +424,8 @@ class Cycle:
     async def _advance(self, move: Move) -> None:
         state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
 
-        async def write() -> None:  # without a pause: who was told of the event finds the new state
+        # without awaiting, so that whoever receives the event finds the new state
+        async def write() -> None:
             self.saved.write(state)
 
         await self._until_written(write)

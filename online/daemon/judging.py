@@ -1,8 +1,8 @@
-"""Verdicts on drafts, by held-out requests.
+"""Verdicts on drafts, based on held-out requests.
 
-A candidate against the current version, or that against the one before.
+A candidate is compared with the current version, or the current version with the previous one.
 
-Blocking; for use from the thread that owns the draft in training.
+These calls block; use them from the thread that owns the draft in training.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ class Judge:
         self.judging = cfg.judging  # with the servers' tokens and sampling, once known
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
-        """Judge with the drafting settings of most servers from now on; returns them in words.
+        """Judge with the drafting settings of most servers from now on; return their description.
 
         `servers` counts the servers by their drafting settings.
         """
@@ -75,12 +75,12 @@ class Judge:
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic.
 
-        The reason is returned too. The servers' counters are not used, because they count whatever
-        anybody sends. `look` is 1 for the first comparison after a promotion, 2 for the next one,
-        and so on.
+        The reason is also returned. The servers' counters are not used, because they include the
+        requests of all clients. `look` is 1 for the first comparison after a promotion, 2 for the
+        next one, and so on.
 
         Raises:
-            OSError, ValueError: if a version is missing or damaged.
+            OSError, ValueError: a version is missing or damaged.
         """
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
@@ -109,7 +109,7 @@ class Judge:
         records contain the draft tokens that the engine accepted. The numbers are returned too.
         """
         served = count_served(self.buffer.read(seqs), current)
-        # Measured counts beside expected ones, over the requests served by this version.
+        # Measured counts paired with expected ones, over the requests served by this version.
         paired = pair_scores(
             {key: RequestScore("", counts) for key, counts in served.items()}, theirs
         )
@@ -128,10 +128,10 @@ class Judge:
     def _score_served(
         self, folder: Path, **limits: float
     ) -> tuple[list[int], dict[Request, RequestScore]]:
-        """The records used for judging, and the served draft's scores on them.
+        """Return the records used for judging, and the served draft's scores on them.
 
-        Target weights are left behind if the draft is proven better or worse on their requests than
-        on those of the current weights.
+        Records of other target weights are excluded if the draft is proven better or worse on them
+        than on those of the current weights.
         """
         # Chosen once: scores of two drafts are paired by request.
         seqs = self._select_requests(**limits)
@@ -170,10 +170,10 @@ class Judge:
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
-    """The settings to judge with, and a description of where they come from.
+    """Choose the settings to judge with; return them with a description of their source.
 
-    The settings that most servers draft with are chosen. If no server answers, the latest settings
-    stay in effect: those that servers reported before, or else the configured ones.
+    They are the settings with which most servers draft. If no server answers, the latest settings
+    stay in effect: those that servers reported last, or otherwise the configured ones.
     """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
@@ -188,7 +188,7 @@ def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging
 
 
 def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:
-    """The engine's acceptance of this version's drafts, by request."""
+    """Return the engine's acceptance of this version's drafts, by request."""
     counts: dict[Request, AcceptanceCounts] = {}
     for record in (stored.record for stored in records):
         if record.draft_version == version:

@@ -80,7 +80,7 @@ def run(cfg: LearnerConfig) -> None:
         )
     candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
     if not candidate.accelerator.is_main_process:
-        # Folders, locks and servers are rank 0's alone.
+        # Only rank 0 uses folders, locks and servers.
         Ranks(candidate).follow()
         return
     with opened(cfg) as (target, registry, buffer):
@@ -130,14 +130,14 @@ async def learn(
                 shown = build_app(cfg.folder / "journal", telemetry.registry)
                 address = await stack.enter_async_context(serve_in_background(shown, cfg.page))
                 print(f"live page: {address}", flush=True)
-            # Last in, first out: the training is saved before the page ends and the clients of the
-            # servers close.
+            # Last in, first out: the training is saved before the page and the clients of the
+            # servers are closed.
             stack.push_async_callback(cycle.close)
             await learner.run()
 
 
 class Learner:
-    """The tasks that run beside the cycle."""
+    """The tasks that run alongside the cycle."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class Learner:
     async def run(self) -> None:
         """Run until cancelled.
 
-        A defect in a task beside the cycle does not end that task. A defect in the cycle ends the
-        learner, but a supervisor restarts it from the saved state, so nothing is lost.
+        A defect in a task alongside the cycle does not stop that task. A defect in the cycle stops
+        the learner, but a supervisor restarts it from the saved state, so nothing is lost.
         """
         first_s = time.monotonic()
         await (
@@ -254,7 +254,7 @@ class Learner:
         await asyncio.to_thread(self.buffer.refresh_names)
         self._journal_observations(observed)
         problem = self._find_foreign_target(observed)
-        # Reported even if empty: this ends a halt, or takes back a waiting one.
+        # Reported even if empty, because this ends a halt or withdraws a pending one.
         self.cycle.report_problem(problem)
         if problem:
             await self.rollouts.reconciler.stop()
@@ -268,7 +268,8 @@ class Learner:
             if one.status and not one.server.serves(one.status, current)
         ]
         self._report_laggards(behind)
-        # A server on another version is brought to the current one below, whatever its acceptance.
+        # A server on another version is brought to the current one below, whatever its acceptance
+        # is.
         alarming = [
             one
             for one in answering
@@ -409,11 +410,11 @@ class Learner:
     # control
 
     async def answer(self, request: Mapping[str, Any]) -> object:
-        """Answer a person's request: status, swap, rollback, judge or forget.
+        """Answer a user's request: status, swap, rollback, judge or forget.
 
         Raises:
-            ValueError, OSError, KeyError: if the request is refused; the message is for that
-                person.
+            ValueError, OSError, KeyError: the request is refused; the message is meant for the
+                user.
         """
         match request.get("do"):
             case "status":
@@ -429,7 +430,7 @@ class Learner:
                 return await self.rollouts.request_swap(str(request["version"]))
             case "rollback":
                 back = await self.rollouts.go_back(
-                    "a person asked for it", str(request.get("to", ""))
+                    "requested by a user", str(request.get("to", ""))
                 )
                 return control.WentBack(
                     version=back.version, behind="" if back.is_complete else str(back)

@@ -7,7 +7,7 @@ from contextlib import suppress
 import psutil
 
 CACHES = {"LRU_CACHE_CAPACITY": "32", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Variables of PyTorch and of oneDNN, with the number of compiled operations to keep."""
+"""Variables of PyTorch and oneDNN, with the number of compiled operations to cache."""
 
 
 def bound_caches() -> None:
@@ -25,8 +25,8 @@ def bound_caches() -> None:
 def release_memory() -> int:
     """Return freed memory to the system.
 
-    Returns the number of bytes that this process still holds (resident). glibc keeps freed memory
-    for the process: 400 MiB after each candidate of a 7M-parameter draft, and more after one large
+    Return the number of bytes that this process still uses (resident). glibc keeps freed memory for
+    the process: 400 MiB after each candidate of a 7M-parameter draft, and more after one large
     record. Other C libraries have no such call; with them, nothing happens.
     """
     with suppress(AttributeError):

@@ -67,12 +67,12 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
 
 
 def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
-    cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+    cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it contains users' text
     registry = Registry(cfg.registry)
     stack.enter_context(own(cfg.folder / "learner.lock", "a learner"))
     for abandoned in cfg.folder.glob(
         ".*.partial"
-    ):  # of `write_whole`, by a learner that was killed
+    ):  # temporary files of `write_whole`, left by a learner that was killed
         if abandoned.is_file():
             abandoned.unlink(missing_ok=True)
     stack.enter_context(registry.owned())
@@ -148,7 +148,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
 
 def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> None:
     family = find_family(cfg.draft.family)
-    # the layer in a quantised target may be plain: the tensors say so when they are read
+    # the layer in a quantised target may be unquantised, which its tensors show when they are read
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
             f"{draft} is quantised ({method}), but training needs unquantised weights: set "

@@ -1,7 +1,8 @@
-"""Rollouts of a version over the servers: by a candidate's promotion, by a person, and back again.
+"""Rollouts of a version to the servers, by a promotion or a user, and rollbacks.
 
-One swap at a time: whoever swaps drafts has `fleet` locked, except for the reconciler, which begins
-nothing while it is locked."""
+Only one swap runs at a time: whoever swaps drafts holds the lock `fleet`, except for the
+reconciler, which starts nothing while it is locked.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -58,14 +59,15 @@ class Rollouts:
         """Run one part of the rollout until it ends or a recall takes everything back."""
         async with self.fleet:
             await self.reconciler.stop()
-            # The pushes have ended: one under way would put the incumbent back on the canary.
+            # The pushes must have ended, because one in progress would put the incumbent back on
+            # the canary.
             outcome = await self._run_unless_recalled(
                 lambda: part(self.servers, self.saved.candidate, self.current, self.cfg.rollout)
             )
             if outcome is not None:
                 failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
                 return Event.PASSED if outcome.passed else failed, outcome
-        # Outside of the block: `take_back` takes the lock, which is not re-entrant, again.
+        # Outside the block, because `take_back` acquires the lock again, which is not re-entrant.
         return Event.RECALLED, await self.take_back("recalled")
 
     async def take_back(self, why: str) -> Outcome:
@@ -79,19 +81,20 @@ class Rollouts:
     async def _run_unless_recalled(
         self, start: Callable[[], Coroutine[Any, Any, Outcome]]
     ) -> Outcome | None:
-        """The outcome of the rollout, or None if a recall came first."""
+        """Return the outcome of the rollout, or None if a recall came first."""
         if Event.RECALLED in self.inbox:
             return None
         running = asyncio.ensure_future(start())
         recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
         try:
             await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
-            # At once, the outcome counts; the recall ends the next part, if there is one.
+            # If both happen at once, the outcome counts; the recall ends the next part, if there is
+            # one.
             return running.result() if running.done() else None
         finally:
             running.cancel()
             recall.cancel()
-            # The last request to a server must be over before another swap begins.
+            # The last request to a server must be over before another swap starts.
             await asyncio.gather(running, recall, return_exceptions=True)
 
     async def prune(self) -> None:
@@ -110,21 +113,21 @@ class Rollouts:
     # ------------------------------------------------------------------------------ a person's swap
 
     async def request_swap(self, version: str) -> Outcome:
-        """Roll out a version that a person chose; this bypasses the gate but never the canary.
+        """Roll out a version that a user chose; this bypasses the gate but never the canary.
 
         The rollout starts when the learner is next idle. The call returns when the rollout has
         ended.
 
         Raises:
-            FileNotFoundError: if there is no such version.
-            ValueError: if another swap has been requested and has not ended.
+            FileNotFoundError: the version does not exist.
+            ValueError: another swap has been requested and has not ended.
         """
         self.registry.path(version)
         if pending := self.inbox.find(Event.SWAP_REQUESTED):
             raise ValueError(
                 f"{pending.candidate} is already requested and being rolled out: wait for it"
             )
-        settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
+        settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "chosen by a user"))
         try:
             # Without the shield a cancel would end the future, and the request would stay.
             outcome: Outcome = await asyncio.shield(settled)
@@ -132,12 +135,12 @@ class Rollouts:
         finally:
             if (
                 not settled.done()
-            ):  # cancelled; once it is done, a waiting request is somebody else's
+            ):  # cancelled; once the rollout is done, a waiting request belongs to another caller
                 self.inbox.settle(Event.SWAP_REQUESTED)
 
     def find_swap(self) -> Move | None:
-        """The swap to begin now, if a person is waiting for one."""
-        # It stays in the inbox until the rollout has ended: after a halt it is taken up again.
+        """Return the swap to start now, if a user is waiting for one."""
+        # It stays in the inbox until the rollout has ended, so that it is resumed after a halt.
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap is None or swap.candidate != self.current:
             return swap
@@ -146,7 +149,7 @@ class Rollouts:
         return None
 
     def answer_swap(self, outcome: Outcome) -> None:
-        """Report the outcome to the person who is waiting for this rollout, if there is one."""
+        """Report the outcome to the user who is waiting for this rollout, if any."""
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap and swap.candidate == self.saved.state.candidate:
             self.inbox.settle(Event.SWAP_REQUESTED, outcome)
@@ -156,19 +159,20 @@ class Rollouts:
     async def go_back(
         self, reason: str, to: str = "", *, is_automatic: bool = False
     ) -> Convergence:
-        """Take back the candidate of the running rollout, or else the current version.
+        """Take back the candidate of the running rollout, or otherwise the current version.
 
-        Returns the version that is served afterwards. With `to`, go back as far as that version,
-        which may be the current one; training begins again from it. The call does not wait for
+        Return the version that is served afterwards. With `to`, go back as far as that version,
+        which may be the current one; training starts again from it. The call does not wait for
         servers that hang: they are brought to that version in the background.
 
         Raises:
-            FileNotFoundError: if there is no version before the current one, or `to` was never
+            FileNotFoundError: there is no version before the current one, or `to` was never
                 current.
         """
         if self.saved.state.is_rolling_out:
             candidate = self.saved.candidate
-            # Shielded: two requests may wait for one recall, and one of them may be cancelled.
+            # Shielded, because two requests may wait for one recall, and one of them may be
+            # cancelled.
             await asyncio.shield(self.inbox.post(Move(Event.RECALLED, reason=reason)))
             if self.current != candidate and not to:
                 return Convergence(version=self.current)  # else the recall came after the promotion
@@ -199,7 +203,7 @@ class Rollouts:
         """
         if (
             is_automatic
-        ):  # noted first: after a kill, one rollback too few is better than a second one
+        ):  # noted first, because after a kill, one rollback too few is better than a second one
             self._note_rollback(True)
         try:
             return await asyncio.to_thread(self.registry.rollback, to)

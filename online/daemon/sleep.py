@@ -31,7 +31,7 @@ class Sleeper:
     def measure(self, version: str) -> Staleness | None:
         """Compare the served version on new held-out requests with its reference.
 
-        If there is no reference, this measures one and returns None.
+        If there is no reference, measure one and return None.
         """
         judging = self.judge.judging
         drafting = f"{judging.num_speculative_tokens} {judging.draft_sample_method}"
@@ -53,7 +53,7 @@ class Sleeper:
         )
 
     def fall_asleep(self, version: str) -> None:
-        """Sleep after candidates without a gain, if the settings say so."""
+        """Sleep after candidates without a gain, if the settings ask for it."""
         # Without a reference for this version, a fall of acceptance could not be noticed.
         if self.cfg.sleep.enabled and self.sleep.version == version:
             reason = (
@@ -83,7 +83,7 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 
 def load_sleep(path: Path) -> Sleep:
-    """The last saved sleep state; awake without a reference if there is none.
+    """Load the last saved sleep state; awake without a reference if there is none.
 
     Raises the same errors as `read_sealed_as`.
     """

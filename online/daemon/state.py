@@ -40,11 +40,11 @@ class Event(Enum):
     INCONCLUSIVE = "inconclusive"
     PROMOTED = "promoted"
     PUBLISHED = "published"
-    SWAP_REQUESTED = "swap requested"  # chosen by a person: past the gate, never the canary
+    SWAP_REQUESTED = "swap requested"  # chosen by a user: bypasses the gate, but never the canary
     PASSED = "passed"
     ROLLED_OUT = "rolled out"
     ROLLED_BACK = "rolled back"
-    RECALLED = "recalled"  # A person or an alarm ended the rollout before it had a result.
+    RECALLED = "recalled"  # A user or an alarm ended the rollout before it had a result.
     HALT = "halt"  # The servers serve another target: nothing may be trained or swapped.
     RESUME = "resume"
 
@@ -70,8 +70,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.ROLLING, Event.ROLLED_OUT): Phase.IDLE,
     (Phase.ROLLING, Event.ROLLED_BACK): Phase.IDLE,
     (Phase.ROLLING, Event.RECALLED): Phase.IDLE,
-    # Only between phases, where the cycle looks for it: the work of a phase is never cut off
-    # half-way.
+    # Only between phases, where the cycle checks for it, because a phase is never interrupted.
     **{(phase, Event.HALT): Phase.HALTED for phase in Phase},
     (Phase.HALTED, Event.RESUME): Phase.IDLE,
 }
@@ -108,7 +107,7 @@ class State:
     has_gone_back: bool = False
     """Whether an alarm has rolled back a version since the last rollout."""
     is_by_person: bool = False
-    """Whether a person started the current rollout, so that the draft in training does not descend
+    """Whether a user started the current rollout, so that the draft in training does not descend
     from the candidate.
     """
 
@@ -118,7 +117,8 @@ class State:
 
 
 AFTER_DAMAGE = State(num_looks=10, has_gone_back=True)
-"""If the file is lost: the gate asks for more evidence until the next rollout, not for less."""
+"""Used if the file is lost: until the next rollout, the gate asks for more evidence, not for less.
+"""
 
 NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 
@@ -134,7 +134,8 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
     phase = TRANSITIONS.get((state.phase, event))
     if phase is None:
         raise IllegalEventError(f"{event.value!r} cannot happen while {state.phase.value}")
-    # HALTED keeps the candidate for people to see. The only way on is idle, which drops it.
+    # HALTED keeps the candidate so that users can see it. The next phase is always idle, which
+    # drops it.
     has_candidate = phase not in (Phase.IDLE, Phase.TRAINING)
     return State(
         phase=phase,
@@ -171,7 +172,7 @@ class SavedState:
 
 
 def load(path: Path) -> State:
-    """The last saved state; idle if there is none yet.
+    """Load the last saved state; idle if there is none yet.
 
     Raises the same errors as `read_sealed_as`.
     """

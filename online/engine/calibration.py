@@ -1,8 +1,9 @@
-"""How well a draft's confidence fits: predicted against accepted share, by position, in bins.
+"""The calibration of a draft's confidence: predicted and actual acceptance by position, in bins.
 
-Adaptive verification admits the tokens with the highest confidence, by vLLM's own estimator or by a
-DSpark head. Among the admitted tokens, high estimates are those that were too high, so means of all
-mislead in a trimmed server. Within a bin of the estimate, nothing else chose the tokens.
+Adaptive verification admits the tokens with the highest confidence, estimated by vLLM or by a
+DSpark head. Among the admitted tokens, high estimates tend to be too high, so means over all tokens
+are misleading if tokens are left out. Within a bin of the estimate, nothing else selected the
+tokens.
 """
 
 from typing import Any
@@ -18,10 +19,10 @@ class Calibration:
         self._sums = np.zeros((0, NUM_BINS, 3))
 
     def add(self, predicted_J: NDArray[np.float32], num_accepted: int) -> None:
-        """Count a verified draft; `predicted_J` holds the estimates for its admitted tokens.
+        """Count a verified draft; `predicted_J` contains the estimates for its admitted tokens.
 
-        A token counts only if all earlier ones were accepted: the tokens after a rejected one were
-        compared with nothing.
+        A token counts only if all earlier ones were accepted, because tokens after a rejected one
+        were compared with nothing.
         """
         positions = np.arange(min(len(predicted_J), num_accepted + 1))
         if len(positions) > len(self._sums):

@@ -40,9 +40,10 @@ logger = logging.getLogger("vllm.redraft")
 
 SHIP_BYTES = 4 << 20
 SHIP_INTERVAL_S = 1.0  # at this age of the oldest record the waiting ones are shipped
-GREEDY_TEMPERATURE = 1e-5  # Below this vLLM takes the most probable token.
+GREEDY_TEMPERATURE = 1e-5  # Below this, vLLM chooses the most probable token.
 PINNED_BYTES = 8 << 20  # The buffer through which hidden states leave a GPU.
-POLL_INTERVAL_S = 0.2  # longest wait of a step; waking takes the GIL from the engine's thread
+# longest wait for a step, in seconds; waking takes the GIL from the engine's thread
+POLL_INTERVAL_S = 0.2
 
 
 class Capture:
@@ -60,7 +61,7 @@ class Capture:
         self.draft_version = draft_version
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self.target_version: str | None = ""  # None: unclear, nothing is recorded
+        self.target_version: str | None = ""  # None: unclear, so nothing is recorded
         self.kept_states = KEPT_STATES
         self.queue = StepQueue()
         self.calibration = Calibration()
@@ -112,12 +113,12 @@ class Capture:
         self.counts[f"errors_{stage}"] += 1
         message = f"{type(error).__name__}: {error}"
         if message != self.last_error:  # the same error on every step would flood the log
-            logger.warning("capture failed (%s), serving goes on: %s", stage, message)
+            logger.warning("capture failed (%s), serving continues: %s", stage, message)
         self.last_error = message
 
     @contextlib.contextmanager
     def reporting(self, stage: str) -> Iterator[None]:
-        """Report an exception in the block and go on: capture may fail, but serving must not."""
+        """Report an exception in the block and continue: capture may fail, but serving must not."""
         try:
             yield
         except Exception as error:
@@ -149,7 +150,7 @@ class Capture:
         try:
             self._apply(steps)
         except Exception as error:
-            # Running requests now have a gap, and the next step closes them. Ended ones have no
+            # Running requests now have a gap, which the next step closes. Finished ones have no
             # next step.
             self.report(error, "reduce")
             self._close_all(steps)
@@ -180,7 +181,8 @@ class Capture:
         kept = reduce_steps(steps, self.config.logprobs, self._scratch)
         first_row = first_draft = 0
         for step in steps:
-            # `finished` names requests that ended before this step, so their records go out first.
+            # `finished` names requests that ended before this step, so their records are sent
+            # first.
             self._close_all([step])
             self._apply_one(step, kept, first_row, first_draft)
             first_row += step.num_rows
@@ -196,7 +198,7 @@ class Capture:
         confidences = None if confidences_BJ is None else confidences_BJ.cpu().numpy()
         first_state = 0
         for part in step.read_parts():
-            if step.ranges is not None:  # the states are those of all tokens of the step
+            if step.ranges is not None:  # the states belong to all tokens of the step
                 first_state = part.first_read
             states_HLD = (
                 None
@@ -223,15 +225,15 @@ class Capture:
                     draft_probs=_read_draft_probs(
                         part, kept.draft_probs_S[begin : begin + part.num_drafts]
                     ),
-                    # the last is the target's: the bonus, or in place of the first refused draft
-                    # token
+                    # the last one is the target's token: the bonus, or the replacement of the first
+                    # rejected draft token
                     num_accepted=len(sampled) - 1,
                     proposer=part.proposer,
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
                 )
-            # States after a rejected draft token belong to a discarded text. E.g. one text token
-            # and 3 drafts were read, and 2 tokens sampled: one draft was accepted, so 2 of the 4
-            # states belong to the text.
+            # States after a rejected draft token belong to a discarded text. E.g. if one text token
+            # and 3 draft tokens were read and 2 tokens sampled, one draft token was accepted, so 2
+            # of the 4 states belong to the text.
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
             states = (
                 [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
@@ -287,9 +289,9 @@ class Capture:
         log = self._open_log(part, step)
         if log.is_closed:
             return
-        # Draft tokens are proposed at the end of a step and verified in the next one. A swap
-        # between the two may keep them: then the old draft proposed the tokens that the first step
-        # with the new one verifies.
+        # Draft tokens are proposed at the end of a step and verified in the next one. A swap in
+        # between may keep them, so that the first step with the new draft verifies tokens from the
+        # old one.
         proposed_by, log.next_version = log.next_version or step.draft_version, step.draft_version
         if log.draft_version != proposed_by:  # a record names exactly one
             self._emit(log)
@@ -351,10 +353,10 @@ class Capture:
 
 
 def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The draft's probabilities for its tokens.
+    """Return the draft's probabilities for its tokens.
 
-    They are 1 at temperature 0, where the draft proposes its best token, and vLLM keeps logits
-    instead.
+    They are 1 at temperature 0, because the draft then proposes its best token, and vLLM stores
+    logits instead.
     """
     return (
         np.ones_like(draft_probs)

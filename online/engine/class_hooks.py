@@ -1,9 +1,9 @@
-"""Wrappers of vLLM's classes in every process of a server: scheduler, engine core, workers' start.
+"""Wrappers of vLLM's classes in every process of a server: scheduler, engine core, worker start.
 
-A scheduler's steps pass, in the order of `engine.hooks`:
+A scheduler's steps pass these wrappers, in the order of `engine.hooks`:
 
-    schedule ─► sampled requests with a seed lose their draft tokens, where these vary
-             ─► the pacer notes the beginning
+    schedule ─► sampled requests with a seed lose their draft tokens, if the number of tokens varies
+             ─► the pacer notes the start
     update_from_output ─► requests whose drafts do not count ─► the pacer notes the end
     make_spec_decoding_stats ─► counts by domain
 """
@@ -22,7 +22,7 @@ from redraft.online.engine import domains, pace, target_watch, worker
 from redraft.online.engine.config import check_pace
 
 VARYING = (FOLDER, "head_requests")
-"""Settings with which a lookup or a head drafts less beside more requests."""
+"""Settings with which a lookup or a head drafts less if there are more requests."""
 
 
 def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
@@ -35,10 +35,10 @@ def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
 def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a scheduler's `schedule` to give sampled requests with a seed no draft tokens.
 
-    vLLM's rejection sampler takes a number of draws from a request's generator that depends on its
-    draft tokens, and lets a draft decide between them. With a constant draft that is the same each
-    time. `--pace`, live counts and lookups that mind the load draft what suits the other requests
-    and the hour. Greedy answers depend on no draft.
+    vLLM's rejection sampler draws from a request's generator as often as its draft tokens require,
+    and the draws decide about the draft. With a constant draft, the result is the same each time.
+    With `--pace`, live counts and lookups that depend on the load, drafts depend on other requests
+    and the time. Greedy answers do not depend on the draft.
     """
 
     @wraps(schedule)
@@ -117,7 +117,7 @@ def take_drafts(call: Any) -> Any:
 
 
 def note_swaps(call: Any) -> Any:
-    """Wrap an engine core's `collective_rpc` to tell the pacer of a changed draft or target."""
+    """Wrap an engine core's `collective_rpc` to notify the pacer of a changed draft or target."""
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
     def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,8 +174,8 @@ def compare_ranks(call: Any) -> Any:
 
     If a load failed on only some of the ranks, no rank names its weights.
 
-    vLLM's own method stops at the first rank that fails, and would then return the answers of the
-    ranks after it as those of the next call.
+    vLLM's own method stops at the first rank that fails, and would then return the answers of later
+    ranks as those to the next call.
     """
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
@@ -211,7 +211,7 @@ def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        # vLLM's part first: rereading needs the attention groups. Warm-up comes later.
+        # vLLM's part first, because rereading needs the attention groups. Warm-up comes later.
         initialize(wrapper, kv_cache_configs)
         worker.install(wrapper.worker)
 

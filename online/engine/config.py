@@ -1,4 +1,4 @@
-"""Settings of the plugin, with their meaning; `engine.settings` says how they reach it."""
+"""Settings of the plugin, with their meaning; `engine.settings` passes them to the processes."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from redraft.online.records.states import HiddenFormat
 from redraft.online.tokens import check_token, read_token
 
 PLUGIN_NAME = "redraft"
-LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB: NATS takes messages of up to 8 MiB.
+LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB, because NATS accepts messages of up to 8 MiB.
 SPOOL_RECORD_BYTES = 32 << 20  # longer ones: a head has more tokens to attend to
 
 
@@ -58,7 +58,7 @@ def list_arms(most: int, *, is_adaptive: bool = False) -> list[int]:
 
 
 def make_table(most: int, *, is_adaptive: bool = False) -> list[list[int]]:
-    """A vLLM table with one row per number of draft tokens.
+    """Return a vLLM table with one row per number of draft tokens.
 
     The V2 runner captures CUDA graphs for each number whose row is within the largest batch size.
     `most` comes first, for one request, and last, for all larger batches.
@@ -77,7 +77,7 @@ class SwapConfig:
     cache: SwapCache = "auto"
     """Handling of the KV cache at a swap. `clear`: prefill everything again, for target and draft.
     `draft`: keep the target's keys and values, and prefill the text again with the new draft; for
-    standalone drafts only. `keep`: keep those of running requests; later requests do not reuse
+    standalone drafts only. `keep`: keep the cache of running requests; later requests do not reuse
     blocks that another version wrote. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft`
     for standalone drafts that support it, otherwise `clear`.
     """
@@ -166,7 +166,7 @@ def check_pace(pace: str, most: int | None = None) -> str:
         )
     if most is not None and pace.isdecimal() and int(pace) > most:
         raise ValueError(
-            f"pace {pace} is above --num-speculative-tokens, {most}: raise the latter, or lower the pace"
+            f"pace {pace} is above --num-speculative-tokens {most}: raise the latter, or lower the pace"
         )
     return pace
 

@@ -30,9 +30,9 @@ from redraft.engine.patches import BUILD, without_fused_buffers
 
 @contextmanager
 def without_build(draft: Any) -> Iterator[None]:
-    """Keep `load_weights` from making the copies.
+    """Prevent `load_weights` from making the copies.
 
-    During a reload the draft's layers hold no values, and are packed only afterwards.
+    During a reload, the draft's layers have no values; they are packed afterwards.
     """
     block = _find_block(draft)
     if block is None:
@@ -62,8 +62,8 @@ def refill(
         getattr(runner, "drafter", None), "parallel_drafting_hidden_state_tensor", None
     )
     if state_D is not None:
-        # As vLLM's proposer does at start: the mask state is that of all layers, and `fc` makes one
-        # of it.
+        # As in vLLM's proposer at start: the mask state covers all layers, and `fc` combines it
+        # into one.
         draft.mask_hidden.copy_(
             next(value for name, value in tensors.items() if "mask_hidden" in name).view(1, -1)
         )
@@ -126,13 +126,13 @@ def _list_projections(
 ) -> Iterator[Tensor]:
     """Yield this rank's key and value heads of all layers, each [G * E, D] or [G * E].
 
-    Several ranks may hold the same heads.
+    Several ranks may have the same heads.
     """
     for i, layer in enumerate(block.layers):
         size, count = layer.self_attn.head_dim, layer.self_attn.num_kv_heads
         for name in ("k_proj", "v_proj"):
             whole = tensors[f"layers.{i}.self_attn.{name}.{kind}"]
-            # e.g. two heads on four ranks: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1
+            # e.g. two heads on four ranks: ranks 0 and 1 have head 0, ranks 2 and 3 head 1
             first = rank * (len(whole) // size) // num_ranks
             yield whole[first * size : (first + count) * size]
 

@@ -25,14 +25,16 @@ OTHER = "(other)"  # Name of those.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
 
 Counts = dict[str, list[int]]
-"""By domain, since the server started: [draft tokens, then by position the drafts that had a token
-and all earlier ones accepted, and those whose token was accepted too]. Of tokens that adaptive
-verification left out, nothing is counted."""
+"""By domain, since the server started: [draft tokens; then by position, the drafts that had a token
+and all earlier ones accepted, and those whose token was accepted too]. Tokens that adaptive
+verification left out are not counted.
+"""
 
 Loads = dict[str, dict[str, list[int]]]
-"""With adaptive verification, by domain and load: [drafts, then by position those whose token was
-accepted]. Every scheduled draft counts, even if nothing of it was verified: tokens per step fall
-with the load, so only drafts of the same load are alike."""
+"""With adaptive verification, by domain and load: [drafts; then by position, those whose token was
+accepted]. Every scheduled draft counts, even if none of its tokens was verified. Tokens per step
+fall with the load, so only drafts at the same load are comparable.
+"""
 
 
 class StepNotes(NamedTuple):
@@ -45,10 +47,11 @@ class StepNotes(NamedTuple):
 
 
 def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict[str, int] | None:
-    """The number of verified draft tokens of each request; None if all were verified.
+    """Return the number of verified draft tokens of each request; None if all were verified.
 
     A token that was left out is reported to vLLM as one that a grammar made invalid, so vLLM's
-    counters do not count it as rejected. A draft of 0 tokens counts too: its step gives one token.
+    counters do not count it as rejected. A draft of 0 tokens also counts, because its step emits
+    one token.
     """
     if admitted is None:
         return None

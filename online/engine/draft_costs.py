@@ -7,23 +7,23 @@ MEASURE = "`redraft bench` measures this draft against plain vLLM"
 
 
 def describe_cache(vllm_config: Any, share: float) -> str:
-    """Describe what a cache hit loses to the draft, and its keys' `share` of the cache."""
+    """Describe how many cached tokens the draft loses, and its keys' `share` of the cache."""
     cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
     taken = f"the draft's keys take {share:.1%} of the cache"
     if not cache.enable_prefix_caching:
         return f"the prefix cache is off; {taken}"
-    # vLLM 0.33 hashes the token after a block with it, and then drops none.
+    # vLLM 0.33 includes the token after a block in the block's hash, and then drops no block.
     looks_ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
     drops = speculative.use_eagle_block_drop() and not looks_ahead
     lost = f"its last block, {cache.block_size} tokens," if drops else "nothing"
     return (
-        f"the prefix cache has blocks of {cache.block_size} tokens; a hit loses {lost} beside "
+        f"the prefix cache has blocks of {cache.block_size} tokens; a hit loses {lost} with "
         f"this draft; {taken}"
     )
 
 
 def list_losses(vllm_config: Any, *, on_cpu: bool) -> Iterator[str]:
-    """List the features of vLLM on a GPU that this draft costs, with remedies; none on a CPU."""
+    """Yield the vLLM features on a GPU that this draft disables, with remedies; none on a CPU."""
     if on_cpu:
         return
     if not vllm_config.scheduler_config.async_scheduling:

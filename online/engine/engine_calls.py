@@ -1,6 +1,6 @@
-"""Calls of the API process to its engines.
+"""Calls from the API process to its engines.
 
-All replicas, all ranks, and none that outlives the engine.
+They reach all replicas and ranks, and none outlives its engine.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from redraft.engine import adaptive, hooks
 from redraft.online.engine import domains
 from redraft.online.engine.pace_status import describe_pace
 
-DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.
+DEATH_POLL_S = 1.0  # seconds between two checks whether the called engine is still alive
 DEAD = "the engine has died: start this server again"
-MAX_SAID = 400  # Most characters of an error of the engine in an answer.
+MAX_SAID = 400  # maximum number of characters of an engine's error in an answer
 T = TypeVar("T")
 
 
@@ -29,7 +29,7 @@ class RefusedError(Exception):
 class EngineCalls:
     def __init__(self, engine: Any) -> None:
         self.engine = engine  # vLLM's engine client.
-        # of all replicas' engines; None of an engine in this process
+        # for the engines of all replicas; None for an engine in this process
         self._ask_all = getattr(
             getattr(engine, "engine_core", None), "call_utility_all_async", None
         )
@@ -53,11 +53,11 @@ class EngineCalls:
     async def while_alive(self, call: Awaitable[T]) -> T:
         """Await a call to the engine for as long as the engine is alive.
 
-        vLLM never answers a call that was running when its engine died. A server ends only after
+        vLLM never answers a call that was running when its engine died. A server stops only after
         its last request, so one such call would keep a dead server from being restarted.
 
         Raises:
-            RefusedError: 503, if the engine dies meanwhile.
+            RefusedError: 503, if the engine dies in the meantime.
         """
         running = asyncio.ensure_future(call)
         try:
@@ -103,8 +103,8 @@ class EngineCalls:
             },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
-            # None too if a trainer has not pushed to all replicas yet, or an update has failed on
-            # one rank
+            # Also None if a trainer has not pushed to all replicas yet, or an update has failed on
+            # one rank.
             "target_version": versions.pop() if len(versions) == 1 else None,
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),
@@ -126,12 +126,12 @@ class EngineCalls:
         )
 
     async def _count_drafts(self) -> dict[str, Any]:
-        """Counts of the served version's drafts, summed over all replicas.
+        """Count the served version's drafts, summed over all replicas.
 
-        `drafts` holds the numbers of drafts, of draft tokens, and of accepted tokens by position.
-        `positions` holds, by domain, the tried and accepted tokens of each position. With adaptive
-        verification, `loads` holds drafts and accepted tokens by domain and load. The result is
-        empty for an engine without these counts.
+        `drafts` contains the numbers of drafts, of draft tokens, and of accepted tokens by
+        position. `positions` contains, by domain, the tried and accepted tokens at each position.
+        With adaptive verification, `loads` contains drafts and accepted tokens by domain and load.
+        The result is empty for an engine without these counts.
         """
         ask = self._ask_all
         if ask is None or not hooks.is_installed("domains"):
@@ -149,7 +149,7 @@ class EngineCalls:
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
         """Set a new pace, if given, and return the pacer's status with a human-readable line.
 
-        Returns None if the pacer does not decide.
+        Return None if no pacer is in charge.
         """
         ask = self._ask_all
         # Several replicas have no pacer.

@@ -2,8 +2,9 @@
 
     runner_v1, runner_v2 ─ requests, batches, states, ends ─► Feed ─► StepQueue ─► capture's thread
 
-The hooks know the runner's names; everything else about a step is here, once for all runners. It
-runs in the engine's thread: it keeps references, copies little, and never waits for a device.
+The hooks depend on a runner's names; everything else about a step is in this module, once for all
+runners. It runs in the engine's thread: it keeps references, copies little, and never waits for a
+device.
 
 R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured
 requests, L = hidden states of one token, D = size of each.
@@ -26,7 +27,7 @@ from redraft.online.engine.steps import DeviceRanges, EngineStep, StepPart
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
 from redraft.online.records.record import Constraint, Sampling
 
-OWNER_BYTES = 12  # of a tenant in the name of its live counts, and of its salt and adapter
+OWNER_BYTES = 12  # bytes for a tenant, and for its salt and adapter, in the name of its live counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,14 @@ class Feed:
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
         """Create a feed, which passes steps through a queue to capture's thread.
 
-        `reduces`: keep only the largest logits of each row, as always on a GPU, where memory is
-        scarce. Elsewhere a reference costs nothing, and the background thread has time to reduce
-        the logits.
+        With `reduces`, it keeps only the largest logits of each row, as always on a GPU, where
+        memory is scarce. On a CPU, a reference costs nothing, and the background thread has time to
+        reduce the logits.
         """
         self.capture = capture
         self.max_model_len = max_model_len
         self.reduces = reduces
-        self.requests: dict[str, RequestInfo | None] = {}  # None: it is not recorded
+        self.requests: dict[str, RequestInfo | None] = {}  # None: not recorded
         self.finished: list[str] = []
         self.num_new_tokens = 0  # Prompt tokens of the requests recorded since the newest step.
         self.unread: EngineStep | None = None  # the newest step, until the draft reads its states
@@ -86,9 +87,9 @@ class Feed:
             self.finished.append(request_id)
 
     def flush(self) -> None:
-        """Report ended requests to capture, because the engine may now be idle.
+        """Report finished requests to capture, because the engine may now be idle.
 
-        Then no step would carry this information.
+        Otherwise, no step would carry this information.
         """
         if self.finished:
             self._release()
@@ -96,7 +97,7 @@ class Feed:
 
     def put(self, step: EngineStep | None) -> None:
         """Accept the newest step, or None if there is nothing in it."""
-        self._release()  # the previous step drafted nothing, so nobody read its states
+        self._release()  # the previous step drafted nothing, so its states were not read
         if self.capture.config.hidden_states:
             self.unread = step
         elif step is not None:
@@ -121,7 +122,7 @@ class Feed:
         """
         if self.unread is not None and self.unread.parts:
             ranges = self.unread.ranges
-            # Where the device chose, which tokens are whose is known later: all are copied.
+            # If the device chose, the owners of the tokens are known only later, so all are copied.
             runs = [(0, ranges.num_tokens)] if ranges else _find_runs(self.unread.parts)
             states_NLD = _read_states(runs, streams_ND)
             # A second event: the copy of the states is queued after the first one.
@@ -143,20 +144,20 @@ class Feed:
         ranges: DeviceRanges | None = None,
         confidences_BJ: Tensor | None = None,
     ) -> EngineStep | None:
-        """Make the step for a batch; None if there is nothing in it.
+        """Make the step for a batch; None if it is empty.
 
         The tensors are as in `EngineStep`.
         """
         if not any(batch.infos):
             return self.make_empty_step()
         parts = self._list_parts(batch)
-        # A step without a draft has a row too: a learner can train a draft that nobody has called
-        # yet.
+        # A step without a draft has a row too, because a learner can train a draft that has not
+        # been called yet.
         num_rows = sum(part.num_drafts + 1 for part in parts if part.sampled_row is not None)
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
         elif ranges is None and 2 * num_rows < len(logits_RV):
-            # copying few rows holds less memory than a reference to all
+            # copying a few rows takes less memory than a reference to all
             parts, logits_RV = _copy_rows(parts, logits_RV)
         largest = None
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
@@ -192,7 +193,7 @@ class Feed:
     def make_empty_step(self) -> EngineStep | None:
         """Make the step for a batch without recorded requests.
 
-        It reports the earlier requests that have ended; it is None if there are none.
+        It reports the earlier requests that have finished; return None if there are none.
         """
         return self._make_finished_step() if self.finished else None
 
@@ -219,7 +220,7 @@ class Feed:
         ]
 
     def _decide(self, request: Any) -> RequestInfo | None:
-        """The record header of a new request, or None if it is not to be recorded."""
+        """Return the record header of a new request, or None if it is not to be recorded."""
         params = request.sampling_params
         origin = read_origin_arguments(params.extra_args)
         if origin is None:  # e.g. of another front end: whether its client opted out is not known
@@ -236,7 +237,7 @@ class Feed:
         # Counted once, with the next step: `StepQueue` bounds the prompts that waiting steps keep
         # alive.
         self.num_new_tokens += len(request.prompt_token_ids)
-        # The engine also ends an answer at the model's length, whatever max_tokens says.
+        # The engine also ends an answer at the model's maximum length, whatever max_tokens is.
         max_tokens = self.max_model_len - len(request.prompt_token_ids)
         return RequestInfo(
             request_id=request.req_id,
@@ -280,7 +281,7 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
     params = request.sampling_params
     reasons = {
         "opt_out": origin.opt_out,
-        # the engine chooses its tokens in a way of which a record does not say how
+        # how the engine then chooses its tokens cannot be expressed in a record
         "watermark": bool(params.watermarking),
         "forced_tokens": bool(params.trace_decode_token_ids),
         # for logits processors that are not vLLM's
@@ -293,7 +294,7 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
 
 
 def _find_constraints(params: Any) -> Iterable[tuple[Constraint, bool]]:
-    # vLLM refuses `logit_bias` beside a draft.
+    # vLLM refuses `logit_bias` when it uses a draft.
     yield "structured_output", params.structured_outputs is not None
     yield "min_tokens", bool(params.min_tokens)
     yield "bad_words", bool(params.bad_words)
@@ -302,10 +303,10 @@ def _find_constraints(params: Any) -> Iterable[tuple[Constraint, bool]]:
 
 
 def find_owner(config: CaptureConfig, request: Any) -> bytes | None:
-    """The name of the live counts that draft for a request and learn from its answer.
+    """Return the name of the live counts that draft for a request and learn from its answer.
 
     Requests with the same tenant, cache salt and adapter share live counts. None means that the
-    request takes no part in them.
+    request is excluded from live counts.
     """
     origin = read_origin_arguments(request.sampling_params.extra_args)
     if origin is None or origin.opt_out or config.find_skip_reason(origin.tenant, b""):

@@ -3,9 +3,9 @@
     logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest
     maxima ─► k largest
 
-These groups hold the k largest logits, or equal ones. Only they are read a second time: 2,048
-logits of 128,000. The float32 softmax of the whole row is never stored. Few kernels: with one
-request a step takes 5 ms and a launch 5 µs.
+These groups contain the k largest logits, or equal ones. Only they are read a second time: 2,048 of
+128,000 logits. The float32 softmax of the whole row is never stored. There are few kernels, because
+with one request, a step takes 5 ms and a launch 5 µs.
 
 R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups, B
 = requests, J = draft tokens of one request, N = draft tokens.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from redraft.online.engine.steps import Largest
 
-GROUP, CHUNK = 64, 4096  # Logits of a group, and of one program of the kernel.
+GROUP, CHUNK = 64, 4096  # logits per group, and per program of the kernel
 ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a vocabulary of 128k
 
 

@@ -1,20 +1,20 @@
-"""Hooks of the policy in vLLM's scheduler and runner: a number of draft tokens for every step.
+"""Hooks for the policy in vLLM's scheduler and runner: the number of draft tokens for every step.
 
     schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
-    update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status,
-    /metrics
+    update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status, /metrics
     CHANGING ─► Policy.swapped
 
-vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of all
-numbers: then vLLM prepares for each, and a `Pacer` takes its place.
+vLLM's scheduler looks the number up in a table. `redraft serve --pace` gives vLLM a table with all
+numbers, so that vLLM prepares for each of them, and a `Pacer` replaces the table.
 
-At 0 a draft with keys reads prompts alone. Keys of tokens answered meanwhile stay unwritten until
-the request ends, and longer for a later one that finds the text in the prefix cache. In their place
-the draft finds zeros, or finite keys of an older text. They change which tokens are drafted, so
-acceptance (not measured how much), and no answer: verification decides on each token. Only NaN for
-probabilities would mislead it. Memory after a sleep is undefined, so --enable-sleep-mode with
-sampled drafts is refused. A request's acceptance counts, and a probe of more tokens begins, only if
-the draft has read READ of it.
+At 0, a draft with keys reads only prompts. Keys of tokens that are answered in the meantime stay
+unwritten until the request ends, and longer for a later request that finds the text in the prefix
+cache. Instead of these keys, the draft reads zeros, or finite keys of an older text. They change
+which tokens are drafted, and thereby acceptance (by how much was not measured), but no answer,
+because verification decides on each token. Only NaN in probabilities would mislead verification.
+Memory after a sleep is undefined, so --enable-sleep-mode is refused with sampled drafts. A
+request's acceptance counts, and a probe of more tokens starts, only if the draft has read the
+fraction READ of it.
 """
 
 import logging
@@ -44,11 +44,11 @@ READ = 0.9  # Share of a request's text that the draft must have read, for its a
 
 
 def find_decider(vllm_config: Any) -> str:
-    """Why a `Pacer` cannot choose the number of draft tokens, or what does; empty if it can."""
+    """Return why a `Pacer` cannot choose the number of draft tokens; empty if it can."""
     speculative = vllm_config.speculative_config
     if not speculative or not speculative.num_speculative_tokens:
         return "nothing is drafted"
-    # vLLM itself drops the table beside data parallelism, so this comes first.
+    # vLLM itself drops the table with data parallelism, so this comes first.
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "data-parallel replicas must draft equally many tokens: start a server per replica"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -56,7 +56,7 @@ def find_decider(vllm_config: Any) -> str:
             "pipeline stages compute several batches in turn, and each has drafts of another step"
         )
     if speculative.use_ngram_gpu() and not vllm_config.use_v2_model_runner:
-        return "ngram_gpu must see every step: draft with ngram"
+        return "ngram_gpu must process every step: use ngram instead"
     is_sampled = speculative.draft_sample_method == "probabilistic"
     if is_sampled and keeps_keys(speculative) and vllm_config.model_config.enable_sleep_mode:
         return "sampled drafts need whole keys after a sleep: leave out --enable-sleep-mode"
@@ -83,7 +83,7 @@ class Pacer:
     """Replaces the scheduler's table: `pacer[requests]` is the number for the next step.
 
     vLLM counts all requests in a step, including those that read prompts (vllm-project/vllm#49548).
-    Here, the requests are those of the step that verifies the drafts: `survey` returns how many of
+    Here, the requests are those in the step that verifies the drafts: `survey` returns how many of
     them will still be reading their prompts then, and the mean text length of the others.
     """
 
@@ -103,8 +103,8 @@ class Pacer:
         self.has_keys = has_keys
         self.is_adaptive = is_adaptive  # vLLM chooses how many of them are verified.
         self.policy = Policy(most, max_requests, max_context, is_adaptive=is_adaptive)
-        self.unread: dict[str, int] = {}  # By request, answered tokens the draft has not read.
-        self._is_read = True  # Whether the draft had read most requests of the newest step.
+        self.unread: dict[str, int] = {}  # By request, answered tokens that the draft has not read.
+        self._is_read = True  # Whether the draft had read most of the requests in the latest step.
         self.memory: PaceMemory | None = None  # Keeps the policy for the next start.
         self._drafted = self._verified = 0
         self._done_s = 0.0
@@ -113,7 +113,7 @@ class Pacer:
     def set(self, pace: str) -> None:
         """Set the pace from the next step on: `auto`, or a number, which is capped at `most`.
 
-        `off` stands for `most`, as without a pacer. So does `adaptive`, where vLLM verifies only
+        `off` means `most`, as without a pacer. So does `adaptive`, with which vLLM verifies only
         some of the tokens.
         """
         is_most = pace in ("off", "adaptive")
@@ -159,27 +159,29 @@ class Pacer:
     def end(self, output: Any, result: Any, requests: Any, now_s: float) -> None:
         """Note that a step is done.
 
-        `requests` holds the scheduler's requests by id, before the scheduler adds this step's
+        `requests` contains the scheduler's requests by id, before the scheduler adds this step's
         tokens.
         """
         if not hasattr(output, "redraft"):
             return
         drafted, verified, begin_s = output.redraft
-        # With steps scheduled ahead, this one began when the one before it ended.
+        # With steps scheduled ahead, this one started when the previous one ended.
         seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
         is_clean, sampled = not reads_prompt(output), result.sampled_token_ids
         num_read, num_decoding, num_tokens, length, accepted = 0, 0, 0, 0, list[int]()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests.get(request_id)
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            # Not the prompt's own step. One that is gone has ended in the step before.
+            # Without the prompt's own step. A request that no longer exists ended in the previous
+            # step.
             is_decoding = num_scheduled == 1 + num_drafts and (
                 request is None or request.num_output_tokens > 0
             )
             num_decoding += is_decoding
             num_new = len(sampled[result.req_id_to_index[request_id]]) if sampled else 0
             if request is None:
-                num_tokens += is_decoding  # as without drafts: it would have ended a step later too
+                # as without drafts, where it would also have ended one step later
+                num_tokens += is_decoding
                 continue
             # A lookup may have found nothing, and counts as a draft without success. So do tokens
             # past the end of the answer, which no client gets.
@@ -212,12 +214,12 @@ class Pacer:
                 self.memory.note(self.policy, now_s)
 
     def status(self) -> dict[str, Any]:
-        """The pace, and what it gains.
+        """Return the pace and its effect.
 
         `gain` is this server's speed in recent steps, relative to the same requests without drafts;
-        both include the time that clients wait for prompts. Each cell gives the number chosen, and
-        its speed in steps that read no prompt. Speeds have a 95% interval. `explored` is the share
-        of the time lost in probes.
+        both include the time that clients wait for prompts. Each cell contains the chosen number,
+        and its speed in steps that read no prompt. Speeds have a 95% interval. `explored` is the
+        fraction of time lost in probes.
         """
         policy = self.policy
         found: dict[str, Any] = {"pace": self.pace, "cells": []}
@@ -241,7 +243,7 @@ def is_paced() -> bool:
     """Whether the environment asks for a pace.
 
     Raises:
-        ValueError: if the pace is invalid.
+        ValueError: the pace is invalid.
     """
     return check_pace(read_settings().get("pace", "off")) != "off"
 
@@ -279,7 +281,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     if pacer.memory is not None and pacer.memory.recall(pacer.policy):
         logger.info("redraft: --pace continues with %s", pacer.memory.path)
     state.pacer = scheduler.dynamic_sd_lookup = pacer
-    logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
+    logger.info(
+        "redraft: --pace %s chooses the number of draft tokens per step, at most %d", pace, most
+    )
     off = "only reads prompts" if has_keys else "is not called"
     logger.info(
         "redraft: --pace at 0 tokens: the draft %s, and a step of answers is the target's", off
@@ -308,7 +312,7 @@ def find_pacer(engine: Any) -> Pacer | None:
 
 
 def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
-    """Set an engine's pace, if one is given, and return the pacer's status; None if it has none."""
+    """Set an engine's pace, if given, and return the pacer's status; None if it has no pacer."""
     pacer = find_pacer(engine)
     if pacer is None:
         return None

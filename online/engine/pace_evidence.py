@@ -1,7 +1,8 @@
-"""Evidence of a pace by cell: the time of a step, and the acceptance of draft tokens.
+"""Evidence for a pace, by cell: the time of a step, and the acceptance of draft tokens.
 
-A cell is a number of decoding requests and a context length. What was measured in one counts in
-others, and less the further they are: most cells are entered without evidence of their own.
+A cell is a number of decoding requests and a context length. Measurements in one cell also count in
+others, with a weight that falls with the distance, because most cells have no evidence of their own
+when they are entered.
 
 N = probes, R = others, M = numbers of draft tokens above 0, F = features.
 """
@@ -18,14 +19,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 MEMORY_STEPS = 4000  # Steps after which acceptance and times count 1/e.
-MEMORY_DRAFTS = 4000  # The most drafts that the acceptance of a position remembers.
+# Maximum number of drafts with which the acceptance at a position is remembered.
+MEMORY_DRAFTS = 4000
 MOST_PROBES = 128  # The newest ones count.
-POOL = 100  # Drafts in a cell, after which its own acceptance counts as much as that of others.
-BORROWED = 60  # The most drafts as which those of other context lengths count.
+# Number of drafts in a cell after which its own acceptance counts as much as that of others.
+POOL = 100
+BORROWED = 60  # Maximum number of drafts for which those at other context lengths count.
 
 OFFSET, SLOPE = 0.06, 0.1
-"""log x = OFFSET + SLOPE g log2(1 + tokens), before anything is known, with g = 1 + log2(requests)
-/ 3: a token costs more where requests keep the machine busy, and nobody knows how much more."""
+"""log x = OFFSET + SLOPE g log2(1 + tokens), before any measurement, with g = 1 + log2(requests) /
+3: a token costs more if requests keep the machine busy, by an unknown amount.
+"""
 
 SPREAD_OFFSET, SPREAD_SLOPE = 0.12, 0.15
 """Standard deviations of both."""
@@ -95,7 +99,7 @@ class StepTimes:
         self._solved: tuple[Array, Array, Array, Array] | None = None
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
-        """x and its relative standard error; x is at least 1, as no draft makes a step shorter."""
+        """x and its relative standard error; x is at least 1, because no draft shortens a step."""
         if cell not in self._found:
             self._found[cell] = self._predict(cell)
         return self._found[cell][self.arms.index(arm) - 1]
@@ -185,14 +189,14 @@ class Tally:
 
 
 Row = tuple[int | None, int | None]
-"""A cell, or all cells of a number of requests, of a context length, or all, with None."""
+"""A cell; None stands for all numbers of requests, or all context lengths."""
 
 ALL: Row = (None, None)
 
 
 @dataclass
 class Acceptance:
-    """The share of drafts that are accepted up to each position, by cell."""
+    """The fraction of drafts that are accepted up to each position, by cell."""
 
     most: int
     """Number of positions."""
@@ -231,7 +235,8 @@ class Acceptance:
 
     def swapped(self) -> None:
         """Reduce the weight of all evidence sharply, because the draft has changed."""
-        # The old one stays as a guess of little weight, or a good draft would be left for a moment.
+        # The old estimate remains with a low weight, so that a good draft is not dropped for a
+        # moment.
         keep = [min(1.0, 3 / max(tried, 1e-9)) for tried in self._tally(ALL).tried]
         for tally in self.tallies.values():
             tally.scale(keep)
@@ -252,8 +257,8 @@ class Acceptance:
         for i in range(self.most):
             # A guess that halves from token to token counts as two drafts.
             rate = (every.hit[i] + 2 * 0.5 ** (i + 1)) / (every.tried[i] + 2)
-            # A draft is right less often in long texts, and a lookup may propose less beside many
-            # requests: both shift what all drafts have shown.
+            # A draft is right less often in long texts, and a lookup may propose less if there are
+            # many requests: both shift the acceptance of all drafts.
             near = sum(weight * tally.tried[i] for weight, tally in others)
             near_hit = sum(weight * tally.hit[i] for weight, tally in others)
             by_context = _pool(long, i, (near_hit + 2 * rate) / (near + 2))
@@ -267,5 +272,5 @@ class Acceptance:
 
 
 def _pool(tally: Tally, position: int, otherwise: float) -> float:
-    """The rate at a position, where `otherwise` counts as much as POOL drafts."""
+    """The rate at a position, for which `otherwise` counts as much as POOL drafts."""
     return (tally.hit[position] + POOL * otherwise) / (tally.tried[position] + POOL)

@@ -1,9 +1,9 @@
-"""A policy's knowledge on disk, so that a server that starts again drafts in its first step.
+"""A policy's estimates on disk, so that a restarted server drafts from its first step on.
 
     REGISTRY/pace-KEY.json     KEY: machine, engine, target, and how the draft is asked
 
-Step times are those of a machine, an engine and a shape of draft: what another one has written is
-not read. Acceptance is that of one version: of another one it counts as after a swap.
+Step times depend on the machine, the engine and the draft's shape, so estimates from others are not
+read. Acceptance belongs to one version; for another version, it counts as after a swap.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class PaceMemory:
                 raise ValueError(f"{self.path} belongs to another server")
             policy.recall(kept.policy)
         except (OSError, ValueError) as error:
-            logger.warning("redraft: --pace begins anew: %s", error)
+            logger.warning("redraft: --pace starts without earlier estimates: %s", error)
             return False
         if not kept.draft or kept.draft != self._hash_draft():
             policy.swapped()

@@ -39,7 +39,7 @@ from redraft.online.engine.pace_evidence import (
 )
 
 SHARE = 0.0082  # Part of the busy time for probes.
-MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
+MOST_STEPS = 16  # in steps: the time on the account at the start, and its maximum
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.
 DOUBT = 1.6  # Standard errors by which an arm may be better than it looks, to be worth a probe.
@@ -141,7 +141,7 @@ class Policy:
         self.steps: defaultdict[Cell, int] = defaultdict(int)
         self.times, self.accepted = StepTimes(self.arms), Acceptance(most, self.contexts)
         self.recent = Times()
-        self.account_s = math.inf  # and so the most, at the first look
+        self.account_s = math.inf  # and so the maximum, at the first update
         self.lost_s = self.busy_s = 0.0
         self.num_probes = 0
         self._levels: defaultdict[tuple[Cell, int], Level] = defaultdict(Level)
@@ -157,7 +157,7 @@ class Policy:
     def choose(self, requests: int, context: float, *, is_read: bool = True) -> int:
         """Choose the next step's arm, for `requests` decoding requests of mean length `context`.
 
-        A probe of acceptance begins only if the draft has read the text (`is_read`).
+        A probe of acceptance starts only if the draft has read the text (`is_read`).
         """
         cell = self.cell(requests, context)
         self._update_base(cell)
@@ -243,7 +243,7 @@ class Policy:
         self.base[cell] = base
 
     def _find_wanted(self, cell: Cell) -> int | None:
-        """The arm that is worth a probe; None if no arm is."""
+        """Return the arm that is worth a probe; None if no arm is."""
         base = self.base[cell]
         own = self.speed(cell, base)
         if base and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
@@ -256,8 +256,8 @@ class Policy:
     def _cost(self, cell: Cell, arm: int) -> float:
         """The time that a step with the arm may lose, relative to a step with the base."""
         own = self.speed(cell, self.base[cell])
-        # Not the mean: an arm one error worse than it looks. Off loses what the base gains: one error
-        # less, or a base in doubt would be too dear to leave.
+        # Not the mean, but an arm one standard error worse than it looks. For off, what the base
+        # gains, less one error, because a base in doubt would be too expensive to leave.
         loss = own.mean / max(0.2, self.speed(cell, arm).at(-1)) - 1 if arm else own.at(-1) - 1
         return max(0.03, loss)
 
@@ -282,7 +282,7 @@ class Policy:
     ) -> None:
         """Observe one step of `requests` decoding requests, which got `tokens` tokens in all.
 
-        `verified` is the arm whose tokens the step verified. `accepted` holds the numbers of
+        `verified` is the arm whose tokens the step verified. `accepted` contains the numbers of
         accepted tokens by request, but only for requests whose acceptance is evidence about the
         draft. `num_reading` is the number of further requests, whose prompts were read.
         """
@@ -339,8 +339,8 @@ class Policy:
             off_s = tokens / requests * seconds / x
             self.recent.add(seconds, off_s, error * off_s)
             return
-        # A prompt takes its time with and without drafts. Off has the time of the draft less, and
-        # gets the accepted tokens in later steps, in which the others decode too.
+        # A prompt takes its time with and without drafts. Off saves the draft's time, and gets the
+        # accepted tokens in later steps, in which the others decode too.
         base = self.base[cell]
         off_step_s = 0.0
         if self._is_known(cell, base):
@@ -354,7 +354,7 @@ class Policy:
     def _pay(self, cell: Cell, arm: int, tokens: float, seconds: float) -> None:
         """Charge the account for a step of a probe.
 
-        The charge is the step's time, less the time that the base takes for as many tokens per
+        The charge is the step's time, minus the time that the base takes for as many tokens per
         request.
         """
         base = self.base[cell]

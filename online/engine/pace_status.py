@@ -9,7 +9,7 @@ from redraft.engine.counters import read_samples
 from redraft.online.engine.pace_policy import BOUNDS
 
 GAUGES = "redraft_pace_"  # Beginning of the names of the gauges.
-SHOWN_CELLS = 6  # Most cells in a line, those with the most steps.
+SHOWN_CELLS = 6  # maximum number of cells in a line: those with the most steps
 
 
 def describe_pace(found: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ class PaceMetrics:
 
 
 def read_gauges(metrics: str) -> dict[str, Any] | None:
-    """Read the status from a page of /metrics; None without a pacer."""
+    """Read the status from a /metrics page; None without a pacer."""
     cells: dict[tuple[int, int], dict[str, float]] = {}
     found: dict[str, Any] = {"pace": "auto", "gain": {}}
     for sample in read_samples(metrics, GAUGES):

@@ -15,9 +15,9 @@ logger = logging.getLogger("vllm.redraft")
 def register() -> None:
     """Install every feature that this server requests, by wrapping vLLM's functions.
 
-    It does nothing unless VLLM_PLUGINS names redraft. It raises nothing, because an exception would
-    keep vLLM from starting. A feature that fails, e.g. because this version of vLLM lacks a name,
-    is logged.
+    It does nothing unless VLLM_PLUGINS names redraft. It raises no error, because an exception
+    would keep vLLM from starting. A feature that fails, e.g. because this version of vLLM lacks a
+    name, is logged.
     """
     if not is_enabled():
         return
@@ -38,4 +38,4 @@ def register() -> None:
         try:
             step()
         except Exception:
-            logger.exception("redraft: %s failed, serving goes on without it", name)
+            logger.exception("redraft: %s failed, serving continues without it", name)

@@ -30,9 +30,9 @@ class ReducedSteps:
 
 
 class ScratchMemory:
-    """CPU memory for large temporaries, reused from call to call.
+    """CPU memory for large temporaries, reused between calls.
 
-    Fresh memory comes from the kernel page by page, which would take longer than the whole
+    The kernel would provide fresh memory page by page, which would take longer than the whole
     reduction.
     """
 
@@ -121,8 +121,8 @@ def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) 
     # of it.
     logits_RV = torch.cat(list(logits), out=scratch.get("logits", logits)).float()
     logits_RK, ids_RK = find_largest(logits_RV, min(top_k, logits_RV.shape[-1]))
-    # On a CPU `softmax` takes half the time of `logsumexp`, which is then logit - log(probability)
-    # of any entry. Of the largest entry, because its probability is at least 1 / V and the
+    # On a CPU, `softmax` takes half the time of `logsumexp`, which is then logit - log(probability)
+    # of any entry. The largest entry is used, because its probability is at least 1 / V and its
     # logarithm is finite.
     probs_RV = torch.softmax(logits_RV, -1, out=scratch.get("probs", logits))
     log_sum_exp_R = logits_RK[:, 0] - probs_RV.gather(1, ids_RK[:, :1]).squeeze(1).log()
@@ -136,7 +136,7 @@ def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) 
 def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest values of every row in descending order, and their ids; float32.
 
-    On a CPU this takes a quarter of the time of `topk`. The logits are divided into groups: the k
+    On a CPU, this takes a quarter of the time of `topk`. The logits are divided into groups: the k
     groups with the largest maxima contain the k largest logits (or equal ones), so only members of
     these groups are sorted.
     """

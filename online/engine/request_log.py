@@ -22,9 +22,9 @@ SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not
 ROW_BYTES = 21  # of a row in a record, without the top-k
 
 KEPT_STATES = 64
-"""A segment begins with this many hidden states of the previous one, for the first rows to attend
+"""A segment begins with this many hidden states of the previous one, for its first rows to attend
 to; with fewer if they would be more than a quarter of it. A head whose layers all have a window
-gets as many as it reads, and learns these rows as it is served.
+gets as many as it reads, and learns these rows exactly as it is served.
 """
 
 
@@ -205,7 +205,7 @@ class RequestLog:
             # are not new.
             begin = self.verified[0].start - 1 if self.verified else chunk.end
             self._num_new_bytes += self.states[-1].within(begin, chunk.end).num_bytes
-            # The oldest chunk goes only if the others alone can fill a record.
+            # The oldest chunk is dropped only if the others are enough to fill a record.
             while self._num_state_bytes - self.states[0].num_bytes >= self.max_bytes:
                 self._num_state_bytes -= self.states.pop(0).num_bytes
 
@@ -289,8 +289,8 @@ class RequestLog:
             states.within(0, first_lost) for states in self.states if states.begin < first_lost
         ]
         self._num_state_bytes = sum(states.num_bytes for states in self.states)
-        # An earlier record may hold more text than remains. The receiver cuts it at the next
-        # `context_begin`.
+        # An earlier record may contain more text than remains. The receiver truncates it at the
+        # next `context_begin`.
         self.num_shipped, self.num_sent = (
             min(self.num_shipped, begin),
             min(self.num_sent, first_lost),
@@ -298,15 +298,15 @@ class RequestLog:
         self.is_complete = False
 
     def _collect_columns(self) -> dict[str, NDArray[Any]]:
-        """The record's columns, without rows beyond the end of the request.
+        """Return the record's columns, without rows beyond the end of the request.
 
         The result is empty if no row is left.
         """
         columns = _join_columns(self.verified) if self.verified else {}
         if not columns:
             return {}
-        # position less branch is a place in the text: rows beyond its end follow tokens that nobody
-        # got
+        # position minus branch is a place in the text: rows beyond its end follow tokens that no
+        # client received
         kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(
             self.output
         )

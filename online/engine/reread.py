@@ -1,11 +1,12 @@
-"""After a swap a standalone draft reads the served text again; the target's keys stay as they are.
+"""After a swap, a standalone draft reads the served text again; the target's keys stay unchanged.
 
-Target and draft have their keys in the same blocks. Those of the new draft are missing in all
-blocks written before the swap, also in blocks that a later request finds in the prefix cache.
-Before each step, the draft reads the text of the step's requests from the first such block on, at
+Target and draft have their keys in the same blocks. The new draft's keys are missing in all blocks
+written before the swap, including blocks that a later request finds in the prefix cache. Before
+each step, the draft reads the text of the step's requests from the first such block on, with at
 most as many tokens as a step may have. The target reads nothing.
 
-A head cannot do this: it would need the target's hidden states of that text, and nobody keeps them.
+A head cannot do this, because it would need the target's hidden states for that text, which are not
+kept.
 
 T = tokens read, B = requests, N = blocks of a request.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 logger = logging.getLogger("vllm.redraft")
 
-Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks say yes; all must ask
+Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks agree; all must call it
 
 ReadText = Callable[[str, int, int], Sequence[int] | Tensor]  # (request, from, to) -> known tokens
 
@@ -44,7 +45,7 @@ class Span:
 
 
 class Ledger:
-    """The blocks of all running requests, and the blocks that hold the served draft's keys."""
+    """The blocks of all running requests, and the blocks that contain the served draft's keys."""
 
     def __init__(self, group: int, block_size: int) -> None:
         """Create a ledger for the draft's layers.
@@ -53,7 +54,7 @@ class Ledger:
         """
         self.group, self.block_size = group, block_size
         self.requests: dict[str, _Request] = {}
-        self.fresh: set[int] | None = None  # None until the first swap: all are.
+        self.fresh: set[int] | None = None  # None until the first swap: all blocks are.
 
     def forget(self) -> None:
         """Treat all blocks as written by another draft."""
@@ -64,7 +65,7 @@ class Ledger:
     def follow(self, scheduler_output: Any) -> dict[str, int]:
         """Update the ledger from a step's scheduler output.
 
-        Returns the number of tokens of each request that were read before the step, by request id.
+        Return the number of tokens of each request that were read before the step, by request id.
         """
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
@@ -82,14 +83,14 @@ class Ledger:
             if request_id in known.resumed_req_ids:
                 self._begin(request_id, blocks, count, request.prompt_ids)
             elif blocks is not None:
-                # New blocks are fresh from the start: the served draft writes them itself as the
-                # text goes on.
+                # New blocks are fresh from the start, because the served draft itself writes them
+                # as the text grows.
                 request.blocks += blocks[self.group]
                 self._note_fresh(blocks[self.group])
         return computed
 
     def choose(self, computed: Mapping[str, int], max_tokens: int) -> list[Span]:
-        """Choose the spans that the draft should read now, with at most `max_tokens` in all.
+        """Choose the spans that the draft should read now, with at most `max_tokens` in total.
 
         From then on, their blocks count as read.
         """
@@ -119,7 +120,7 @@ class Ledger:
     ) -> None:
         own = list(blocks[self.group])
         self.requests[request_id] = _Request(own, prompt_ids)
-        # Cached blocks come first. Those after them are new, and belong to this request.
+        # Cached blocks come first. The blocks after them are new, and belong to this request.
         self._note_fresh(own[-(-num_computed // self.block_size) :])
 
     def _note_fresh(self, blocks: Sequence[int]) -> None:
@@ -128,7 +129,7 @@ class Ledger:
 
 
 class Rereader:
-    """Follows a model runner, and makes the draft read text again where needed."""
+    """Tracks a model runner, and makes the draft read text again if necessary."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class Rereader:
             ) as error:  # old keys cost acceptance, an exception would end the server
                 if (
                     self._is_among_ranks
-                ):  # the other ranks are in the pass, which never ends without this one
+                ):  # the other ranks are in the pass, which would never end without this one
                     raise
                 logger.exception("redraft: the draft no longer reads text again after a swap")
                 self.error = f"{type(error).__name__}: {error}"
@@ -198,14 +199,14 @@ class Rereader:
         Tokens that are not available on the host are left out.
 
         Raises:
-            RuntimeError: if another rank does not have enough memory for the pass.
+            RuntimeError: another rank does not have enough memory for the pass.
         """
         try:
             inputs = self._prepare(spans)
         except Exception:
             self._agree(False)
             raise
-        # The pass sums over the ranks, so it runs on all of them or on none.
+        # The pass sums over the ranks, so either all of them run it or none.
         if not self._agree(True):
             raise RuntimeError("another rank cannot read the text again")
         self._is_among_ranks = self._num_ranks > 1
@@ -280,7 +281,7 @@ class Rereader:
         attention = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            # The ends, not the counts: a span attends to all of the text before it.
+            # End positions, not counts, because a span attends to all of the text before it.
             seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
             seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
             num_reqs=len(spans),

@@ -55,7 +55,7 @@ class BeforeMetrics:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
-            with suppress(Exception):  # the other metrics matter more, e.g. of a dead engine
+            with suppress(Exception):  # the other metrics matter more, e.g. those of a dead engine
                 await asyncio.wait_for(self.call(), PACE_TIMEOUT_S)
         await self.app(scope, receive, send)
 
@@ -152,10 +152,10 @@ class Endpoint:
         return await _run(self.swaps.calls.take_pace, pace)
 
     async def forget(self, request: Request) -> dict[str, Any]:
-        """Drop the text of the tenant in the body, `{"tenant": "acme"}`, from the live counts.
+        """Delete the text of the tenant in the body, `{"tenant": "acme"}`, from the live counts.
 
-        Returns `live_runs`, the number of runs dropped on all ranks. The tenant's running requests
-        are no longer counted, but requests that begin later are.
+        Return `live_runs`, the number of deleted runs on all ranks. The tenant's running requests
+        are no longer counted, but requests that start later are.
         """
         told = 'send a JSON body {"tenant": "acme"}'
         tenant = await self._read(request, lambda body: stored_name(body["tenant"]), told)
@@ -170,7 +170,8 @@ class Endpoint:
         authorize(request, self.config)
         try:
             return parse(await request.json())
-        # A client that left within its body is no error of the server, which would log a traceback.
+        # A client that disconnected within its body is not a server error, for which a traceback
+        # would be logged.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ClientDisconnect):
             raise HTTPException(400, told) from None
 
@@ -269,7 +270,7 @@ def forward_origin(engine_client: Any, salt_for: Callable[[str | None], str | No
 
     The origin replaces any value from the client. If the middleware has read no headers for a
     request, None is written, and the request is neither recorded nor counted. The prompt's own
-    cache salt is replaced by the one that `salt_for` makes from it.
+    cache salt is replaced with the one that `salt_for` makes from it.
     """
 
     def write(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,14 +56,14 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
         request = runner.requests[request_id]
         first = begin - request.num_prompt_tokens
         answer: list[int] = request.output_token_ids[first : first + end - begin]
-        # -1 stands for a token that only the device knows, if steps are scheduled ahead
+        # -1 stands for a token that only the device has so far, if steps are scheduled ahead
         return answer[: answer.index(-1)] if -1 in answer else answer
 
     return runner.drafter, list(runner.drafter.draft_attn_groups), read_text
 
 
 class Proposers:
-    """The proposer of each request's waiting draft tokens, where it is not the served version.
+    """The proposer of each request's waiting draft tokens, if it is not the served version.
 
     `sample_tokens` verifies these tokens within `_sample`, and then proposes the next ones. If a
     request nearly fills the context, vLLM proposes nothing for the whole batch and fills in zeros,
@@ -178,12 +178,12 @@ class _Hooks:
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         """Hook for the draft's proposal.
 
-        `args[3]` holds the target's last hidden states, and `args[5]` the hidden states of its
+        `args[3]` contains the target's last hidden states, and `args[5]` the hidden states of its
         layers.
         """
         with self.capture.reporting("hidden_states"):
-            # vLLM 0.32 passes all by position. args[5] is a list of tensors, or None if the draft
-            # reads no layers.
+            # vLLM 0.32 passes all arguments by position. args[5] is a list of tensors, or None if
+            # the draft reads no layers.
             self.feed.put_states(args[5] or [args[3]])
         return self._propose(*args, **kwargs)
 
@@ -206,7 +206,7 @@ class _Hooks:
         metadata: Any,
         sampled_BK: Tensor,
     ) -> EngineStep | None:
-        if not any(infos):  # most steps, if a share of the requests is recorded
+        if not any(infos):  # most steps, if only a fraction of the requests is recorded
             return self.feed.make_empty_step()
         runner = self.runner
         count = runner.input_batch.num_reqs
@@ -266,7 +266,7 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
                     [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
                 )
             else:
-                # No lookup takes 0, and drafts of all tokens at once are of one shape.
+                # No lookup accepts 0, and parallel drafts have a single shape.
                 asked = (
                     most if drafts_all else max(1, number) if isinstance(sampled, list) else number
                 )

@@ -72,7 +72,7 @@ def _require_plain_batches(runner: Any) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell the scheduler which draft tokens were looked up, or how many were admitted.
+    """Pass the scheduler the draft tokens that were looked up, or the number that was admitted.
 
     The number admitted belongs to adaptive verification; no server has both.
     """
@@ -165,11 +165,13 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
         # vLLM's parameter names: it passes some by keyword.
         def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
             batch, number = input_batch, options.get("num_speculative_tokens", most)
-            # Not the scheduler's draft tokens: adaptive verification may have left some out.
+            # Not the scheduler's draft tokens, because adaptive verification may have left some
+            # out.
             reads_prompt = batch.num_tokens > batch.num_reqs + batch.num_draft_tokens
             if not number and not (has_keys and reads_prompt):
                 return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
-            if runner.speculative_config.method == "draft_model":  # it would draft the most
+            # it would draft the maximum number
+            if runner.speculative_config.method == "draft_model":
                 runner.speculator.num_speculative_steps = max(1, number)
             return propose(batch, *args, **options)
 
@@ -239,7 +241,7 @@ class _Hooks:
         self._finish_requests: Any
         self._propose: Any
         self._mask: Any
-        # Of drafts that no lookup of redraft's has found. V2 asks its draft up to the end of the
+        # For drafts that redraft's lookups did not find. V2 calls its draft up to the end of the
         # context.
         self._proposer = (
             LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
@@ -255,7 +257,7 @@ class _Hooks:
                 if request.sampling_params is not None and not request.req_id.startswith(
                     WARMUP_IDS
                 ):
-                    # A resumed request comes as a new one in V2. `Feed` keeps the first decision
+                    # In V2, a resumed request arrives as a new one. `Feed` keeps the first decision
                     # about it.
                     self.feed.add(request)
 
@@ -264,7 +266,7 @@ class _Hooks:
         with self.capture.reporting("hook"):
             for request_id in scheduler_output.finished_req_ids:
                 self.feed.end(request_id)
-            # Without tokens to read there is no sampling, so no step would carry the ends to
+            # Without tokens to read, there is no sampling, so no step would pass the ends to
             # capture.
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
@@ -317,12 +319,12 @@ class _Hooks:
         A reference to the logits is enough, because V2's samplers change a copy.
         """
         infos = [self.feed.requests.get(request_id) for request_id in batch.req_ids]
-        if not any(infos):  # most steps, if a share of the requests is recorded
+        if not any(infos):  # most steps, if only a fraction of the requests is recorded
             return self.feed.make_empty_step()
-        # 1. As far as the host knows. These are numpy arrays, so `tolist` waits for nothing.
+        # 1. The host's state. These are numpy arrays, so `tolist` does not wait.
         count = batch.num_reqs
         num_drafts_B = batch.num_draft_tokens_per_req
-        # Of a budget of 0 the host knows, and vLLM samples as if nothing had been drafted.
+        # The host has budgets of 0, and vLLM samples as if nothing had been drafted.
         is_drafted = num_drafts_B is not None and batch.num_draft_tokens
         num_drafts = num_drafts_B.tolist() if is_drafted else [0] * count
         ranges = None
@@ -353,7 +355,7 @@ class _Hooks:
             starts=num_prefilled_B.tolist(),
             is_partial=(num_prefilled_B < batch.prefill_len_np[:count]).tolist(),
         )
-        # 2. Nobody here is recorded: at most, the ends of other requests are news.
+        # 2. None of these requests is recorded: at most, ends of other requests must be reported.
         if not any(known.infos):
             return self.feed.make_step(
                 known,
@@ -381,14 +383,14 @@ class _Hooks:
         )
 
     def _read_confidences(self, batch: Any) -> Tensor | None:
-        """The draft's confidence in the tokens that this step verifies, [B, J].
+        """Return the draft's confidence in the tokens that this step verifies, [B, J].
 
         None without adaptive verification.
         """
         manager = getattr(self.runner, "adaptive_verification", None)
         if manager is None:
             return None
-        # Until the draft's next proposal, the confidences by slot are those of its last one.
+        # Until the draft's next proposal, the confidences by slot belong to its last one.
         confidences: Tensor = manager._confidence_probs[batch.idx_mapping]
         return confidences
 

@@ -23,7 +23,7 @@ LOSSLESS = ("standard", "block")
 
 
 def find_runner(runner: object) -> Runner | None:
-    """Which of vLLM's runners this is, or is derived from, as the CPU runners are.
+    """Return which of vLLM's runners this is or is derived from, as the CPU runners are.
 
     None if it is another runner.
     """

@@ -1,6 +1,7 @@
-"""The Triton kernels of capture's hook. Imported only where Triton is installed.
+"""The Triton kernels of capture's hook. Imported only if Triton is installed.
 
-R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens."""
+R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: 
 def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Read the logits of one chosen group of one row in each program.
 
-    They are stored in float32, with -inf past the end of the vocabulary.
+    They are stored in float32, with -inf beyond the end of the vocabulary.
     """
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = tl.load(groups + row * num_groups + place)

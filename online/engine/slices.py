@@ -87,7 +87,7 @@ def _note(taken: list[Slice | None]) -> Callable[[Tensor, Slice | None], Tensor]
 
 
 def _join(slices: Iterable[Slice | None]) -> Slice | None:
-    """The smallest slice that contains all; None for the whole tensor, or if nothing was taken."""
+    """The smallest slice that contains all; None for the whole tensor, or if nothing was read."""
     joined: Slice | None = None
     for one in slices:
         if one is None:
@@ -138,7 +138,7 @@ class Sliced(Tensor):
     def of(
         view: Tensor, read: Callable[[Tensor, Slice | None], Tensor], whole: Sequence[int]
     ) -> Sliced:
-        """A view of a contiguous tensor of shape `whole`, where `view` is on the meta device.
+        """Return a view of a contiguous tensor of shape `whole`; `view` is on the meta device.
 
         `read` returns the values of a view. Its arguments are the view and the slice that the view
         is, or None for another kind of view.
@@ -156,7 +156,7 @@ class Sliced(Tensor):
 
     @staticmethod
     def holding(values: Tensor, part: Slice, whole: Sequence[int]) -> Sliced:
-        """A tensor of shape `whole` that holds only the values of this part."""
+        """Return a tensor of shape `whole` that contains only the values of this part."""
 
         def read(view: Tensor, wanted: Slice | None) -> Tensor:
             if wanted is None or wanted.dim != part.dim:
@@ -194,7 +194,7 @@ class Sliced(Tensor):
 
 
 def find_slice(view: Tensor, whole: Sequence[int]) -> Slice | None:
-    """The slice that a view is, of a contiguous tensor of shape `whole`.
+    """Return the slice that a view is, within a contiguous tensor of shape `whole`.
 
     None if the view is the whole tensor, or something else.
     """

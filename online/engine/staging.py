@@ -48,7 +48,7 @@ from redraft.online.engine.swap import Layout, require_same_layout, require_same
 logger = logging.getLogger("vllm.redraft")
 
 CHUNK_BYTES = 16 << 20
-ALIGNMENT = 64  # Bytes at a multiple of which a tensor begins in memory.
+ALIGNMENT = 64  # byte boundary at which tensors start in memory
 
 
 class DamagedError(ValueError):
@@ -104,7 +104,7 @@ class HostMemory:
         """Lend a buffer of at least `num_bytes`: the pinned one if it is free and large enough.
 
         Raises:
-            OSError: if memory cannot be allocated.
+            OSError: memory cannot be allocated.
         """
         if self._pinned is not None and not self._is_lent and num_bytes <= len(self._pinned):
             self._is_lent, buffer = True, self._pinned
@@ -241,7 +241,7 @@ class Staging:
         It is to replace `current`, which shares the modules named in `shared` with the target.
         """
         self.folder = folder
-        self.layout: Layout | None = None  # The draft's layout. None until it is done.
+        self.layout: Layout | None = None  # The draft's layout; None until the read is done.
         self.tensors: dict[str, Tensor] = {}  # outside the shared modules; empty until done
         self.manifest_sha256 = ""  # SHA-256 of the folder's manifest; empty if it has none.
         self.error = ""
@@ -277,10 +277,11 @@ class Staging:
             self.is_damaged, self.error = not is_memory, str(error)
         except ValueError as error:
             self.error = str(error)
-        except Exception as error:  # e.g. no memory; the thread's end must be told in any case
+        # e.g. out of memory; the thread must always report that it has finished
+        except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
         with self._lock:
-            # under the lock of `discard`: whichever of the two comes second frees the memory
+            # under the same lock as `discard`: whichever comes second frees the memory
             self._is_finished, is_useless = True, self._is_discarded or bool(self.error)
         if is_useless:
             self._free()
@@ -389,7 +390,7 @@ class _Reader:
         """Read the next bytes into memory.
 
         Raises:
-            DamagedError: if the file ends too early.
+            DamagedError: the file ends too early.
         """
         begin = 0
         while begin < len(memory):

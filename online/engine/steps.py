@@ -21,7 +21,8 @@ from redraft.online.engine.request_log import RequestInfo
 
 MAX_QUEUED_BYTES = 256 << 20  # of tensors for the thread: device memory the engine lacks
 MAX_QUEUED_STEPS = 512  # Bound on steps that wait with rows.
-MAX_LIGHT_STEPS = 8192  # bound on waiting steps, most light: tokens without rows and states
+# maximum number of waiting steps, most of which are light: tokens without rows and states
+MAX_LIGHT_STEPS = 8192
 
 MAX_LIGHT_BYTES = 256 << 20
 """Bound on the tokens, requests and prompts of waiting steps, mostly host memory. MAX_QUEUED_STEPS
@@ -29,21 +30,21 @@ may always wait.
 """
 
 STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
-"""Host memory of a step's objects, of one of its parts with the numbers, and of one prompt token;
-rounded up.
+"""Host memory of a step's objects, of one of its parts including its numbers, and of one prompt
+token, in bytes; rounded up.
 """
 
 REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call becomes small
 
 
-# Not a dataclass: the engine thread makes one per request and step, and a struct takes a tenth of
+# Not a dataclass: the engine thread creates one per request and step, and a struct takes a tenth of
 # the time.
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request: RequestInfo
     start: int
     """Index in prompt + output of the first token that the step sampled."""
     sampled_row: int | None
-    """Row of `EngineStep.sampled_BK`. None if the step read only part of a prompt."""
+    """Row in `EngineStep.sampled_BK`. None if the step read only part of a prompt."""
     num_drafts: int
     proposer: int = 0
     """LOOKUP or PADDING if the served version did not propose the draft tokens."""
@@ -104,8 +105,8 @@ class EngineStep:
     starts_B: Tensor | None = None
     """`StepPart.start`, if only the device has the value."""
     ranges: DeviceRanges | None = None
-    """Set if the device chose how many draft tokens of each request to verify. The states are then
-    those of all tokens of the step.
+    """Set if the device chose how many draft tokens of each request to verify. The states then
+    belong to all tokens of the step.
     """
     confidences_BJ: Tensor | None = None
     """The draft's confidence in its tokens, with adaptive verification."""
@@ -145,7 +146,7 @@ class EngineStep:
 
         def make_exact(part: StepPart) -> StepPart:
             i = part.sampled_row
-            if i is None:  # a prompt, behind all verified drafts: the host's numbers are exact
+            if i is None:  # a prompt, after all verified drafts: the host's numbers are exact
                 return part
             if ranges is None:
                 return msgspec.structs.replace(part, start=starts[i])
@@ -171,7 +172,8 @@ class EngineStep:
     @cached_property
     def num_bytes(self) -> int:
         """The size of all large tensors, in bytes."""
-        # Cached: the queue asks under the lock. A frozen dataclass allows a cached_property.
+        # Cached, because the queue reads it under the lock. A frozen dataclass allows a
+        # cached_property.
         held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -233,16 +235,17 @@ class StepQueue:
         self._steps: deque[EngineStep] = deque()
         self._num_bytes = 0
         self._num_light_bytes = 0
-        self._num_light = 0  # Steps at the beginning that have lost their rows, or had none.
+        # Number of steps at the start of the queue that have lost their rows, or had none.
+        self._num_light = 0
         self._lock = (
             threading.Lock()
-        )  # held for a few instructions only: the engine thread takes it too
+        )  # held for only a few instructions, because the engine thread acquires it too
 
     def put(self, step: EngineStep) -> None:
         with self._lock:
             self._steps.append(step)
             self._count(step, 1)
-            # The newest step keeps the rows, even if it alone exceeds the bound.
+            # The latest step keeps its rows, even if it alone exceeds the limit.
             while self._num_light < len(self._steps) - 1 and (
                 self._num_bytes > self.max_bytes
                 or len(self._steps) - self._num_light > self.max_steps
@@ -290,7 +293,7 @@ class StepQueue:
     def _drop(self) -> None:
         dropped = self._pop()
         self.num_dropped_steps += 1
-        if dropped.finished:  # otherwise capture would wait forever for ended requests
+        if dropped.finished:  # otherwise, capture would wait indefinitely for finished requests
             dropped.finished.extend(
                 self._steps[0].finished
             )  # not a new list, because it may have grown long

@@ -31,8 +31,8 @@ HASH_CHUNK_BYTES = 16 << 20
 class Layout:
     """The properties of a draft that must stay the same when another draft replaces it.
 
-    A worker keeps the layout of its draft, because the draft's folder may leave the registry
-    meanwhile.
+    A worker keeps the layout of its draft, because the draft's folder may be removed from the
+    registry in the meantime.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Layout:
     """Shape and dtype of every tensor, by name."""
     shared: Mapping[str, tuple[str, list[int], str]] | None = None
     """Dtype, shape and SHA-256 of the tensors that may be shared with the target's modules; None
-    until they are read.
+    until they have been read.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ class Layout:
         """
         if self.shared is not None:
             return self
-        # `shared` holds attribute names, e.g. `embed_tokens`, one part of
+        # `shared` contains attribute names, e.g. `embed_tokens`, which is one part of
         # `model.embed_tokens.weight`.
         if all(shared.isdisjoint(name.split(".")) for name in self.tensors):
             return replace(self, shared={})
@@ -87,7 +87,7 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
     fall.
 
     Raises:
-        ValueError: with the difference and the cure.
+        ValueError: the message states the difference and what to do.
     """
     name = candidate.folder.name
     cure = f"restart the server with {name}, or publish a draft of the loaded one's layout"
@@ -130,14 +130,14 @@ def require_same_quantization(
 
 
 def require_same_shared(current: Layout, candidate: Layout) -> None:
-    """Refuse a draft that brings other tensors for the modules shared with the target.
+    """Refuse a draft with different tensors for the modules shared with the target.
 
-    At start, vLLM shares the embedding and the head if the draft brings none, or brings a
-    bit-identical copy of the target's. It decides this only once. A draft that brings different
+    At start, vLLM shares the embedding and the head if the draft contains none, or contains a
+    bit-identical copy of the target's. It decides this only once. A draft that contains different
     ones later could be loaded only by overwriting the target's.
 
     Raises:
-        ValueError: naming the tensor.
+        ValueError: the message names the tensor.
     """
     name = candidate.folder.name
     assert candidate.shared is not None
@@ -151,10 +151,10 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
 
 
 def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load a checkpoint's tensors into the draft of a worker, between two engine steps.
+    """Load a checkpoint's tensors into a worker's draft, between two engine steps.
 
-    Whatever happens, the target stays as it was, and the draft can still run and be loaded again.
-    After an exception the draft's values are undefined until a load succeeds.
+    In any case, the target stays unchanged, and the draft can still run and be loaded again. After
+    an exception, the draft's values are undefined until a load succeeds.
     """
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
@@ -232,7 +232,7 @@ def count_cache(draft: nn.Module, target: nn.Module) -> int:
 
 
 def _find_cache(*models: nn.Module | None) -> dict[int, Tensor]:
-    """The KV-cache tensors that these models read, by place in memory."""
+    """Return the KV-cache tensors that these models read, by memory address."""
     modules = [module for model in models if model is not None for module in model.modules()]
     tensors = tree_leaves([getattr(module, "kv_cache", ()) for module in modules])
     return {tensor.data_ptr(): tensor for tensor in tensors if isinstance(tensor, Tensor)}
@@ -249,8 +249,8 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
     """
     shared = list(_find_shared(draft, {id(module) for module in target.modules()}))
     for parent, name, _ in shared:
-        # None and not `del`: whoever asks for the attribute gets None, and the order of the modules
-        # stays.
+        # None instead of `del`, so that reading the attribute returns None and the order of the
+        # modules is preserved.
         parent._modules[name] = None
     try:
         targets = {id(parameter) for parameter in target.parameters()}
@@ -302,9 +302,9 @@ def clear_cache(*models: nn.Module | None) -> None:
 
 
 def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """A function that reads each weight, by name.
+    """Return a function that reads each weight, by name.
 
-    It returns the weight in memory order, or, for a packed weight, the layer's response.
+    The function returns the weight in memory order or, for a packed weight, the layer's response.
     """
     weights: dict[str, Callable[[], Tensor]] = {
         name: partial(_in_memory_order, tensor) for name, tensor in model.named_parameters()
@@ -340,7 +340,7 @@ def compute_sums(tensor: Tensor) -> Tensor:
         places = torch.arange(1, 2 * len(pieces), 2, device=tensor.device)[:, None]
         return (torch.stack(pieces) * places).sum(0)
     bytes_ = tensor.view(-1).view(torch.uint8)
-    # An int64 view must begin at a multiple of 8 bytes. Up to 7 bytes stay before it, and up to 7
+    # An int64 view must start at a multiple of 8 bytes. Up to 7 bytes remain before it, and up to 7
     # after it.
     first = min(-bytes_.storage_offset() % 8, len(bytes_))
     last = first + (len(bytes_) - first) // 8 * 8
@@ -363,7 +363,7 @@ def _compute_response(linear: Any) -> Tensor:
     """
     weight = linear.weight
     generator = torch.Generator().manual_seed(0)
-    # A replicated layer, such as the gate of a mixture of experts, has no share of each rank.
+    # A replicated layer, such as the gate of a mixture of experts, is not divided among the ranks.
     num_inputs = getattr(linear, "input_size_per_partition", None) or linear.input_size
     probe = torch.randn(4, num_inputs, generator=generator).to(weight.dtype)
     answer: Tensor = linear.cpu_linear(probe, weight, None)
@@ -396,7 +396,7 @@ def read_tensors(files: Sequence[Path], shared: Set[str] = frozenset()) -> dict[
 
 
 def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[str, list[int], str]]:
-    """Type, shape and SHA-256 of the checkpoint's tensors inside the shared modules, by name."""
+    """Dtype, shape and SHA-256 of the checkpoint's tensors inside the shared modules, by name."""
     found = {}
     for path in files:
         header = safetensors_header(path)

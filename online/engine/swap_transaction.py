@@ -30,7 +30,7 @@ from redraft.online.fleet.registry import hash_manifest, read_id
 
 T = TypeVar("T")
 VERSION = re.compile(r"v[0-9]{6,18}")
-STAGE_TIMEOUT_S = 200.0  # to read a version into memory; serving continues meanwhile
+STAGE_TIMEOUT_S = 200.0  # to read a version into memory, while serving continues
 STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
 PAUSE_TIMEOUT_S = 60.0  # of the pause, with the weights' copies; then the engine resumes anyway
 TARGET_TIMEOUT_S = 1200.0  # to read target weights before the pause, and once more within it
@@ -92,15 +92,16 @@ class Swaps:
         self.registry_id = ""  # of the served registry's folder, or from the first swap
         self._id = uuid.uuid4().hex  # For the workers, which let one API process swap at a time.
         self._can_pause = can_pause
-        self._owes_resumption = False  # the engine pauses for us, and for nobody else
+        self._owes_resumption = False  # whether this process, and no other, has paused the engine
         self._pause_generation, engine.pause_generation = (
             engine.pause_generation,
             self._pause_for_others,
         )
         self._swapping = asyncio.Lock()
-        self._first_draft = self._salt = ""  # of cached blocks, by the draft that wrote its keys
+        self._first_draft = self._salt = ""  # for cached blocks, by the draft that wrote their keys
         self._num_asked = self._latest_number = 0
-        self._latest = ""  # asked for last, of those found; `_latest_number` counts
+        # the last found version that was requested; `_latest_number` counts requests
+        self._latest = ""
         self._staged = ""  # The version of `_staging`.
         self._staging: asyncio.Future[None] | None = None
         self._reads: dict[str, Future[Any]] = {}  # Reads of folders' small files under way.
@@ -148,11 +149,11 @@ class Swaps:
         self._give_way_to(found.name, number)
         async with self._swapping:
             self._require_latest(found.name)
-            # asked within the lock, because the swap before may have loaded this very version
+            # under the lock, because the previous swap may have loaded this same version
             status = await self.calls.status()
             serving = status["draft_version"]
             await self._require_awake()
-            # A copy of the registry may hold another v000012, so the name alone proves nothing.
+            # A copy of the registry may contain another v000012, so the name alone proves nothing.
             is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
             clears = status["swap_cache"] == "clear" or bool(move and move.folder)
             if serving == found.name and status["draft_intact"] and is_same:
@@ -213,7 +214,7 @@ class Swaps:
         """Find the version in the registry's folder.
 
         Raises:
-            RefusedError: if it is not there, is not the one asked for, or is for another target.
+            RefusedError: it is missing, differs from the requested one, or is for another target.
         """
         async with asyncio.timeout(STAGE_TIMEOUT_S):
             assert self.registry is not None
@@ -222,7 +223,7 @@ class Swaps:
         if asked.registry and known and asked.registry != known:
             raise RefusedError(
                 409,
-                f"this server serves the drafts of registry {known[:12]}, not of "
+                f"this server serves drafts from the registry {known[:12]}, not from "
                 f"{asked.registry[:12]}: "
                 "give each server one learner, and restart it to change that",
             )
@@ -308,7 +309,7 @@ class Swaps:
                 {"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]
             ]
         while True:
-            # Polled in short calls, because the engine takes no step while one is running.
+            # Polled in short calls, because the engine runs no step during a call.
             ranks = await self.calls.ask_for_draft("redraft_staged")
             failed = [rank for rank in ranks if rank["error"]]
             if failed or all(rank["done"] for rank in ranks):
@@ -439,7 +440,7 @@ class Swaps:
             raise RefusedError(409, "the engine is sleeping: wake it up, then swap again")
 
     async def _resume(self) -> None:
-        """Resume generation, unless the engine has fallen asleep meanwhile.
+        """Resume generation, unless the engine has fallen asleep in the meantime.
 
         A sleeping engine is resumed when it is woken up.
         """
@@ -465,7 +466,7 @@ class Swaps:
             ) from None
 
     async def _is_asleep(self) -> bool:
-        with suppress(Exception):  # a server that cannot say is resumed
+        with suppress(Exception):  # if its state is unknown, a server is resumed
             return any(rank["asleep"] for rank in await self.calls.ask("redraft_status"))
         return False
 
@@ -522,7 +523,7 @@ class Swaps:
     async def _restore(self) -> bool:
         """Load the last good draft again on all ranks.
 
-        Generation waits meanwhile, for at most PAUSE_TIMEOUT_S in all.
+        Generation waits in the meantime, for at most PAUSE_TIMEOUT_S in total.
         """
         try:
             if any(rank["error"] for rank in await self._stage_on_ranks(None)):
@@ -538,9 +539,9 @@ class Swaps:
 def can_pause(vllm_config: Any) -> bool:
     """Whether this API server can pause its engines by itself.
 
-    Replicas that share experts step together and pause together: vLLM waits until all of them have
-    been told to pause. Behind an external or hybrid load balancer, an API server reaches only some
-    of the replicas.
+    Replicas that share experts step and pause together: vLLM waits until all of them have been
+    asked to pause. Behind an external or hybrid load balancer, an API server reaches only some of
+    the replicas.
     """
     parallel = vllm_config.parallel_config
     shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1

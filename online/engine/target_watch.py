@@ -44,8 +44,8 @@ PIECE_BYTES = 32 << 20
 """Largest part of a weight to read at once."""
 
 LOOK_S = 1.0
-"""Seconds from one look at the weights to the next, while the engine computes. An idle worker is
-left asleep: vLLM's spins for a second after each message.
+"""Seconds between two checks of the weights while the engine computes. An idle worker is not woken,
+because vLLM's workers spin for a second after each message.
 """
 
 UPDATES = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
@@ -68,8 +68,8 @@ class TargetWatch:
         ones.
         """
         self.not_finite = ""
-        """The first weight with values that are not finite; empty if there is none. Those that
-        began so do not count.
+        """The first weight with values that are not finite; empty if there is none. Weights that
+        were not finite at the start are ignored.
         """
         self.is_cache_spoiled = False
         """Whether the engine has computed keys and values with such weights."""
@@ -96,9 +96,9 @@ class TargetWatch:
         self._start = self.digest
 
     def settle(self) -> None:
-        """Record the weights as they are now.
+        """Record the present weights.
 
-        Half-written weights get no digest: nobody serves them intentionally.
+        Half-written weights get no digest, because they are never served intentionally.
         """
         self._sums = self._compute(range(len(self._pieces)))
         found = self._list_not_finite()
@@ -117,7 +117,7 @@ class TargetWatch:
     def version(self) -> str | None:
         """The name of the weights in records.
 
-        It is empty for the weights of the start, and None for weights that are half-written or not
+        It is empty for the weights at the start, and None for weights that are half-written or not
         finite.
         """
         if self.is_torn or self.not_finite:
@@ -125,7 +125,7 @@ class TargetWatch:
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
 
     def is_due(self) -> bool:
-        """Whether the last look was at least LOOK_S ago; if so, the interval starts again now."""
+        """Whether the last check was at least LOOK_S ago; if so, the interval restarts now."""
         now_s = time.monotonic()
         if now_s < self.next_look_s:
             return False
@@ -209,7 +209,7 @@ def note_move(worker: Any) -> None:
 def settle(worker: Any) -> None:
     """Determine the version of the present weights, for records from the next step on.
 
-    It raises nothing, because steps and updates pass through it.
+    It raises no error, because steps and updates call it.
 
     During an update, or if the weights cannot be read, the version is None.
     """
@@ -253,7 +253,7 @@ def look_at_target(worker: Any) -> None:
     if not state.target_watch.is_due():
         return
     try:
-        # `has_moved` stays where an executor calls the runner past the worker, as Ray's does
+        # `has_moved` remains if an executor calls the runner without the worker, as Ray's does
         is_changed = state.target_watch.has_moved or state.target_watch.is_changed()
     except Exception:
         is_changed = True  # e.g. half loaded: `settle` logs it
@@ -266,8 +266,8 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
 
     If `folder` is None, load the previous weights again, after a rank has failed.
 
-    Returns `{"ok": True}`, or `{"ok": False, "error", "touched"}`, where `touched` tells whether
-    the weights may be only partly new.
+    Return `{"ok": True}`, or `{"ok": False, "error", "touched"}`, where `touched` means that the
+    weights may be only partly new.
     """
     state, config = worker.redraft, worker.vllm_config.model_config
     if folder is not None:
@@ -331,8 +331,8 @@ def update_rank(
 ) -> tuple[Any, str, bool | None]:
     """Call a method in LOADS, and return (result, error, state).
 
-    The state tells whether the call succeeded; it is None if the target weights may be only partly
-    new, or if the update was the draft's.
+    The state is whether the call succeeded; it is None if the target weights may be only partly
+    new, or if the update was for the draft.
     """
     result, error = None, ""
     try:

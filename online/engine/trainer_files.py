@@ -11,7 +11,7 @@ from redraft.files.folder import read_config, tensor_files
 
 CHUNK_BYTES = 16 << 20
 OPTIONAL = ("lm_head.weight", "rotary_emb.inv_freq")
-"""Ends of the names of tensors that a tied or an older model may leave out or bring."""
+"""Suffixes of tensor names that a tied or older model may lack or contain."""
 
 
 class OutsideError(ValueError):
@@ -22,9 +22,10 @@ def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
     """List the file at `path`, or the files in the folder there, on the resolved path. Opens none.
 
     Raises:
-        FileNotFoundError: if nothing is there.
-        OutsideError: if one of them is outside `roots`.
-        ValueError: if one is neither a file nor a folder, such as a pipe, which would never end.
+        FileNotFoundError: there is no such file or folder.
+        OutsideError: one of the files is outside `roots`.
+        ValueError: one of them is neither a file nor a folder, such as a pipe, which would never
+            end.
     """
     resolved = path.resolve()
     allowed = [root.resolve() for root in roots]
@@ -63,10 +64,10 @@ def read_through(files: Iterable[Path]) -> None:
 
 
 def describe_tensors(files: Iterable[Path]) -> dict[str, str]:
-    """Shape and kind of number of each tensor in safetensors files, by name.
+    """Return the shape and number type of each tensor in safetensors files, by name.
 
     Raises:
-        ValueError: if a file is truncated or corrupt.
+        ValueError: a file is truncated or corrupt.
     """
     return {
         name: describe(entry) for path in files for name, entry in safetensors_header(path).items()

@@ -41,7 +41,7 @@ class Part(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
     init_info_cls, update_info_cls = Nothing, Part
-    worker: Any = None  # `watch_pushes` sets it, and `roots`
+    worker: Any = None  # set by `watch_pushes`, as is `roots`
     roots: Sequence[Path] = ()
 
     def init_transfer_engine(self, init_info: Nothing) -> None: ...
@@ -60,7 +60,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         files = list_files(Path(update_info.path), self.roots)
         found = [file for file in files if file.suffix == ".safetensors"] or files
         for file in found:
-            # a file that is missing or torn ends the update here, and the old weights stay
+            # a missing or truncated file ends the update here, and the old weights stay
             safetensors_header(file)
         self.files += found
 
@@ -95,7 +95,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         load_draft(self.worker, tensors)
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors file by file; if several files hold a tensor, the last one counts."""
+        """Yield the tensors file by file; the last of several tensors with one name counts."""
         places = {name: file for file in self.files for name in safetensors_header(file)}
         for file in dict.fromkeys(self.files):
             for name, tensor in read_tensors([file]).items():

@@ -85,7 +85,7 @@ UPDATING = (
     "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 )
 
-# then a swap that nobody ends is given up; longer than all deadlines of a swap together
+# after which an unfinished swap is abandoned; longer than all deadlines of a swap together
 SWAP_LEASE_S = 300.0
 
 
@@ -138,7 +138,7 @@ class WorkerState(Attached):
     share: Share = field(default_factory=Share)
     """The part of a draft that this rank reads."""
     swapper: str = ""
-    """Id of the API process that is swapping; empty if none is."""
+    """Id of the API process that is swapping; empty if there is none."""
     swapped_from_s: float = 0.0
     """Start time of that swap by the monotonic clock."""
     stuck: list[Staging] = field(default_factory=list)
@@ -194,7 +194,7 @@ def install(worker: Any) -> None:
             state.target_lineage = target.lineage
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
-    # Before capture: without it, records would go on naming weights that are gone.
+    # Before capture, because otherwise records would still name weights that were replaced.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         watch_target(worker)
     if config.capture.is_on and not state.capture_off:
@@ -233,7 +233,7 @@ def _switching_off(state: WorkerState, *names: str) -> Iterator[None]:
         )
         for name in names:
             setattr(state, f"{name}_off", getattr(state, f"{name}_off") or reason)
-        logger.exception("redraft: %s off, serving goes on: %s", " and ".join(names), reason)
+        logger.exception("redraft: %s off, serving continues: %s", " and ".join(names), reason)
 
 
 def _identify_draft(worker: Any, registry: Path | None) -> None:
@@ -438,8 +438,8 @@ def _swap_at_once(worker: Any, folder: str) -> str:
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
     """Start reading a draft into memory; a `folder` of None means the last good draft.
 
-    Returns `{"ok": True}`, or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read
-    of the same draft has not ended yet: ask again then. Pipeline stages before the last have no
+    Return `{"ok": True}`, or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read
+    of the same draft has not ended yet: try again then. Pipeline stages before the last have no
     draft, so this method and the following ones return None there. It returns at once, because the
     engine runs no step while a worker method runs. `swapper` is the id of the API process. All
     other processes are refused until that process calls `redraft_discard`, or its lease ends.
@@ -455,14 +455,15 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
             "ok": False,
             "error": "another API process of this server is swapping: wait, then swap again",
         }
-    # A swap of this API process, or one past the lease, may have been left unended: free the memory
+    # A swap by this API process, or one whose lease has expired, may be unfinished: free its memory
     # first.
     _end_swap(state)
     try:
         _require_swappable(worker)
         assert state.draft is not None
         source = Path(folder) if folder else state.draft.folder
-        # One reader of each: a version asked for again and again must leave room for the others.
+        # One reader per version, because a version requested repeatedly must leave room for the
+        # others.
         if any(staging.folder == source for staging in state.stuck):
             return {
                 "ok": False,
@@ -476,15 +477,15 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
     except ValueError as error:
         return {"ok": False, "error": str(error)}
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
-    # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the
-    # target.
+    # Read from the modules themselves, because vLLM decides at start which of them the draft shares
+    # with the target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
     state.staging = Staging(source, state.draft, shared, state.memory, state.share)
     return {"ok": True}
 
 
 def redraft_staged(worker: Any) -> dict[str, Any] | None:
-    """The state of the read: `{"done", "error", "damaged", "manifest_sha256"}`."""
+    """Return the state of the read: `{"done", "error", "damaged", "manifest_sha256"}`."""
     if _is_stage_without_draft(worker):
         return None
     staging: Staging | None = worker.redraft.staging
@@ -520,9 +521,9 @@ def _end_swap(state: WorkerState) -> None:
 
 
 def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str, Any] | None:
-    """Load the draft of `folder` from memory into the model.
+    """Load the draft in `folder` from memory into the model.
 
-    Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`. `has_moved` means that
+    Return `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`. `has_moved` means that
     the target was loaded in the same pause. The draft counts as intact only after `redraft_commit`,
     because another rank may have failed.
     """
@@ -534,7 +535,7 @@ def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str,
         return {
             "ok": False,
             "touched": False,
-            "error": "the engine fell asleep meanwhile: wake it up, then swap again",
+            "error": "the engine has fallen asleep: wake it up, then swap again",
         }
     if not is_clear(worker):
         return {"ok": False, "touched": False, "error": UPDATING}
@@ -573,7 +574,7 @@ def redraft_commit(worker: Any, version: str) -> None:
 def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str, Any]:
     """Load a staged draft into the model, and check whether the target weights have changed.
 
-    `known` holds the checksums of the target weights as they are now.
+    `known` contains the checksums of the present target weights.
     """
     state, target = worker.redraft, worker.model_runner.get_model()
     began_s = time.perf_counter()
@@ -596,7 +597,7 @@ def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str,
 
 
 def _is_stage_without_draft(worker: Any) -> bool:
-    """Whether this is a pipeline stage before the last one, which alone has the draft."""
+    """Whether this is a pipeline stage before the last one; only the last one has the draft."""
     # On the last stage a missing draft is an error, reported by `_require_swappable`.
     return worker.model_runner.get_draft_model() is None and not _is_last_stage()
 
@@ -624,7 +625,7 @@ def _is_recording_rank() -> bool:
 
 
 def _is_last_stage() -> bool:
-    """Whether this rank is in the last pipeline stage, which alone computes logits and drafts."""
+    """Whether this rank is in the last pipeline stage, which computes logits and drafts."""
     from vllm.distributed import get_pp_group
 
     return bool(get_pp_group().is_last_rank)

@@ -1,9 +1,9 @@
-"""Wrappers of one worker's methods: loads, steps, sleep and the end.
+"""Wrappers of one worker's methods: loads, steps, sleep and shutdown.
 
-A worker that sleeps is left alone, and has the draft again when it is awake. At level 1 vLLM moves
-all weights to the host. At level 2 it drops them. Whoever wakes the server loads the target again
-(`reload_weights`), but nobody the draft: it would propose nonsense, and nothing but acceptance
-would tell.
+A sleeping worker is not called; its draft is restored when it wakes up. At level 1, vLLM moves all
+weights to the host. At level 2, it drops them. Whoever wakes the server loads the target again
+(`reload_weights`), but not the draft, which would then propose random tokens; only acceptance would
+show this.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from redraft.online.engine.target_watch import (
 
 logger = logging.getLogger("vllm.redraft")
 
-PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker gives back, by part
+PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker releases, by part
 
 
 def watch_sleep(worker: Any) -> None:
@@ -76,7 +76,7 @@ def _has_draft(worker: Any) -> bool:
 def _load_again(worker: Any) -> None:
     """Load the last good draft from its folder again.
 
-    Nothing is served meanwhile, so this may wait for the storage.
+    Nothing is served in the meantime, so this may wait for the storage.
     """
     state, folder = worker.redraft, worker.redraft.draft.folder
     try:
@@ -86,7 +86,7 @@ def _load_again(worker: Any) -> None:
         if not files:
             raise FileNotFoundError(f"{folder} has no weights")
         load_draft(worker, read_tensors(files))
-    except Exception:  # the target can serve without a good draft, and the status tells
+    except Exception:  # the target can serve without a good draft, and the status reports this
         logger.exception("redraft: the draft of %s could not be loaded after sleep", folder)
     else:
         state.is_draft_intact = True
@@ -202,7 +202,7 @@ def _keep_pushes(worker: Any) -> dict[str, Tensor]:
 
 
 def stop_before_shutdown(worker: Any, stop: Callable[[], None]) -> None:
-    """Call `stop` before a worker ends."""
+    """Call `stop` before a worker shuts down."""
 
     def stop_before(shutdown: Callable[[], None]) -> Callable[[], None]:
         def stop_and_shutdown() -> None:

@@ -192,7 +192,7 @@ class Members(Generic[AnyServer]):
         # A server with a new token counts as gone, and is made again below: servers are frozen.
         gone = [server for server in self.servers if tokens.get(server.url) != server.token]
         known = {server.url for server in self.servers if server not in gone}
-        # In place: the watch and the cycle hold this very list.
+        # In place, because the watch and the cycle share this list.
         self.servers[:] = [server for server in self.servers if server not in gone]
         for url, token in tokens.items():
             if url not in known:

@@ -11,26 +11,26 @@ import httpx
 from redraft.files.printable import printable
 
 REFUSED = "nothing listens at this address: start the server, or correct the address"
-UNKNOWN_NAME = "nobody knows this name here: correct the address, or the name server"
-NO_ROUTE = "no network leads there: correct the address, or the route"
-SILENT = "no answer came in time: is a firewall between, or does the server hang?"
+UNKNOWN_NAME = "the host name cannot be resolved: correct the address, or the name server"
+NO_ROUTE = "there is no network route to it: correct the address, or the route"
+SILENT = "it did not answer in time: check for a firewall in between, and whether the server hangs"
 UNTRUSTED = "its certificate is not trusted here: set SSL_CERT_FILE to a file with its authority"
-OTHER_NAME = "its certificate is for another name: give the address that it is for"
+OTHER_NAME = "its certificate is for another host name: use the address in the certificate"
 EXPIRED = "its certificate has expired: renew it"
 WANTS_CERTIFICATE = (
-    "it wants a certificate from its clients, and redraft has none: start vLLM "
+    "it requires a certificate from clients, but redraft has none: start vLLM "
     "without --ssl-cert-reqs"
 )
 UNIX_SOCKET = (
-    "redraft asks servers over TCP, not at a Unix socket: start vLLM with --host and "
+    "redraft connects to servers over TCP, not a Unix socket: start vLLM with --host and "
     "--port instead of --uds"
 )
 FOREIGN = (
-    "a log-in answers in its place: give the address behind it, or let /redraft/, /metrics "
-    "and /v1/ through"
+    "a login page answers instead: use the address behind it, or exempt /redraft/, /metrics and "
+    "/v1/ from the login"
 )
-IS_PLAIN = "it speaks plain HTTP: begin its address with http://"
-IS_TLS = "it sends no HTTP: if it speaks TLS, begin its address with https://"
+IS_PLAIN = "it uses plain HTTP: start its address with http://"
+IS_TLS = "it does not answer in HTTP: if it uses TLS, start its address with https://"
 NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
 BY_CODE = {10: EXPIRED, 62: OTHER_NAME, 64: OTHER_NAME}  # OpenSSL's verify codes.
 REDIRECTS = (301, 302, 303, 308)  # not 307, with which vLLM itself drops a slash at the end
@@ -57,7 +57,7 @@ def explain(error: BaseException) -> str:
             return NO_ROUTE
         if isinstance(cause, TimeoutError | httpx.TimeoutException):
             return SILENT
-        # h11's words for an answer that does not begin with HTTP/1.1.
+        # h11's error for an answer that does not begin with HTTP/1.1.
         if isinstance(
             cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError
         ) and "illegal" in str(cause):

@@ -19,7 +19,7 @@ from redraft.online.fleet.server import (
     bring,
 )
 
-SLOW_PUSH_S = 60.0  # A slower swap is reported (`server_behind`), and goes on until its deadline.
+SLOW_PUSH_S = 60.0  # A slower swap is reported (`server_behind`), and continues until its deadline.
 PATIENCE_S = 3.0  # Time after which `bring_all` stops waiting for a minority of the servers.
 
 
@@ -68,10 +68,10 @@ class Reconciler:
     ) -> Convergence:
         """Bring all servers to `version`.
 
-        Waits for most of the servers, and continues with the others in the background. Returns when
+        Wait for most of the servers, and continue with the others in the background. Return when
         every server has answered, or after `timeout_s` at the latest. Once PATIENCE_S has passed,
-        it returns as soon as at least half of the servers are done, so that one hung server does
-        not keep a person waiting.
+        return as soon as at least half of the servers are done, so that one hung server does not
+        keep the user waiting.
         """
         servers = list(servers)
         self.push(servers, version, timeout_s)
@@ -80,7 +80,8 @@ class Reconciler:
         began_s = time.monotonic()
         while waiting := [push.task for push in pushes.values() if not push.task.done()]:
             waited_s = time.monotonic() - began_s
-            # Of 3 servers one may still wait, of 2 one, and a single server is always waited for.
+            # One of 3 servers may still be pending, or one of 2; a single server is always waited
+            # for.
             is_most = 2 * len(waiting) <= len(pushes)
             if waited_s >= timeout_s or (waited_s >= PATIENCE_S and is_most):
                 break
@@ -93,7 +94,7 @@ class Reconciler:
         self._pushes.clear()
         for task in tasks:
             task.cancel()
-        # A cancelled request may have reached its server: the next swap must come after it.
+        # A cancelled request may have reached its server, so the next swap must come after it.
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def forget(self, server: FleetServer) -> None:

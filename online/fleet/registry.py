@@ -110,7 +110,8 @@ class Registry:
         self.folder = folder
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        for path in missing:  # whatever the learner's umask: its servers may run as another user
+        # regardless of the learner's umask, because its servers may run as another user
+        for path in missing:
             path.chmod(0o755)
         self.mended: list[str] = []
         """A sentence for every damage that the owner found and mended."""
@@ -176,8 +177,8 @@ class Registry:
         Only for the owner of a registry that has at least one version.
 
         Raises:
-            ValueError: if nothing shows which of several versions was current, or no version that
-                was ever current is intact.
+            ValueError: it is unknown which of several versions was current, or no version that was
+                ever current is intact.
         """
         # The list first: the link is restored from it, and so is the way back from a damaged
         # version.
@@ -284,7 +285,7 @@ class Registry:
         self._point_current_at(version)
 
     def previous(self) -> str | None:
-        """The version `rollback` would make current; None if there is none."""
+        """The version that `rollback` would make current; None if there is none."""
         # Backwards, from the one before the present. Of v1, v2, v3 with v2 pruned, this is v1.
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
@@ -332,9 +333,9 @@ class Registry:
         needed = {*self.versions()[-keep:], self.current(), self.previous(), *in_use}
         removed = [version for version in self.versions() if version not in needed]
         for version in removed:
-            # Renamed first: no reader sees, and no kill leaves, half a version.
+            # Renamed first, so that no reader finds, and no kill leaves, half a version.
             (self.folder / version).rename(self.folder / f".{version}.removed")
-        # All of them: a kill may have left some of an earlier call.
+        # All of them, because a kill may have left some from an earlier call.
         for rest in self.folder.glob(".v*.removed"):
             shutil.rmtree(rest)
         return removed
@@ -347,7 +348,7 @@ class Registry:
     def list_training_ends(self) -> dict[str, float]:
         """Return, for each version, the number of the last record it may have been trained on.
 
-        The numbers are those of the learner's buffer. The number is 0 for a draft that was copied
+        The numbers are those in the learner's buffer. The number is 0 for a draft that was copied
         from elsewhere and so was trained on no record, and infinite if the version does not record
         it. These are numbers rather than times, because a clock may be set back between a record's
         arrival and its training.
@@ -411,8 +412,8 @@ class Registry:
     def _point_current_at(self, version: str) -> None:
         link = self.folder / "current"
         if link.is_dir() and not link.is_symlink():
-            # `cp -rL` makes a folder of the link. It is moved aside, not removed, because it holds
-            # a whole draft.
+            # `cp -rL` turns the link into a folder. It is moved aside, not removed, because it
+            # contains a whole draft.
             link.rename(self.folder / f".current.copied.{uuid.uuid4().hex[:8]}")
         for left in self.folder.glob(".current.*.partial"):
             with suppress(OSError):
@@ -430,7 +431,7 @@ class Registry:
 
         No number is assigned twice, because a server identifies a version by its name.
         """
-        # Incomplete folders count too, and so do versions that somebody deleted.
+        # Incomplete folders also count, and so do versions that were deleted by hand.
         names = [*(path.name for path in self.folder.iterdir()), *self._read_promoted()]
         given = [_number(name) for name in names if _VERSION.fullmatch(name)]
         return max(

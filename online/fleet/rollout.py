@@ -82,8 +82,8 @@ MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made fo
 ALL = f"{AT_LOAD}all"  # Key of the counts of all domains, which is no domain and load.
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
-"""Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter
-than a long request.
+"""Number of blocks of polls, for fewer than 64 polls and for more. Fewer blocks say little about
+the spread; more would be shorter than a long request.
 """
 
 
@@ -163,7 +163,7 @@ class Outcome:
 async def try_canary(
     servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy
 ) -> Outcome:
-    """Put the candidate on the first server to answer, and compare it with the others.
+    """Swap the candidate onto the first server that answers, and compare it with the others.
 
     The candidate passes if its acceptance is at most `max_loss` worse. Otherwise, or if time runs
     out before this is known, every server returns to the incumbent. A fleet of one server has no
@@ -175,8 +175,8 @@ async def try_canary(
     present = [
         server for server in servers if server.url not in {**aligned.refused, **aligned.absent}
     ]
-    # A silent server is left out. One that refuses the incumbent needs a person before anything
-    # else is swapped.
+    # A silent server is left out. If a server refuses the incumbent, someone must fix it before
+    # anything else is swapped.
     if not present or aligned.refused:
         return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
     canary, control = present[0], present[1:]
@@ -226,7 +226,7 @@ async def roll_waves(
         alarm = await _watch(done, others, policy)
         if alarm:
             return await _roll_back(servers, incumbent, alarm, policy)
-    # Some servers may have restarted meanwhile, with the draft of the command line.
+    # Some servers may have restarted in the meantime, with the draft on their command line.
     final = await converge(servers, candidate, policy.swap_timeout_s, insist=False)
     if final.refused or _are_too_many(final.absent, servers, policy):
         return await _roll_back(
@@ -287,7 +287,7 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
     drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
     rate, worth_K = 0.0, shares_K.copy()
-    for j in reversed(range(len(shares_K))):  # what a token is worth: itself and those after it
+    for j in reversed(range(len(shares_K))):  # the value of a token includes those after it
         worth_K[j] += rate
         rate = rates_K[j] * worth_K[j]
     # That is the rate of all blocks. A block's surprises count for more if few had a token.
@@ -301,9 +301,9 @@ def estimate_loss_by_domain(
 ) -> Estimate:
     """Estimate the loss of tau from the (tried, accepted) counts, [P, K, 2], of each domain.
 
-    Domains are weighted as in Cochran (1954) and Mantel and Haenszel (1959): each counts to the
-    extent that both groups had it. Domains with few drafts in either group are left out. If no
-    domain is left, the error is infinite.
+    Domains are weighted as in Cochran (1954) and Mantel and Haenszel (1959): by how much of each
+    both groups had. Domains with few drafts in either group are left out. If no domain is left, the
+    error is infinite.
     """
     losses, weights = [], []
     for domain in canary.keys() & control.keys():
@@ -341,7 +341,7 @@ def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
         return Finding.WORSE
     if (
         high - low < policy.max_loss
-    ):  # the loss is about max_loss: more traffic would hardly tell on which side
+    ):  # the loss is close to max_loss, so more traffic would hardly decide between the two sides
         return Finding.PASSED if loss.value <= policy.max_loss else Finding.WORSE
     return Finding.INCONCLUSIVE
 
@@ -373,7 +373,7 @@ class _Polls:
         for server in self.servers:
             if (
                 server not in counted
-            ):  # one that is left out keeps its earlier counts, but adds none
+            ):  # a server that is left out keeps its earlier counts, but adds none
                 continue
             now, earlier = counted[server], self._last.get(server, {})
             counts = self._last[server] = {ALL: now.total, **now.by_domain}
@@ -383,7 +383,7 @@ class _Polls:
             # Without any drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             for domain, one in counts.items():
-                # Counts only rise, except those of a server that talks nonsense: then none.
+                # Counts only increase, except those of a faulty server, for which none are added.
                 more = one.since(earlier.get(domain, zero)) or zero
                 row[domain] = row.get(domain, zero) + more
         if is_usable:
@@ -475,7 +475,7 @@ async def _compare(
 ) -> tuple[Finding, str]:
     """Compare both groups' counts over the same time; return the finding and the reason.
 
-    `before` takes the place of a control group.
+    `before` replaces a control group.
     """
     window = await Window.open([canary, *control])
     ours, theirs = _Polls([canary]), before or _Polls(control)
@@ -488,8 +488,7 @@ async def _compare(
     while True:
         await asyncio.sleep(policy.poll_s)
         counted = await window.read()
-        # Its counters started again, or it did in its warm-up: nothing can be said about the
-        # candidate.
+        # Its counters restarted now or in its warm-up, so nothing is known about the candidate.
         if canary not in counted or not window.began_with(canary, candidate):
             return Finding.FAILED, "it restarted, lost its draft or stopped answering"
         is_one_target = _are_one({one.target for one in counted.values()})
@@ -552,14 +551,14 @@ async def _watch(
 ) -> str:
     """Return the reason for an alarm after `watch_s`; empty if there is no alarm.
 
-    From then on the learner's own watch takes over.
+    After that, the learner's own watch takes over.
     """
     if not control:
         return ""
     window = await Window.open([*done, *control])
     await asyncio.sleep(policy.watch_s)
     counted = await window.read()
-    # one server that a trainer has left behind, or moved first, is no reason to go back
+    # a single server that a trainer updated late or early is no reason to roll back
     common = Counter(one.target for one in counted.values()).most_common(1)
     counted = {server: one for server, one in counted.items() if one.target == common[0][0]}
     ours, theirs = (

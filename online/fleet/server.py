@@ -1,8 +1,9 @@
 """The servers of a fleet: read status and counters, and bring all servers to one version.
 
-A silent server and a refusing server are different. The first may be restarting, and comes back
-with the draft of the command line: it is tried again, and `reconcile` does so for as long as the
-learner runs. The second has kept the last good draft and will refuse again.
+A server that does not answer is treated differently from one that refuses. The first may be
+restarting, and comes back with the draft on its command line: it is tried again, and `reconcile`
+does so for as long as the learner runs. The second has kept the last good draft and will refuse
+again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
 
 STATUS_TIMEOUT_S = 10.0
-"""Deadline of a whole look at a server. Generous: a swap in progress delays the answer by a
-fraction of a second, because it holds the engine.
+"""Deadline for a whole poll of a server, in seconds. Generous, because a swap in progress delays
+the answer by a fraction of a second.
 """
 
 SWAP_TIMEOUT_S = 300.0
@@ -43,14 +44,15 @@ METRICS_TIMEOUT_S = 1.0
 
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = (SPEC_DECODE, GENERATED)
-AT_LOAD = "\n"  # Between a domain and a load, because no header can hold it.
+AT_LOAD = "\n"  # Separates a domain from a load, because no header can contain it.
 MAX_COUNTER_LINES = 4096
 MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
-MAX_QUOTED = 300  # Most characters of a server's words in an error.
+MAX_QUOTED = 300  # maximum number of characters quoted from a server in an error
 MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
 MAX_POSITIONS = 256
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
-MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
+# Maximum number of domains whose counters are read from a server, which counts at most 33.
+MAX_DOMAINS = 64
 MAX_LOADS = 40  # Buckets of the load that are read for a domain: up to 2^20 requests.
 CURES = {
     401: ". Give the learner the token that the server was started with",
@@ -109,7 +111,7 @@ def require_address(url: str) -> None:
 
 
 class UnreachableError(Exception):
-    """The server gave no answer."""
+    """The server did not answer."""
 
 
 class RefusedError(Exception):
@@ -144,7 +146,7 @@ class Served(NamedTuple):
     """Time of the measurement by the monotonic clock."""
 
     def since(self, first: Served) -> Served | None:
-        """Return the counts and seconds since an earlier reading; None if a count has fallen."""
+        """Return the counts and seconds since an earlier reading; None if a count has decreased."""
         counts = self.counts.since(first.counts)
         if counts is None or self.tokens < first.tokens:
             return None
@@ -222,7 +224,7 @@ class Status:
     lost: Mapping[str, int] = field(default_factory=dict)
     """Number of records lost by capture, by reason."""
     manifest_sha256: str = ""
-    """Hash of the draft's manifest; empty if it has none."""
+    """Hash of the draft's manifest; empty if there is none."""
     capture_off: str = ""
     """Why the server records nothing although recording is configured; empty otherwise."""
     swap_off: str = ""
@@ -237,7 +239,7 @@ class Status:
     """Acceptance by domain."""
     by_load: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
     """With adaptive verification: acceptance of all drafts by domain and load. Tokens that were not
-    verified count as rejected, because at equal load this is what users get.
+    verified count as rejected, because at the same load, this is the acceptance that users get.
     """
 
     @property
@@ -268,13 +270,12 @@ class FleetServer:
     url: str
     token: str = field(repr=False, compare=False)
     http: httpx.AsyncClient = field(repr=False, compare=False)
-    """One client per server. httpx walks over all connections of a client at every request, so a
-    shared one would cost the square of the number of servers.
+    """One client per server. httpx iterates over all connections of a client at every request, so
+    the cost of a shared client would grow with the square of the number of servers.
     """
 
     registry: Registry | None = field(default=None, repr=False, compare=False, kw_only=True)
-    """Registry whose versions the server should run. None: versions are identified by name alone.
-    """
+    """Registry whose versions the server should run. None: versions are identified by name only."""
 
     @property
     def answered_s(self) -> float:
@@ -358,10 +359,10 @@ class FleetServer:
         )
 
     async def forget(self, tenant: str) -> int:
-        """Drop a tenant's text from the live counts, and return the number of runs dropped.
+        """Delete a tenant's text from the live counts, and return the number of deleted runs.
 
         Raises:
-            UnreachableError, RefusedError: the server may hold the text until it exits.
+            UnreachableError, RefusedError: the server may keep the text until it exits.
         """
         content = await self._request(
             "POST", "/redraft/forget", STATUS_TIMEOUT_S, json={"tenant": tenant}
@@ -526,7 +527,7 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
     lost = {}
     for counter, reason in CAPTURE_DROP_REASONS.items():
         count = capture.get(counter, 0)
-        # Not `isinstance`, which takes True for a number.
+        # Not `isinstance`, which accepts True as a number.
         if type(count) is not int or not 0 <= count <= MAX_COUNTER:
             raise ValueError(f"its counter {counter} is {count!r:.50}")
         lost[reason] = count
@@ -544,7 +545,7 @@ def trusted_certificates() -> ssl.SSLContext:
 def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
     """Create a client for one server that bypasses any proxy set in the environment.
 
-    A proxy would see the token, and could not reach the pods.
+    A proxy would receive the token, and could not reach the pods.
     """
     return httpx.AsyncClient(verify=certificates, trust_env=False)
 
@@ -621,7 +622,7 @@ async def bring(
     """Bring one server to `version`; return None once it reports it intact, else the last error.
 
     A silent server is retried until `timeout_s` after its last answer. That time may already have
-    passed, so a member that is gone does not hold up a rollout.
+    passed, so a server that no longer exists does not delay a rollout.
     """
     pause_s, deadline_s = 0.05, time.monotonic() + timeout_s
     while True:
@@ -644,7 +645,8 @@ async def bring(
         if is_final or time.monotonic() + pause_s > until_s:
             return error
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, 5.0)  # a restart takes minutes: asking more often would not help
+        # a restart takes minutes, so polling more often would not help
+        pause_s = min(2 * pause_s, 5.0)
 
 
 def _describe_draft(status: Status, version: str) -> str:

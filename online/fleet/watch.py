@@ -1,9 +1,7 @@
-"""The watch over a running fleet.
+"""Watch a running fleet: the acceptance, target and draft of every server, and alarms.
 
-The acceptance, the target and the draft of every server, and alarms.
-
-For the journal, counters are compared with those of the previous look; for the alarm, with the
-start of a longer window. Both start afresh when a server restarts or gets another draft.
+For the journal, counters are compared with those of the previous poll; for the alarm, with the
+start of a longer window. Both restart when a server restarts or receives another draft.
 """
 
 import asyncio
@@ -44,16 +42,16 @@ class Observation:
     lost: Counter[str] = field(default_factory=Counter)
     """Records lost since the previous poll, by reason."""
     is_alarming: bool | None = None
-    """Whether almost no tokens were accepted over ALARM_DRAFTS drafts; None until that many are
-    counted.
+    """Whether almost no tokens were accepted over ALARM_DRAFTS drafts; None until that many have
+    been counted.
     """
 
 
 class Watch:
-    """Looks at all servers concurrently, again and again.
+    """Polls all servers concurrently at intervals.
 
-    A look returns after `patience_s` at the latest, without the answers of servers that are still
-    pending. Their requests continue, and the next look collects the answers, so one hung server
+    A poll returns after `patience_s` at the latest, without the answers of servers that are still
+    pending. Their requests continue, and the next poll collects the answers, so one hung server
     delays the others by at most `patience_s`.
     """
 
@@ -122,8 +120,8 @@ class Watch:
             self._served[server] = served
         is_same = (status.boot, status.draft_version) == (last.boot, last.draft_version)
         window = status.since(self._window.get(server, status))
-        # The window is judged once it has enough drafts, and then begins again: an alarm is about
-        # recent traffic.
+        # The window is evaluated once it has enough drafts, and then restarts, because an alarm is
+        # about recent traffic.
         if server not in self._window or window is None or window.num_drafts >= ALARM_DRAFTS:
             self._window[server] = status
         return Observation(
@@ -202,7 +200,7 @@ class JournaledServer(FleetServer):
                 SwapEntry(
                     server=self.url,
                     version=version,
-                    from_version=before or None,  # a server without a draft has none
+                    from_version=before or None,  # None for a server without a draft
                     outcome="rolled_back" if is_back else outcome,
                     duration_ms=1e3 * (time.monotonic() - began_s),
                     reason=reason,

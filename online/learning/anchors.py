@@ -142,6 +142,6 @@ def make_anchors(
             top_k=k,
             context=sample.input_ids[:first].astype("<i4").tobytes(),
             output=sample.input_ids[first:].astype("<i4").tobytes(),
-            # row t holds the distribution of token t + 1, and a record counts by that token
+            # row t contains the distribution of token t + 1, and a record counts by that token
             **text_rows(rows_R.cpu().numpy() + 1, ids_RK.cpu().numpy(), log_probs_RK.cpu().numpy()),
         )

@@ -61,11 +61,11 @@ from redraft.online.learning.segments import Frames, Segments, Text
 from redraft.online.records.origin import stored_name
 from redraft.online.records.record import CorruptRecordError, Record
 
-RECENT = 32  # Newest records, whose most frequent target is the served one.
+RECENT = 32  # number of newest records whose most frequent target is taken as the served one
 
 CLOCK_SLACK_S = 3600.0
-"""Records of a forgotten tenant are not stored if they were made until this many seconds after the
-deletion: a server's clock may be ahead, and an answer that had begun before goes on.
+"""Records of a forgotten tenant are not stored if they were made up to this many seconds after the
+deletion, because a server's clock may be ahead, and an answer that had started before continues.
 """
 
 
@@ -127,23 +127,22 @@ class Buffer(AbstractContextManager["Buffer"]):
                 foreign.
             hidden_shape: Shape of the hidden states that the draft reads. The target's records
                 without them are not stored.
-            known_domains: Domains that an operator named. Clients can send any name: see
+            known_domains: Domains that an operator configured. Clients can send any name: see
                 `name_domains`.
             needed_states: Number of states before a row that the draft's windows read
                 (`Family.needed_states`). Records with rows that have fewer are counted.
 
         Raises:
-            AlreadyOwnedError: if another process has the folder open.
-            BufferFullError: if the disk is full.
+            AlreadyOwnedError: another process has the folder open.
+            BufferFullError: the disk is full.
         """
         self.config = config
         self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
         self.known_domains, self.needed_states = known_domains, needed_states
         self.counts: Counter[str] = Counter()
-        self.damage: list[str] = []  # a sentence for each; whoever reports it may empty the list
+        self.damage: list[str] = []  # one sentence each; the reporter may empty the list
         self.now_s = 0.0  # the caller's, at the last `expire`: arrivals and ages are by it
-        # Without a folder, nothing of anybody's text may reach a disk: bad records are then only
-        # counted.
+        # Without a folder, no client's text may reach a disk, so bad records are only counted.
         self.quarantine = (
             Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s)
             if config.folder
@@ -156,7 +155,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         self._lock = threading.RLock()
         with ExitStack() as opened:
             if config.folder is not None:
-                make_private(config.folder)  # it holds users' text
+                make_private(config.folder)  # it contains users' text
                 opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
                 # The order matters: the next number needs commits and files, the key the number.
@@ -186,19 +185,19 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._opened.close()
 
     def append(self, frames: Frames, now_s: float) -> Counter[str]:
-        """Store `frames`, as `read_frames` yields them; returns the number of frames by fate.
+        """Store `frames`, as `read_frames` yields them; return the number of frames by outcome.
 
-        The fates are stored, duplicate, foreign (stored aside), other_adapter (of our target, but
-        made with a different adapter from the draft's, or without it), stateless (without the
-        hidden states that the draft reads), textless (a later segment whose preceding text was
-        lost), forgotten (of a deleted tenant), unknown_penalty (held out but unable to judge,
-        because a penalty of its request cannot be applied), and the reason for each error. On
-        return the records are on disk, and the sender may delete them. A bad frame is not stored:
-        nobody can tell whose text it contains, so it could never be deleted by tenant. An example
-        of it goes to the quarantine.
+        The outcomes are stored, duplicate, foreign (stored separately), other_adapter (from our
+        target, but made with a different adapter from the draft's, or without it), stateless
+        (without the hidden states that the draft reads), textless (a later segment whose preceding
+        text was lost), forgotten (from a deleted tenant), unknown_penalty (held out but unusable
+        for judging, because a penalty of its request cannot be applied), and the reason for each
+        error. On return, the records are on disk, and the sender may delete them. A bad frame is
+        not stored: it is unknown whose text it contains, so it could never be deleted by tenant. An
+        example of it goes to the quarantine.
 
         Raises:
-            BufferFullError: if the disk is full. Nothing was stored then.
+            BufferFullError: the disk is full. Nothing was stored in this case.
         """
         frames = list(frames)
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
@@ -208,8 +207,8 @@ class Buffer(AbstractContextManager["Buffer"]):
             forgotten = self._cursor.forgotten
             counts = Counter[str]()
             rows: list[tuple[int, Row, bytes]] = []
-            # Joining comes first: the key hashes the whole prompt, and a later segment arrives
-            # without it. After that, the first reason not to store a record is counted.
+            # Joining comes first, because the key hashes the whole prompt, and a later segment
+            # arrives without it. After that, the first reason not to store a record is counted.
             for frame, record in self._segments.join(frames, known):
                 if isinstance(record, CorruptRecordError):
                     counts[record.reason] += 1
@@ -230,7 +229,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                 elif (row := self._row(record, now_s)).held_out and is_undecided(record):
                     counts["unknown_penalty"] += 1
                 else:
-                    known.add(record.record_id)  # one batch may hold a record twice
+                    known.add(record.record_id)  # one batch may contain a record twice
                     rows.append((self._next_seq + len(rows), row, frame))
                     is_foreign = record.base != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
@@ -297,11 +296,11 @@ class Buffer(AbstractContextManager["Buffer"]):
         seed: int,
         policy: Replay,
     ) -> list[Record]:
-        """`count` records to train on again.
+        """Choose `count` records to train on again.
 
-        A share of them are `anchors`; the rest are distinct records up to sequence number
+        A fraction of them are `anchors`; the rest are distinct records up to sequence number
         `through`, drawn by weight. No tenant has more than `tenant_share` of the rest while others
-        have records left. There are fewer records if the buffer holds fewer, or if together they
+        have records left. There are fewer records if the buffer contains fewer, or if together they
         would exceed `max_read_bytes`. The same contents and seed give the same records.
         """
         rng = np.random.default_rng(seed)
@@ -374,11 +373,11 @@ class Buffer(AbstractContextManager["Buffer"]):
         with (
             suppress(BufferFullError),
             named_disk_full(),
-        ):  # the comparison comes to the same after a restart
+        ):  # so that the comparison has the same result after a restart
             self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
-        """The records with these sequence numbers, in order, one at a time.
+        """Yield the records with these sequence numbers, in order, one at a time.
 
         Missing records are left out. So are corrupt ones, which are counted and deleted.
         """
@@ -389,7 +388,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                 yield stored
 
     def find_tenant(self, tenant: str) -> TenantRecords:
-        """The records of a tenant, and what a deletion would remove along with them."""
+        """Return the records of a tenant, and what a deletion would remove along with them."""
         with self._lock:
             name = stored_name(tenant)
             found = list(chain.from_iterable(self._files.each(lambda file: file.find_tenant(name))))
@@ -411,7 +410,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         name = stored_name(tenant)
         with self._lock, named_disk_full():
             # First the list, then the records: after a kill in between, `delete_tenant` can be
-            # repeated, and meanwhile nothing new of the tenant is stored.
+            # repeated, and in the meantime nothing new of the tenant is stored.
             self._cursor.forget(_sha256(name), now_s + CLOCK_SLACK_S)
             deleted = sum(self._files.each(lambda file: file.delete_tenant(name)))
             self.clear_quarantine()
@@ -422,7 +421,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def clear_quarantine(self) -> None:
         """Overwrite and delete the examples of bad records.
 
-        Nobody can tell whose text they contain.
+        It is unknown whose text they contain.
         """
         with self._lock:
             if self.quarantine is not None:
@@ -452,7 +451,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def last_arrival_s(self) -> float | None:
         """Arrival of the record with the highest number, in seconds since the epoch, or None.
 
-        An earlier record may have a later time of arrival, if the clock was ahead then.
+        An earlier record may have a later arrival time if the clock was ahead then.
         """
         with self._lock:
             index = self._files.index()
@@ -494,7 +493,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return is_of_folder and record.base != self.target_fingerprint
 
     def _find_text(self, record_id: str) -> Text | None:
-        """The text of a stored record; None if there is no such record."""
+        """The text of a stored record; None if the record does not exist."""
         for found in self._files.each(lambda file: file.find_frame(record_id)):
             stored = None if found is None else self._read_one(found[0])
             if found is not None and stored is not None:
@@ -502,8 +501,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         return None
 
     def _row(self, record: Record, now_s: float) -> Row:
-        # Rows after a rejection continue a text the target refused: they say nothing about the
-        # draft's quality.
+        # Rows after a rejection continue a text that the target refused, so they say nothing about
+        # the draft's quality.
         verified_R = (record.draft_ids >= 0) & (record.branches == 0) & record.is_own
         hashes = self._key.hash(record)
         return Row(
@@ -538,7 +537,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return training
 
     def _read(self, seqs: NDArray[np.int64]) -> list[Stored]:
-        """The first records of `seqs` that fit into `max_read_bytes`, but at least the first one.
+        """The first records in `seqs` that fit into `max_read_bytes`, but at least one.
 
         They are sorted by ascending number.
         """
@@ -560,7 +559,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def _strip(self, record: Record) -> Record:
         """The record, without its hidden states if the draft reads none.
 
-        Hidden states would be nearly all of its size.
+        Hidden states make up nearly all of its size.
         """
         is_needed = self.hidden_shape is not None or not record.hidden
         return (
@@ -571,7 +570,7 @@ class Buffer(AbstractContextManager["Buffer"]):
 
 
 def _find_states(record: Record) -> NDArray[np.int64]:
-    """The index, among the record's states, of that of the token before each row."""
+    """For each row, the index, among the record's states, of the state of the token before it."""
     # E.g. the row of position 10 reads token 9 on the text, and token 7 after 2 rejected tokens.
     index_R: NDArray[np.int64] = record.positions - record.branches - 1 - record.hidden_begin
     return index_R

@@ -22,7 +22,8 @@ LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
 PAGE_BYTES = 16 << 10  # above SQLite's 4 KiB: a frame spans many, each page is a write
 MIN_FILE_BYTES = 512  # The smallest page of SQLite.
 
-# Two tables: a scan of the index columns would read a page per record if they lay beside the blobs.
+# Two tables, because a scan of the index columns would read a page per record if they were stored
+# next to the blobs.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY, record_id TEXT NOT NULL UNIQUE, time_s REAL NOT NULL, domain TEXT NOT NULL,
@@ -123,10 +124,10 @@ class BufferFile:
         return self._index
 
     def _read_rows(self) -> Iterator[tuple[Any, ...]]:
-        """The columns of INDEX_DTYPE, row by row.
+        """Yield the columns of INDEX_DTYPE, row by row.
 
         Raises:
-            DamagedFileError: if a row differs from what was written.
+            DamagedFileError: a row differs from what was written.
         """
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
             # `pop` runs before `_checksum`, so the checksum is over the columns before it.
@@ -165,7 +166,8 @@ class BufferFile:
 
     def find_known(self, record_ids: list[str]) -> set[str]:
         """The subset of these record ids that are in this file."""
-        # SQLite takes 32,766 marks by default. `intake` brings at most BATCH_RECORDS at a time.
+        # SQLite accepts 32,766 placeholders by default. `intake` passes at most BATCH_RECORDS at a
+        # time.
         marks = ",".join("?" * len(record_ids))
         found = self.connection.execute(
             f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids
@@ -268,11 +270,11 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
     Raises:
         LaterFileError: if a later release wrote the file.
     """
-    # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the
+    # Not Python's transactions: `transaction` begins and ends them. The buffer's lock orders the
     # threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
-        # The page size takes effect on a new file only. An existing one keeps the size it has.
+        # The page size applies only to a new file. An existing one keeps its size.
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         # No write-ahead log: records are only added, and would be written twice, once to the log
         # and once to the file. The rollback journal is truncated after each transaction, so it

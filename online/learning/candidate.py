@@ -53,7 +53,7 @@ def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
     None if it reads none.
 
     Raises:
-        ValueError: if drafts of this family cannot learn online.
+        ValueError: drafts of this family cannot learn online.
     """
     family = _find_learning(name)
     return None if family.reads == "nothing" else family.states_shape(read_config(folder))
@@ -146,7 +146,7 @@ class Candidate:
             lr=cfg.lr,
             weight_decay=cfg.weight_decay,
             schedule="constant",
-            # of `warmup_steps`, which is all the length that the schedule knows
+            # as a fraction of `warmup_steps`, which is the only length that the schedule has
             warmup_fraction=1.0,
             max_grad_norm=cfg.max_grad_norm,
             accumulation=cfg.accumulation,
@@ -189,8 +189,8 @@ class Candidate:
             num_batches=ranks * self.cfg.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,
-            # Drawn, because seeds of steps are multiples of the records of a step: some of these
-            # hardly turn a choice.
+            # Drawn, because seeds of steps are multiples of the number of records per step, and
+            # some of these hardly change a choice.
             salt=int(rng.integers(1 << 31)),
             reads=reads,
             needed_states=self.family.needed_states(read_config(self.version)),
@@ -208,8 +208,9 @@ class Candidate:
         """
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
-        broadcast_object_list(are_finite)  # only the first rank may hold the weights
-        # All ranks raise or none: a rank going on alone would wait in `save` for the others.
+        broadcast_object_list(are_finite)  # only the first rank may have the weights
+        # All ranks raise the error or none does, because a rank that continued alone would wait in
+        # `save` for the others.
         if not are_finite[0]:
             raise NotFiniteError
         failed: list[Exception] = []
@@ -268,7 +269,7 @@ class Ranks:
                 leave(self.candidate.accelerator)
                 return
             method, args, kwargs = order[0]
-            with suppress(NotFiniteError):  # raised on all ranks; rank 0 decides how to go on
+            with suppress(NotFiniteError):  # raised on all ranks; rank 0 decides how to continue
                 method(self.candidate, *args, **kwargs)
 
     def dismiss(self) -> None:

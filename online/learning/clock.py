@@ -1,10 +1,11 @@
-"""A clock for ages: it does not follow the wall clock's jumps at once.
+"""A clock for record ages that does not follow the wall clock's jumps at once.
 
-    wall clock agrees with the elapsed time     it is believed
-    it jumped                                   the time goes on as expected
-    it has stayed so for 10 minutes             it is believed: the jump was a correction, or a long stop
+    wall clock agrees with the elapsed time     it is used
+    it jumped                                   time continues at the expected rate
+    it has stayed so for 10 minutes             it is used: the jump was a correction, or a long stop
 
-Otherwise a wall clock that is 8 days ahead for seconds would have every record deleted as too old.
+Without this, a wall clock that is 8 days ahead for a few seconds would cause every record to be
+deleted as too old.
 """
 
 import math
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 SLACK_S = 3600.0  # the wall clock agrees within this distance of the expected time
-BELIEVED_AFTER_S = 600.0  # a clock that jumped is believed after being consistent so long
+# seconds for which a clock that jumped must be consistent before it is used again
+BELIEVED_AFTER_S = 600.0
 
 
 class _Reading(NamedTuple):
@@ -45,10 +47,10 @@ class SteadyClock:
         now = _Reading(wall(), elapsed())
         gap_s = 0.0 if last_s is None else now.wall_s - last_s
         is_likely = -SLACK_S <= gap_s <= max_gap_s
-        # In doubt the time goes on from `last_s`, which is `wall_s` minus the gap.
+        # In doubt, time continues from `last_s`, which is `wall_s` minus the gap.
         self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
-        self._doubted: _Reading | None = None  # wall clock at the last jump; None: believed
-        self.problem = ""  # a sentence while the wall clock is not believed, by `now_s`
+        self._doubted: _Reading | None = None  # wall clock at the last jump; None: it is used
+        self.problem = ""  # a sentence while the wall clock is not used, by `now_s`
         self.now_s()
 
     def now_s(self) -> float:
@@ -58,8 +60,7 @@ class SteadyClock:
         if abs(now.wall_s - expected_s) <= SLACK_S:
             return self._believe(now)
         if self._doubted is None or abs(now.wall_s - self._doubted.expect(now.elapsed_s)) > SLACK_S:
-            # The first reading after a jump. Another jump while in doubt begins the ten minutes
-            # again.
+            # The first reading after a jump. Another jump in this time restarts the ten minutes.
             self._doubted = now
         if now.elapsed_s - self._doubted.elapsed_s >= BELIEVED_AFTER_S:
             return self._believe(now)

@@ -105,8 +105,8 @@ class Judging:
     num_speculative_tokens: int = 3
     """Number of draft tokens per step. Used only until a server reports its own number."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """How draft tokens are chosen: "greedy" takes the most probable token, "probabilistic" samples.
-    Used only until a server reports its own method.
+    """How draft tokens are chosen: "greedy" chooses the most probable token, "probabilistic"
+    samples. Used only until a server reports its own method.
     """
     held_out_per_domain: int = 200
     """Number of held-out requests per domain, the newest ones, on which a candidate is judged. A
@@ -122,8 +122,8 @@ class Judging:
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
     folder: Path | None = field(default=None, metadata={"listed": False})
-    """Folder of the buffer's files. None: records are kept in this process's memory and are lost
-    when it ends.
+    """Folder for the buffer's files. None: records are kept in this process's memory, and are lost
+    when it exits.
     """
     max_bytes: int = 8 << 30
     """Total size of the buffer's files in bytes. Above it, the oldest records are deleted, starting
@@ -134,10 +134,10 @@ class BufferConfig:
     deleted.
     """
     max_read_bytes: int = 192 << 20
-    """Maximum size in bytes of new records in memory during a step; replayed records may take the
-    same again. Only records with hidden states reach it. A step then uses fewer records than
-    `training` asks for: raise this value to `training.replay_per_step` times the size of a record,
-    at 2 bytes per number.
+    """Maximum size, in bytes, of new records in memory during a step; replayed records may take the
+    same amount again. Only records with hidden states reach this limit. A step then uses fewer
+    records than `training` specifies: raise this value to `training.replay_per_step` times the size
+    of a record, at 2 bytes per number.
     """
     held_out_fraction: float = 0.2
     """Fraction of all prompts whose records are held out to judge candidates. A secret key in the

@@ -1,9 +1,10 @@
-"""The buffer's memory of training, tenants and weights, in two small files with checksums.
+"""The buffer's state of training, tenants and weights, in two small files with checksums.
 
     cursor.json       commits of checkpoints, the forgotten tenants, and weights of the target that no longer count
     forgotten.json    the forgotten tenants once more: a promise must outlive one damaged file
 
-A damaged file is set aside and reported. Checkpoints and versions then tell how far training came.
+A damaged file is set aside and reported. Checkpoints and versions then show how far training had
+come.
 """
 
 from collections.abc import Mapping
@@ -98,7 +99,7 @@ class Cursor:
         cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
         if cursor:
             self.commits, self.past = cursor.trained, cursor.past
-        # The union: a tenant is forgotten if either file says so, with the later time.
+        # The union: a tenant is forgotten if either file lists it, with the later time.
         for file in filter(None, (cursor, again)):
             for tenant_sha256, time_s in file.forgotten.items():
                 self.forgotten[tenant_sha256] = max(
@@ -106,8 +107,8 @@ class Cursor:
                 )
         if cursor and again:
             return
-        # A folder without records has nothing to lose: a learner may have ended between the two
-        # files. In one with records a missing file is damage, and is told.
+        # A folder without records has nothing to lose: a learner may have stopped between writing
+        # the two files. In a folder with records, a missing file is damage, and is reported.
         is_new = not (
             self.forgotten or self.commits or self.damage or any(folder.glob("records-*.db"))
         )
@@ -139,12 +140,12 @@ class Cursor:
 
 
 def begin_training_again(folder: Path | None) -> None:
-    """Make the next learner begin at the served version, after the records already trained on.
+    """Make the next learner start at the served version, after the records already trained on.
 
     For a folder that no learner uses.
 
     Raises:
-        AlreadyOwnedError: if a learner has the buffer open.
+        AlreadyOwnedError: a learner has the buffer open.
     """
     if folder is None or not folder.is_dir():
         return

@@ -1,13 +1,13 @@
-"""The requests that judge a candidate, and the records replayed.
+"""Choose the requests that judge a candidate, and the records that are replayed.
 
-Distinct prompts, and a share per tenant. Pure.
+Prompts are distinct, and each tenant has a limited share. All functions are pure.
 
     held-out records ─► newest request of each prompt ─► share per tenant, by domain ─► share per
     tenant, over all
 
-One tenant must not decide alone: not by sending much, not by repeating a prompt, not by inventing
-domains. A tenant is a value of X-Redraft-Tenant, and all records without one are one tenant's: set
-the header at the gateway.
+No single tenant may decide alone, whether by sending many requests, repeating a prompt, or
+inventing domains. A tenant is a value of X-Redraft-Tenant, and all records without one count as one
+tenant: set the header at the gateway.
 """
 
 import math
@@ -22,12 +22,13 @@ from redraft.online.learning.buffer_file import Index
 from redraft.online.learning.config import Replay
 
 OTHER = "other"  # all domains not judged by themselves; it has no verdict
-MAX_DOMAINS = 32  # Domains told apart, apart from the known ones.
+MAX_DOMAINS = 32  # maximum number of separate domains, besides the known ones
 
 FULL_TENANT, LEAST_FULL = 20, 5
-"""A tenant with FULL_TENANT requests counts in full, and smaller ones count together: a single stray
-request must not make two tenants of one, and halve the share of the first. If half of the tenants
-have fewer, theirs is the number, down to LEAST_FULL: many small ones are not one beside a large one.
+"""A tenant with FULL_TENANT requests counts in full, and smaller ones count together, so that a
+single stray request does not turn one tenant into two and halve the first one's share. If half of
+the tenants have fewer requests, their number is used, down to LEAST_FULL, so that many small
+tenants do not count as one next to a large one.
 """
 
 
@@ -87,11 +88,11 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 
 
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
-    """The name under which each domain of the index is judged and shown: its own, or OTHER.
+    """Return the name under which each domain of the index is judged and shown: its own, or OTHER.
 
     Known domains keep their names. So do the MAX_DOMAINS largest of the others, ranked by number of
     tenants, then of records. In a fleet with several tenants, a domain needs at least two of them,
-    because anybody can send X-Redraft-Domain.
+    because any client can send X-Redraft-Domain.
     """
     pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))
     tenants, records = Counter[str](), Counter[str]()
@@ -135,8 +136,8 @@ def find_excess(
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
     """Positions of at most `count` requests, given the tenant of each request.
 
-    The first requests are taken, with at most a `share` of them per tenant. If there are fewer than
-    1 / `share` tenants, each may have an equal part. If all this would leave fewer than `at_least`
+    The first requests are chosen, with at most a `share` of them per tenant. If there are fewer
+    than 1 / `share` tenants, each may have an equal part. If this would leave fewer than `at_least`
     requests, the tenants with the most requests fill the rest in equal parts.
     """
     counts = np.array(list(Counter(tenants).values()))
@@ -164,7 +165,7 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
 
 
 def _part(share: float, size: int) -> int:
-    # a decimal share times a size may fall just below the whole number that it stands for
+    # a decimal share times a size may fall just below the exact whole number
     return int(share * size + 1e-9)
 
 

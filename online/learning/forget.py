@@ -69,14 +69,14 @@ class Reach:
     """Clock for arrival times and ages in the buffer."""
 
     async def forget(self, tenant: str) -> Forgotten:
-        """Delete the tenant's records; nothing else may read the spool or the log meanwhile.
+        """Delete the tenant's records; nothing else may read the spool or the log in the meantime.
 
         Raises:
-            BufferFullError: if the buffer's disk is full.
-            BrokerError: if the log does not answer.
+            BufferFullError: the buffer's disk is full.
+            BrokerError: the log does not answer.
         """
         name = stored_name(tenant)
-        # Before the deletion: afterwards nobody knows when the first record arrived.
+        # Before the deletion, because afterwards it is unknown when the first record arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every
@@ -109,7 +109,8 @@ class Reach:
         if self.stream is not None:
             await self.stream.close()
         with suppress(FileNotFoundError):  # no server has made the spool yet
-            # Adding counters drops zeros, so an empty look has no counts, and ends the loop.
+            # Adding counters drops zeros, so a read without records has no counts, and ends the
+            # loop.
             while (taken := await self._take()).counts and time.monotonic() < until_s:
                 drained += taken
         if self.spool is not None:

@@ -1,19 +1,19 @@
-"""The gate: is the candidate accepted more than the incumbent?
+"""The gate: does the candidate have a higher acceptance than the incumbent?
 
 Numbers in, verdict and reason out; no clock, no I/O.
 
-Both drafts are scored on the same held-out requests under the served sampling method, so requests
-pair up. The bounds come from the spread between requests, not positions: positions within a request
-are correlated, and treating them as independent would make any candidate look proven.
+Both drafts are scored on the same held-out requests with the served sampling method, so requests
+are paired. The bounds come from the spread between requests, not positions: positions within a
+request are correlated, and treating them as independent would make any candidate look proven.
 
 A learner judges one candidate after another against the same incumbent, on largely the same
 requests. At 5% each, one of ten candidates without enough gain would often pass. Each look
 therefore gets a share of the 5% (`spent_confidence`), and the shares of all looks since the last
 promotion sum to 5%, however many there are.
 
-Domains are a second check, on a candidate that gains overall, and each look has the whole 5% for
-it. The evidence of a rare domain hardly grows. A bound that widened with the looks would soon block
-every candidate, whatever it gains.
+Domains are a second check on a candidate that gains overall, and each look uses the whole 5% for
+it. The evidence of a rare domain hardly grows. A bound that widened with the number of looks would
+soon block every candidate, whatever its gain.
 
 N = requests
 """
@@ -122,7 +122,7 @@ def judge(
     look: int = 1,
     modes: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a candidate; row i of each sequence belongs to the same held-out request.
+    """Judge a candidate; row i of each sequence belongs to the same held-out request.
 
     If there are several thinking `modes`, they are judged in the same way as domains. Each request
     is then in two groups.
@@ -131,7 +131,7 @@ def judge(
     without enough requests (`overall` is None) does not count as a look.
 
     Raises:
-        ValueError: if the sequences differ in length, a count of the incumbent is negative or not
+        ValueError: the sequences differ in length, a count of the incumbent is negative or not
             finite, or `look` is below 1.
     """
     if look < 1:
@@ -161,7 +161,8 @@ def judge(
         names_N = np.array(groups)[usable_N]
         for name in sorted(set(names_N.tolist())):
             rows_N = names_N == name
-            # Anybody can send a request of another domain: together they may not block a candidate.
+            # Any client can send a request of another domain; all of these together may not block a
+            # candidate.
             if name != OTHER and rows_N.sum() >= policy.min_domain_requests:
                 judged[name] = _gain(counts_N4[rows_N], policy.confidence, policy.confidence)
             else:
@@ -179,12 +180,12 @@ def find_loss(
 ) -> tuple[bool, str]:
     """Whether the current version is proven to be accepted less than the previous one.
 
-    The numbers are returned too, as text for people. Row i of both sequences belongs to the same
+    The numbers are also returned, as readable text. Row i of both sequences belongs to the same
     held-out request. As with `judge`, `look` counts the comparisons since the current version was
     promoted, and the error over all of them is bounded by 1 - `policy.confidence`.
 
     Raises:
-        ValueError: if the sequences differ in length or `look` is below 1.
+        ValueError: the sequences differ in length, or `look` is below 1.
     """
     if look < 1:
         raise ValueError(f"look must be at least 1, got {look}")
@@ -220,7 +221,7 @@ def _pair_counts(
 
 def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[Decision, str]:
     loss = policy.max_domain_loss
-    # What is proven to be bad is rejected first; only then may missing proof keep the verdict open.
+    # A proven loss is rejected first; only then may missing proof keep the verdict open.
     for name, gain in domains.items():
         if gain.upper < -loss:
             return Decision.REJECT, f"domain {name} loses more than {loss}: {gain}"

@@ -77,8 +77,8 @@ class Spool:
     def __init__(self, folder: Path, buffer: Buffer, vocab_size: int) -> None:
         self.folder, self.buffer, self.vocab_size = folder, buffer, vocab_size
         self._passed_over: set[str] = set()
-        """Names of the files that stay: they hold a later layout, or cannot be read. Not looked at
-        again until the learner restarts.
+        """Names of the files that stay, because they have a later layout or cannot be read. They
+        are not read again until the learner restarts.
         """
 
     def take(self, now_s: float, max_files: int = 64) -> Taken:
@@ -104,12 +104,12 @@ class Spool:
         return taken
 
     def _take_file(self, path: Path, now_s: float) -> Taken:
-        stays = Counter[str]()  # Why the file must stay, by reason; empty if it can go.
+        stays = Counter[str]()  # Reasons why the file must stay; empty if it can be deleted.
         try:
             file = open_file(path)
         except (
             FileNotFoundError
-        ):  # the server has removed it meanwhile, to stay within the spool's budget
+        ):  # the server has removed it in the meantime, to stay within the spool's budget
             return Taken()
         except (
             OSError
@@ -141,8 +141,8 @@ class Spool:
     def erase_unattributed(self) -> int:
         """Overwrite and delete the files of a later layout and those left by killed servers.
 
-        Returns the number of deleted files. Nobody can tell whose text they contain. Call this
-        method after `take`.
+        Return the number of deleted files. It is unknown whose text they contain. Call this method
+        after `take`.
         """
         paths = [self.folder / name for name in self._passed_over] + list_abandoned(
             self.folder, ABANDONED_S
@@ -222,9 +222,9 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
 
 
 def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecordError]]]:
-    """Lists of at most BATCH_RECORDS frames with at most BATCH_BYTES, or one larger frame.
+    """Yield lists of at most BATCH_RECORDS frames with at most BATCH_BYTES, or one larger frame.
 
-    The text that a segment omits counts too, because `Buffer.append` puts it into the record and
+    The text that a segment omits also counts, because `Buffer.append` puts it into the record and
     its frame.
     """
     batch: list[tuple[bytes, Record | CorruptRecordError]] = []
@@ -245,7 +245,7 @@ def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecor
 def mark_unfit(
     frames: Frames, vocab_size: int
 ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """The same frames, with an error in place of every record that is unfit for training.
+    """Yield the same frames, with an error instead of every record that is unfit for training.
 
     A token id outside the vocabulary would crash every step that contains it.
     """
@@ -255,15 +255,15 @@ def mark_unfit(
 
 
 def count_acceptance(record: Record) -> AcceptanceCounts:
-    """The acceptance of the version's drafts in one record.
+    """Return the acceptance of the version's drafts in one record.
 
     Every step ends with a bonus row, whose draft id is -1. A step without a draft has no other row.
     """
     is_own_R = record.is_own
     is_bonus_R, is_accepted_R = (record.draft_ids == -1)[is_own_R], record.accepted[is_own_R]
-    # A draft begins after a bonus row. The last has none if the request ended within it. E.g.
-    # drafts 5, 7, -1, -1, 4 with K = 2: two drafts of three tokens, a step without one between
-    # them.
+    # A draft begins after a bonus row. The last draft has none if the request ended within it. E.g.
+    # draft ids 5, 7, -1, -1, 4 with K = 2 are two drafts with three tokens, and a step without a
+    # draft between them.
     begins_R = ~is_bonus_R & np.append(True, is_bonus_R)[:-1]
     return AcceptanceCounts(
         num_drafts=int(begins_R.sum()),
@@ -273,7 +273,7 @@ def count_acceptance(record: Record) -> AcceptanceCounts:
 
 
 def _find_unfit(record: Record, vocab_size: int) -> Fault | None:
-    """The reason why an intact record is unfit for training; None if it is fit."""
+    """Return why an intact record is unfit for training; None if it is fit."""
     if not len(record.positions):  # first: without rows the other columns have no shape
         return Fault("no_rows", "no row")
     draft_ids = record.draft_ids[record.draft_ids != -1]

@@ -1,8 +1,8 @@
-"""Pauses of a learner that computes on the cores of its servers.
+"""Pauses of a learner that computes on its servers' cores.
 
     micro-step ─► do requests run? ─► wait until none does, or for LONGEST times the micro-step
 
-Nice levels alone do not suffice: the learner would still share caches and memory bandwidth with a
+Nice levels are not enough, because the learner would still share caches and memory bandwidth with a
 server.
 """
 
@@ -13,8 +13,8 @@ from contextlib import suppress
 import httpx
 
 LONGEST = 3.0
-"""Longest pause, in times of what was computed before it: beside servers that never rest, the learner
-computes for a quarter of the time.
+"""Longest pause, as a multiple of the preceding computation: next to servers that are never idle,
+the learner computes for a quarter of the time.
 """
 
 POLL_S = 0.1
@@ -32,7 +32,7 @@ class Pauses:
     def wait(self) -> None:
         """Wait while a server runs requests, up to LONGEST times the preceding computation."""
         began_s = now_s = time.monotonic()
-        # The CPU's time has that of all threads, and the clock's the wait for records.
+        # The CPU time includes all threads, and the clock includes the wait for records.
         computed_s = min(began_s - self._since[0], time.process_time() - self._since[1])
         longest_s = LONGEST * computed_s
         while now_s - began_s < longest_s and any(map(self._is_busy, self.list_urls())):
@@ -42,8 +42,8 @@ class Pauses:
         self._since = now_s, time.process_time()
 
     def _is_busy(self, url: str) -> bool:
-        # Counted with --enable-server-load-tracking, and always 0 without. Not /metrics: to write
-        # that page takes the server as long as a step.
+        # Counted with --enable-server-load-tracking, and always 0 without it. Not /metrics, because
+        # writing that page takes the server as long as a step.
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             return bool(self._http.get(f"{url}/load").json()["server_load"])
         return False  # it starts, or has gone

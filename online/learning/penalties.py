@@ -2,9 +2,9 @@
 
 The penalties are applied as in vLLM (`apply_penalties`).
 
-Records hold the target's distributions before all sampling parameters. Repetition, presence and
-frequency penalties depend on the text before a row, so each row is changed by its own text. They
-change the target only: drafts are proposed without them.
+Records contain the target's distributions before all sampling parameters. Repetition, presence and
+frequency penalties depend on the text before a row, so each row is changed according to its own
+text. They change only the target: drafts are proposed without them.
 
 R = rows, K = kept top-k ids, T = tokens.
 """

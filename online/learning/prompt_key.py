@@ -1,11 +1,11 @@
 """The key that decides which prompts are held out.
 
-Without it nobody can find or make such a prompt.
+Without it, no one can find or construct such a prompt.
 
     held-out.key     the key
     held-out.json    the key's SHA-256, with a checksum: whether the key is still the one that was made here
 
-With a plain hash, a client could find held-out prompts by trying, and so supply all of the gate's
+With a plain hash, a client could find held-out prompts by trial, and supply all of the gate's
 evidence.
 """
 
@@ -51,7 +51,7 @@ class PromptKey:
         return cls(make_secret())
 
     def hash(self, record: Record) -> Hashes:
-        # The prompt only: answers of one prompt differ, and training on one would leak into judging
+        # The prompt only: answers to one prompt differ, and training on one would leak into judging
         # by another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
         # Clients choose a part of the id of a request; a server has a new one at every start.
@@ -79,14 +79,14 @@ class _Note:
 
 
 def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
-    """The key in the buffer's folder, made if there is none; only this user can read it.
+    """Open the key in the buffer's folder, or create one that only this user can read.
 
     A lost key is replaced, and the loss is reported. `newest` is the highest sequence number of a
-    record so far; `has_hashes` says whether a key has hashed any record.
+    record so far; `has_hashes` means that a key has hashed some record.
 
     Raises:
-        ValueError: if a later release wrote held-out.json.
-        OSError: if a file cannot be read or written.
+        ValueError: a later release wrote held-out.json.
+        OSError: a file cannot be read or written.
     """
     secret, damage = _read_secret(folder / KEY), list[str]()
     saved: _Note | None = None
@@ -94,8 +94,8 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
         note = saved = read_sealed_as(folder / NOTE, _Note, None)
     except DamagedError as error:
         damage.append(f"{error}: it was written again, for the {KEY} that is there")
-        # It may have told of records with hashes by another key. The same key gives the same hashes
-        # again.
+        # The lost note may have been about records with hashes by another key. The same key gives
+        # the same hashes again.
         note = _Note(key_sha256=_sha256(secret or b""), rehash_through=newest)
     if problem := _find_problem(secret, note, has_hashes):
         note, secret = _Note(key_sha256="", rehash_through=newest), None
@@ -103,7 +103,8 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     if secret is None:  # written before the note: a key without a note is no damage
         secret = make_secret()
         write_whole(folder / KEY, secret, mode=0o600)
-    # The number is kept: the files hold the hashes by the lost key until these records expire.
+    # The number is kept, because the files contain hashes by the lost key until these records
+    # expire.
     wanted = _Note(key_sha256=_sha256(secret), rehash_through=note.rehash_through if note else 0)
     if wanted != saved:
         write_sealed(folder / NOTE, asdict(wanted), mode=0o600)
@@ -117,7 +118,7 @@ def make_secret() -> bytes:
 
 
 def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) -> str:
-    """Why the key is not the one that was made here; empty if it is, or if none was made yet."""
+    """Return why the key is not the one created here; empty if it is, or if there is none yet."""
     if secret is None:
         return "was missing" if note or has_hashes else ""
     if len(secret) != KEY_BYTES:
@@ -151,5 +152,5 @@ def _sha256(secret: bytes) -> str:
 
 
 def _to_integer(digest: bytes) -> int:
-    # 0 stands for no hash (`NO_HASHES`).
+    # 0 means no hash (`NO_HASHES`).
     return int.from_bytes(digest[:8], "big", signed=True) or 1

@@ -1,14 +1,13 @@
 """The quarantine: examples of records that could not be used.
 
-They are set aside so that a person can look at them.
+They are set aside for inspection.
 
     quarantine/<time in ns>-<reason>.frame        first line: the error; the rest: the bytes as they arrived
-
     $ head -qn1 learner/buffer/quarantine/*
 
-The folder is a sample, not an archive: it is bounded in files, bytes and age, each reason has a
-share of the files, and a flood of one reason replaces nothing that is younger than a minute. Nobody
-can tell whose text such bytes hold, so the whole folder goes when any tenant is forgotten.
+The folder is a sample, not an archive: it is limited in files, bytes and age, each reason has a
+share of the files, and a flood of one reason replaces nothing that is younger than a minute. It is
+unknown whose text such bytes contain, so the whole folder is deleted when any tenant is forgotten.
 """
 
 import errno
@@ -57,9 +56,10 @@ class Quarantine:
         is_young = bool(same) and now_ns - same[0][0] < 1e9 * KEPT_S
         if len(same) >= MAX_FILES_PER_REASON and (is_young or not self._remove(same[0])):
             return
-        # Names are unique and sort by time: two examples may come within one tick of the clock.
+        # Names are unique and sort by time, because two examples may arrive within one clock tick.
         time_ns = max(now_ns, self._files[-1][0] + 1 if self._files else 0)
-        # The error on one line, even if it has several: the frame begins after the first newline.
+        # The error on one line, even if it has several, because the frame begins after the first
+        # newline.
         content = (
             b" ".join(str(error).encode(errors="replace").split())[:500]
             + b"\n"
@@ -69,7 +69,7 @@ class Quarantine:
             if not self._remove(self._files[0]):
                 return
         with suppress(OSError):
-            make_private(self.folder)  # it holds users' text
+            make_private(self.folder)  # it contains users' text
             path = self._path(time_ns, error.reason)
             try:
                 path.write_bytes(content)
@@ -105,7 +105,7 @@ class Quarantine:
         try:
             overwrite(path)
             path.unlink()
-        except FileNotFoundError:  # a person was first
+        except FileNotFoundError:  # someone deleted it by hand
             pass
         except OSError:
             return False
@@ -119,11 +119,11 @@ class Quarantine:
 def overwrite(path: Path) -> None:
     """Overwrite the file's bytes on the disk with zeros, as SQLite does with deleted content.
 
-    A link, a file with several names, a pipe or a folder is left as it is: whoever put it there
-    chose the bytes behind it, and they may be those of any file of this user.
+    A link, a file with several names, a pipe or a folder is left unchanged, because its contents
+    may be those of any file of this user.
 
     Raises:
-        OSError: if the file cannot be opened or written.
+        OSError: the file cannot be opened or written.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for its other end.

@@ -123,8 +123,8 @@ def make_batches(
 def _from_first_state(text: TrainingSequence) -> TrainingSequence:
     """The text from its first token with hidden states on, with only the rows of such tokens.
 
-    The last token has no hidden states. A row without them can be neither predicted from nor
-    compared with.
+    The last token has no hidden states. A row without them can be neither a prediction's input nor
+    its label.
     """
     begin = text.hidden_begin
     end = begin + len(text.hidden_HLD)
@@ -155,8 +155,8 @@ def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSe
 def _without_short(text: TrainingSequence, needed_states: int) -> TrainingSequence:
     """The text without the rows for which a head's windows reach back beyond its first state.
 
-    If all rows are such, because the windows read more states than a record has, all stay: a head
-    that sees less than in serving learns more than one that never learns.
+    If all rows are such rows, because the windows read more states than a record has, all stay: a
+    head that attends to less than in serving learns more than one that never learns.
     """
     are_enough_R = text.rows_R >= needed_states
     if text.position == 0 or not are_enough_R.any():
@@ -183,7 +183,7 @@ def _lay_out_states(
     for b, row in enumerate(rows):
         start = 0
         for text in row:
-            # Records hold bfloat16 as uint16, because numpy has no such type; torch views only
+            # Records contain bfloat16 as uint16, because numpy has no such type; torch views only
             # int16 as bfloat16.
             words_HLD = torch.from_numpy(text.hidden_HLD.astype(np.uint16).view(np.int16))
             states_BTLD[b, start : start + len(words_HLD)] = words_HLD.view(torch.bfloat16)
@@ -195,15 +195,15 @@ def _make_batch(
     rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int
 ) -> RecordedBatch:
     batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width)
-    # Empty arrays first: a batch of padding has nothing to concatenate otherwise.
+    # Empty arrays first, because a batch of padding would otherwise have nothing to concatenate.
     rows_N = [np.empty(0, np.int64)]
     ids_NK, log_probs_NK = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for b, row in enumerate(rows):
         start = 0
         for text in row:
             end = start + len(text.input_ids_T)
-            # The positions in serving: some heads treat 0 alone differently. `Batch.packed` has
-            # counted every text from 0, so the offset is added.
+            # The positions used in serving, because some heads treat position 0 differently.
+            # `Batch.packed` has counted every text from 0, so the offset is added.
             batch.position_ids_BT[b, start:end] += text.position
             rows_N.append(b * width + start + text.rows_R)  # in the flattened batch
             ids_NK.append(text.topk_ids_RK)

@@ -1,8 +1,8 @@
-"""Recorded token ids, read again with the target: its distributions, and the states a head reads.
+"""Read recorded token ids again with the target: its distributions, and the states a head reads.
 
-A server that reports no probabilities gives records of ids alone (`online.traffic.dialects`), and a
-proxy in front of one that does gives no hidden states. One pass of the target over a record's text
-computes both, as capture would have in the server.
+A server that reports no probabilities produces records with ids only (`online.traffic.dialects`),
+and a proxy in front of one that does produces no hidden states. One pass of the target over a
+record's text computes both, as capture would have in the server.
 
 R = rows, K = kept top-k ids, T = tokens, L = hidden states of one token, D = size of each.
 """

@@ -2,9 +2,9 @@
 
 A damaged file is dropped, and work continues.
 
-A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
-covers one share of the age. One that is mostly of tenants beyond their share is written again
-without those records, so that a tenant which sends most drives out its own.
+A file is dropped as a whole. The newest one accepts records until it has its share of the bytes, or
+covers its share of the age. A file that consists mostly of records from tenants beyond their share
+is rewritten without those records, so that a tenant that sends the most displaces its own records.
 """
 
 import sqlite3
@@ -42,8 +42,9 @@ NUM_FILES = 16
 """Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth."""
 
 MAX_LATER_RECORDS = 1 << 24
-"""More records than a file holds: numbers after one of a later release, which this one cannot read,
-begin beyond."""
+"""More records than a file can contain: numbers after a file of a later release, which this one
+cannot read, start beyond it.
+"""
 
 WRITTEN_AGAIN = "rewritten.db"
 """Name of a file while it is written again; one that is there at the start was not finished."""
@@ -84,7 +85,8 @@ class RollingFiles:
             unlink(folder / WRITTEN_AGAIN)
         for path in paths:
             self._open(path, is_newest=path is paths[-1])
-        # After a kill within `_write_again`, the file before holds the records of this one already.
+        # After a kill within `_write_again`, the previous file already contains the records of this
+        # one.
         last = 0
         for file, seqs in self.each(lambda file: (file, file.index()["seq"])):
             if file.path is not None and last >= _first_number(file.path):
@@ -93,7 +95,8 @@ class RollingFiles:
 
     def _open(self, path: Path, *, is_newest: bool) -> None:
         try:
-            # SQLite takes a file without a whole page for a new one; only the newest can be.
+            # SQLite treats a file without a whole page as new; only the newest file can be such a
+            # file.
             num_bytes = path.stat().st_size
             if num_bytes < MIN_FILE_BYTES and (num_bytes or not is_newest):
                 raise DamagedFileError(f"{num_bytes} bytes")
@@ -119,7 +122,7 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """The highest number in any file, or that a later release's file may contain; 0 if none."""
+        """The highest number in any file, or that a later release's file may contain; else 0."""
         later = [_first_number(path) + MAX_LATER_RECORDS for path in self.later]
         return max([int(self.index()["seq"].max(initial=0)), *later])
 
@@ -150,11 +153,12 @@ class RollingFiles:
 
     def insert(self, rows: list[tuple[int, Row, bytes]], now_s: float) -> None:
         """Store all (seq, row, frame) tuples; if this raises, none of them is stored."""
-        # Room first: it may drop the newest file as well, and then `_newest` begins another.
+        # Free space first, because this may drop the newest file as well, and `_newest` then starts
+        # another.
         num_bytes = estimate_bytes(frame for _, _, frame in rows)
         while self.files and self.num_bytes() + num_bytes > self.max_bytes:
             self._make_room()
-        # A file that proves damaged is gone, so this ends with a new one.
+        # A file that proves damaged is dropped, so this ends with a new one.
         while not self.unless_damaged(
             self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False
         ):
@@ -205,7 +209,7 @@ class RollingFiles:
             source.close()
         if path is not None:
             new.move(path)
-            # After a kill in between, the file before holds the records too: see `__init__`.
+            # After a kill in between, the previous file also contains the records: see `__init__`.
             if file.path is not None and file.path != path:
                 unlink(file.path)
         return True
@@ -274,7 +278,8 @@ class RollingFiles:
         return {seq: key.hash(record) for seq in seqs if (record := self.read(seq)) is not None}
 
     def expire(self, now_s: float) -> None:
-        # A file goes whole when its oldest record is too old: at most 1 / NUM_FILES of the age.
+        # A file is dropped as a whole when its oldest record is too old, which loses at most 1 /
+        # NUM_FILES of the age.
         for file, oldest_s in self.each(lambda file: (file, file.oldest_s())):
             if now_s - oldest_s >= self.max_age_s:
                 self._drop(file, "expired")

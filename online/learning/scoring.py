@@ -104,7 +104,7 @@ def hold_to_text(text: TrainingSequence) -> TrainingSequence:
     kept_R = text.rows_R + 1 < len(text.input_ids_T)  # no token is known after the last
     rows_R, ids_RK = text.rows_R[kept_R], text.topk_ids_RK[kept_R]
     written_R = text.input_ids_T[rows_R + 1]
-    # Each id stays once in its row: the best one goes where the written one stood.
+    # Each id remains once in its row: the best one moves to the place of the written one.
     ids_RK = np.where(ids_RK == written_R[:, None], ids_RK[:, :1], ids_RK)
     ids_RK[:, 0] = written_R
     log_probs_RK = np.full(ids_RK.shape, NO_MASS, np.float32)
@@ -130,7 +130,7 @@ class RequestScore:
 def score_requests(
     draft: Draft, records: Iterable[Record], **settings: Any
 ) -> dict[Request, RequestScore]:
-    """The score of every request, ordered by first segment; `settings` are those of `score`.
+    """Score every request, in the order of first segments; `settings` are as for `score`.
 
     Only one record is in memory at a time, because the held-out records may exceed the memory.
     """
@@ -172,10 +172,10 @@ def pair_scores(
 
 
 def name_modes(scores: Sequence[RequestScore]) -> list[str]:
-    """The thinking mode under which each request is judged.
+    """Return the thinking mode under which each request is judged.
 
-    As with domains, a mode that only one of several tenants uses is not judged by itself, because
-    anybody can ask for a mode.
+    As with domains, a mode that only one of several tenants uses is not judged separately, because
+    any client can request a mode.
     """
     tenants: dict[str, set[str]] = {}
     for score in scores:
@@ -240,8 +240,8 @@ def _alpha_by_row(
     for rows_N in torch.split(step.mask_BT.flatten().nonzero().squeeze(-1), ROWS_A_CHUNK):
         target_rows_N = rows_N + step.shift
         kept = target_rows(target, target_rows_N, served)
-        # A recorded distribution may add up to more than 1, by rounding or because its sender made
-        # it up.
+        # A recorded distribution may add up to more than 1, because of rounding or a malicious
+        # sender.
         alpha_N = step_rates(step, rows_N, kept, temperature).alpha.clamp(0, 1)
         # `tolist` fetches a whole chunk from the GPU at once; `.item()` would wait for every row.
         alphas.update(zip(target_rows_N.tolist(), alpha_N.double().tolist(), strict=True))
@@ -253,8 +253,8 @@ def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceC
 
     A block that would extend beyond its stretch is left out.
     """
-    # one more token, because `expected_blocks` counts the prefill's, after which the first block
-    # begins
+    # one more token, because `expected_blocks` also counts the prefill's token, after which the
+    # first block begins
     walked = [
         expected_blocks(accept_TK, len(accept_TK) + 1)
         for accept_TK in _list_blocks(rows_R, accepted_JR)

@@ -22,8 +22,8 @@ from redraft.online.records.record import (
 Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]  # as `read_frames` yields them
 
 MAX_REQUESTS = 4096
-"""Requests whose room is counted. The one without a segment for longest goes, and begins again from
-its stored segment.
+"""Maximum number of requests whose remaining size is tracked. The one without a segment for the
+longest time is dropped, and starts again from its stored segment.
 """
 
 
@@ -38,19 +38,20 @@ class Segments:
     def __init__(self, find_text: Callable[[str], Text | None]) -> None:
         """`find_text` returns the text of a stored record, given its id."""
         self._find_text = find_text
-        self._room: dict[int, int] = {}  # bytes that may still be joined, by hash of the request
+        # number of bytes that may still be joined, by hash of the request
+        self._room: dict[int, int] = {}
 
     def reset(self) -> None:
-        """Make every request begin again from its stored segment."""
+        """Make every request start again from its stored segment."""
         self._room.clear()
 
     def join(
         self, frames: Frames, known: Collection[str]
     ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-        """The frames, with a self-contained record in place of each that continues another one.
+        """Yield the frames, with a self-contained record replacing each that continues another one.
 
-        That other record is among the frames or already stored. Records with `known` ids stay as
-        they are.
+        That other record is among the frames or already stored. Records with `known` ids are
+        unchanged.
         """
         texts: dict[str, Text] = {}
         for frame, record in frames:
@@ -69,11 +70,11 @@ class Segments:
             yield frame, record
 
     def _join(self, record: Record, frame: bytes, before: Text | None) -> Record:
-        """The self-contained record, or the record as it is if the preceding text was lost.
+        """Return the self-contained record, or the record unchanged if the preceding text was lost.
 
         Raises:
-            CorruptRecordError: if the preceding text ends too early, or the request has no room
-                left.
+            CorruptRecordError: the preceding text ends too early, or the request has reached its
+                size limit.
         """
         request = hash((record.server_id, record.request_id))
         if request not in self._room:
@@ -85,7 +86,7 @@ class Segments:
         self._room[request] = room  # at the end: the newest
         if len(self._room) > MAX_REQUESTS:
             del self._room[next(iter(self._room))]
-        # Before the text is read, which takes as long as the record itself.
+        # Before the text is read, which takes as long as reading the record itself.
         size = record.num_bytes + 4 * record.context_begin
         if size > room:
             raise CorruptRecordError(

@@ -36,7 +36,7 @@ FIRST_PAUSE = 4  # candidates without a loss; short: three may not show a slow g
 
 @dataclass(frozen=True, kw_only=True)
 class SleepPolicy:
-    """When the learner stops training, and when it begins again."""
+    """When the learner stops training, and when it resumes."""
 
     enabled: bool = True
     """Stop training after `training.patience` candidates in a row without a proven gain. The
@@ -115,7 +115,7 @@ def compare(
     ]
     return Staleness(
         # not the mean over `then`: with today's shares of the domains, a shift of traffic alone is
-        # no loss
+        # not a loss
         tau_then=tau_now + loss.value,
         tau_now=tau_now,
         loss=loss.value,
@@ -194,7 +194,7 @@ def _estimate_losses(
 
 
 def _share_confidence(policy: SleepPolicy, judged: Mapping[str, Estimate]) -> float:
-    """The confidence of each, so that several cause no more false alarms than one alone."""
+    """The confidence for each comparison, so that several cause no more false alarms than one."""
     return 1 - (1 - policy.confidence) / len(judged)
 
 
@@ -286,7 +286,7 @@ class Sleep:
         candidates = (self.num_passed + num_waiting) / records_per_candidate
         # After 1, 2, 3 attempts: 1, 2, 4 candidates with a proven loss, and 4, 8, 16 without one.
         pause = 2 ** max(0, self.num_attempts - 1)
-        # with a proven loss the pause begins at one candidate, without one at FIRST_PAUSE of them
+        # with a proven loss, the pause starts at one candidate, otherwise at FIRST_PAUSE candidates
         if staleness and staleness.reason and candidates >= min(pause, policy.longest):
             return staleness.reason
         if candidates >= min(FIRST_PAUSE * pause, policy.longest):

@@ -48,16 +48,17 @@ from redraft.online.records.record import is_later_layout, read_frames
 CONSUMER = "learner"
 REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
 REQUEST_RECORDS = 256
-REQUEST_BYTES = 16 << 20  # of one request; twice this in memory: one stored, one arriving
+REQUEST_BYTES = 16 << 20  # per request; twice this in memory: one stored, one arriving
 REQUEST_EXPIRES_S = 20.0
 SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as gone.
 WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
-ACK_WAIT_S = 60.0  # until an unacknowledged record comes again: longer than slow disks take
+# seconds until an unacknowledged record is delivered again: longer than slow disks need
+ACK_WAIT_S = 60.0
 DUPLICATES_S = 120.0  # in which the log itself drops a record sent twice; then the buffer
 
 LATER_LAYOUT_S, MAX_LATER_LAYOUT_S = 60.0, 3600.0
-"""Seconds before a record of a later layout is delivered again, and the most after doubling each
-time: during a rolling upgrade it may be most of the traffic.
+"""Seconds before a record of a later layout is delivered again, and their maximum after doubling
+each time: during a rolling upgrade, such records may be most of the traffic.
 """
 
 ERASE_TIMEOUT_S = 10.0
@@ -122,17 +123,18 @@ class StreamSource:
                 await _put_off(later)
             else:
                 await self._release(later)
-            # If this task is cancelled, the thread goes on; the messages come again, known by id.
+            # If this task is cancelled, the thread continues; the messages are delivered again, and
+            # recognised by id.
             taken = await asyncio.to_thread(
                 store, frames, self.buffer, self.vocab_size, self._now_s()
             )
         except BaseException:
-            # Of a full disk, too: given back, a segment would come behind the next one, which needs
-            # its text.
+            # Also if the disk is full: if a segment were given back, it would come after the next
+            # one, which needs its text.
             await self.close()
             raise
         await self._release(messages)
-        # Counted once, although each of them comes again and again.
+        # Counted once, although each of them is delivered repeatedly.
         first = Counter({"later_layout": sum(_count_deliveries(message) == 1 for message in later)})
         if keep_later:
             self.buffer.counts += first
@@ -225,10 +227,10 @@ class Pull:
         await self.client.subscribe(self._inbox, cb=self._on_message)
 
     async def next(self) -> list[Any]:
-        """All messages that have arrived; empty if none arrives within WAIT_S.
+        """Return all messages that have arrived; empty if none arrives within WAIT_S.
 
         Raises:
-            BrokerError, nats.errors.Error: if the log or the connection fails.
+            BrokerError, nats.errors.Error: the log or the connection fails.
         """
         await self._request_more()
         with suppress(TimeoutError):
@@ -282,8 +284,8 @@ class Pull:
         elif status := headers.get("Status"):
             self._outstanding = 0
             description = headers.get("Description", "")
-            # 409 may also say "Consumer Deleted", and 503 means no responder: further requests
-            # would be in vain.
+            # 409 may also mean "Consumer Deleted", and 503 means that there is no responder:
+            # further requests would be in vain.
             if status not in REQUEST_OVER or "Deleted" in description:
                 self._problem = f"the log's consumer is gone: {status} {description}"
         self._something.set()
@@ -297,7 +299,7 @@ async def provide_stream(
     Each record has one consumer.
 
     Raises:
-        BrokerError: if a running learner already takes the records.
+        BrokerError: a running learner already consumes the records.
     """
     wanted = {
         "subjects": [config.subjects],
@@ -321,8 +323,8 @@ async def provide_stream(
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
     with suppress(NotFoundError):
         former = await stream.consumer_info(config.stream, CONSUMER)
-        # A restarted learner finds the registry's id and begins at once: a request of the one
-        # before may still wait.
+        # A restarted learner finds the registry's id and starts at once, although a request of the
+        # previous one may still be waiting.
         if (
             former.num_waiting
             and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id

@@ -81,7 +81,7 @@ class Trainer:
     def start(self) -> str:
         """Resume the newest intact checkpoint and return its name.
 
-        If there is none, begin at the served version and return SERVED.
+        If there is none, start at the served version and return SERVED.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         commits = self.buffer.commits() or self._recover_commits()
@@ -94,12 +94,12 @@ class Trainer:
                 self.ranks.do(Candidate.resume, self.registry.current_path(), folder)
                 self.progress = msgspec.convert(read_provenance(folder).progress, Progress)
                 # A later commit may have given the same checkpoint a later position, and a new
-                # buffer begins at 0.
+                # buffer starts at 0.
                 self.progress.through = commit.through
                 return commit.checkpoint_id
         else:
-            # No checkpoint is left, e.g. its folder was removed. The records were trained all the
-            # same.
+            # No checkpoint is left, e.g. because its folder was removed. The records have been
+            # trained nevertheless.
             self.progress = Progress(through=commits[0].through if commits else 0)
         self.ranks.do(Candidate.begin, self.registry.current_path())
         return SERVED
@@ -109,7 +109,7 @@ class Trainer:
 
         They are used if the buffer has lost its list or is new.
         """
-        if self.buffer.config.folder is None:  # then every start begins at the served version
+        if self.buffer.config.folder is None:  # then every run starts at the served version
             return []
         ends = filter(math.isfinite, self.registry.list_training_ends().values())
         found = [(SERVED, int(max(ends, default=0)))]
@@ -156,7 +156,8 @@ class Trainer:
         )
         self.progress.through, self.progress.skipped = through, self.progress.skipped + num_skipped
         fresh = self.buffer.fresh(through, self.cfg.fresh_per_step)
-        # Large records come fewer at a time: then others wait, and the step takes place.
+        # If records are large, a step takes fewer of them: others are then waiting, and the step is
+        # run.
         if len(fresh) < self.cfg.fresh_per_step and not (
             fresh and self.lag() >= self.cfg.fresh_per_step
         ):
@@ -243,7 +244,7 @@ class Trainer:
         # After the commit: a kill in between leaves folders, which the newest commit does not name.
         for (
             checkpoint
-        ) in self._checkpoints():  # never resumed again; a person may want their training undone
+        ) in self._checkpoints():  # never resumed again; a user may want their training undone
             shutil.rmtree(checkpoint, ignore_errors=True)
 
     def pass_over(self, through: int) -> None:

@@ -104,7 +104,7 @@ def build_app(
             Route("/", asset),
             Route("/overview.json", overview_json),
             Route("/metrics", metrics),
-            # Last, because it takes every name.
+            # Last, because it matches every name.
             Route("/{name}", asset),
         ]
     )

@@ -173,8 +173,8 @@ class Telemetry:
             self._domain_accepted.labels(domain).inc(entry.accepted)
             return
         server = entry.server or ""
-        # This entry holds the counts since the one before, so they are added. Totals go through
-        # `_advance`.
+        # This entry contains the counts since the previous one, so they are added. Totals go
+        # through `_advance`.
         self._drafts.labels(server).inc(entry.drafts)
         self._accepted.labels(server).inc(entry.accepted)
         for position, accepted in enumerate(entry.accepted_at, 1):
@@ -232,7 +232,7 @@ class Telemetry:
     @_take.register
     def _(self, entry: ServerEntry) -> None:
         if entry.change == "left":
-            # The address may never come back, and a stale version would look like a stuck rollout.
+            # The address may never return, and a stale version would look like a stuck rollout.
             for metric in (self._drafts, self._accepted, self._accepted_at, self._version):
                 metric.remove_by_labels({"server": entry.server})
             self._versions.pop(entry.server, None)

@@ -27,8 +27,8 @@ MAX_NAME_CHARS = 200  # version, server, fingerprint: the journal refuses longer
 MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
-"""Largest number of kept ids, of states per token, and of numbers per state. Far above any model:
-they only keep products of hostile numbers small.
+"""Largest number of kept ids, of states per token, and of numbers per state. It is far above any
+model; it only limits the products of hostile numbers.
 """
 
 _NUL = re.compile(r"\0")
@@ -37,12 +37,12 @@ _SPACE = re.compile(rf"\s|{_CONTROL.pattern}")
 IDENTIFIERS = (
     ("server_id", MAX_NAME_CHARS, _CONTROL),
     ("target_fingerprint", MAX_NAME_CHARS, _CONTROL),
-    # The journal takes no kind of space in an identifier. An empty version is written as `none`.
+    # The journal allows no kind of space in an identifier. An empty version is written as `none`.
     ("target_version", MAX_NAME_CHARS, _SPACE),
     ("draft_version", MAX_NAME_CHARS, _SPACE),
     ("request_id", MAX_REQUEST_ID_CHARS, _CONTROL),
-    # Labels are escaped wherever they go, and may be of any script. SQLite's shell ends a text at a
-    # NUL.
+    # Labels are escaped wherever they are used, and may be in any script. SQLite's shell ends a
+    # text at a NUL.
     ("domain", MAX_LABEL_CHARS, _NUL),
     ("tenant", MAX_LABEL_CHARS, _NUL),
     ("adapter", MAX_NAME_CHARS, _CONTROL),
@@ -164,8 +164,8 @@ def _find_wrong_row(record: Record) -> str:
     follows_draft_R = np.concatenate([[False], is_next_R])[:rows]
     if ((hanging_R != 0) & ((hanging_R != follows_R) | ~follows_draft_R)).any():
         return "inconsistent record: a row follows draft tokens that are not before it"
-    # Tokens of the true text before the row. A row needs at least one, and has no more than there
-    # are.
+    # Tokens of the true text before the row. A row needs at least one, and at most as many as
+    # exist.
     known_R = record.positions - hanging_R
     if ((known_R < 1) | (known_R > tokens)).any():
         return f"inconsistent record: a row outside its text of {tokens} tokens"
@@ -180,9 +180,9 @@ def _find_bad_identifier(record: Record) -> str:
     for name, max_chars, forbidden in IDENTIFIERS:
         value = getattr(record, name)
         if len(value) > max_chars:
-            return f"{name} has {len(value)} characters: at most {max_chars} are taken"
+            return f"{name} has {len(value)} characters, but at most {max_chars} are allowed"
         if forbidden.search(value):
-            return f"{name} holds a space or a control character"
+            return f"{name} contains a space or a control character"
     return ""
 
 

@@ -1,9 +1,10 @@
-"""The guard of periodic tasks: an exception ends a round of a task, never the task or its process.
+"""A guard for periodic tasks: an exception ends a round of a task, never the task or its process.
 
 while True:
     await asyncio.sleep(pause_s)
     with guard.round("server-checks"):
-        check_servers()"""
+        check_servers()
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ logger = logging.getLogger("redraft.guard")
 class Guard:
     def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
         """Pass a task and its first failure of each type to `report`, besides logging it."""
-        self.failures: Counter[str] = Counter()  # Failed rounds, by task.
+        self.failures: Counter[str] = Counter()  # number of failed rounds, by task
         self._report = report
         self._logged: set[tuple[str, str]] = set()
 

@@ -105,7 +105,7 @@ def parse_addresses(ingest: str) -> list[str]:
 
 
 def hide_credentials(ingest: str) -> str:
-    """Return the address without user and password, for people and logs."""
+    """Return the address without user and password, for messages and logs."""
     return ",".join(
         f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         for parts in map(urlsplit, parse_addresses(ingest))

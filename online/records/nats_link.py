@@ -104,12 +104,12 @@ async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -
     """Check that the fleet's stream acknowledges an empty message.
 
     The check passes if there is no stream yet. Only a real publish shows whether the stream still
-    stores messages: on a full disk, NATS can stay silent while its health page says ok. It does not
-    recover when space is freed, and must be restarted. The learner consumes the message, which
+    stores messages: on a full disk, NATS can stay silent while its health page reports ok. It does
+    not recover when space is freed, and must be restarted. The learner consumes the message, which
     contains no record.
 
     Raises:
-        BrokerError: if the message is not acknowledged within `timeout_s` seconds.
+        BrokerError: the message is not acknowledged within `timeout_s` seconds.
     """
     with wrap_broker_errors(ingest):
         async with asyncio.timeout(timeout_s):
@@ -127,7 +127,7 @@ async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -
 
 @contextmanager
 def wrap_broker_errors(ingest: str) -> Iterator[None]:
-    """Raise BrokerError in place of any NATS or network error."""
+    """Raise BrokerError instead of any NATS or network error."""
     try:
         yield
     except BrokerError:

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
 EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
-MAX_LABEL_CHARS = 64  # of a tenant or domain: column of the buffer, label of metrics
-MAX_ARGUMENTS_CHARS = 200  # of the template's arguments, as JSON; longer ones are left out
+# for a tenant or domain, which is a column of the buffer and a label of metrics
+MAX_LABEL_CHARS = 64
+MAX_ARGUMENTS_CHARS = 200  # for the template's arguments, as JSON; longer ones are left out
 NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "cohere_format"}
-"""Names that vLLM passes with the arguments of each request; the last chooses a renderer of its own."""
+"""Names that vLLM passes with the arguments of each request; the last one selects a renderer."""
 
 
 class Origin(NamedTuple):
@@ -33,8 +34,8 @@ OPT_OUT_NO = ("", "0", "false", "no")
 def read_origin_headers(headers: Headers) -> Origin:
     """Read the origin from the X-Redraft-Tenant, -Domain and -Opt-Out headers.
 
-    Any opt-out value counts except an empty one, 0, false and no. Of several values, one suffices,
-    because a gateway may have added it.
+    Any opt-out value counts except an empty one, 0, false and no. If there are several values, one
+    of them is enough, because a gateway may have added it.
     """
     opt_outs = ",".join(headers.getlist("x-redraft-opt-out")).lower().split(",")
     return Origin(
@@ -110,7 +111,7 @@ def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None
     """Read the origin that the API process put into the sampling parameters' extra arguments.
 
     None if it wrote no origin: the request's headers have not been read then, so an opt-out would
-    go unnoticed.
+    not be noticed.
     """
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if not isinstance(written, dict) or written.keys() != set(Origin._fields):

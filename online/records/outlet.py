@@ -72,7 +72,8 @@ class Recording(Sample):
 
         A request is recorded if its `draw` hashes below `fraction`.
         """
-        # A request's tenant is already a label: a long name is cut and ends with a hash.
+        # A request's tenant is already a label, in which a long name is truncated and ends with a
+        # hash.
         if self.tenants and tenant not in map(to_label, self.tenants):
             return "tenant"
         # a hash instead of a random number, so that every call decides alike

@@ -37,7 +37,7 @@ RETRY_S = 1.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
 MESSAGE_ID = "Nats-Msg-Id"
-HEADER_BYTES = 256  # at most; the broker counts them, and disconnects above its limit
+HEADER_BYTES = 256  # at most; the broker counts them, and disconnects clients above its limit
 
 
 class Publisher:
@@ -70,8 +70,8 @@ class Publisher:
             self._num_bytes += sum(map(len, frames))
             self._make_room()
         if not self._thread.ident:
-            # Started by the first writer to inherit its cores: capture's thread has left those of
-            # the engine.
+            # Started by the first writer, to inherit its cores: capture's thread has given up those
+            # of the engine.
             self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -191,8 +191,8 @@ class Publisher:
 
     def _put_back(self, frames: list[Frame]) -> None:
         with self._lock:
-            # `extendleft` turns the order round, so it gets the newest first, and the oldest ends
-            # up in front.
+            # `extendleft` reverses the order, so it gets the newest first, and the oldest ends up
+            # at the front.
             self._waiting.extendleft(reversed(frames))
             self._make_room()
 

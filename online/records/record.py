@@ -1,14 +1,14 @@
-"""The record of one segment of one request, as one server saw it, and the wire format.
+"""The record of one segment of one request, from one server, and its wire format.
 
 C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids, H = tokens with
 hidden states, L = hidden states of one token, D = size of each.
 
 A row is one distribution of the target: the prediction of the token at `positions[r]`, an index
-into context + output. A step of k draft tokens, or none, gives k + 1 rows: one per draft token, and
-one for the bonus token (draft -1). Rows after a rejection follow discarded draft tokens. They are
-just as true, but for another text. The text travels once: a later segment of a long answer brings
-the new part, and the receiver puts it behind the text of the segment before. Then the record is
-self-contained.
+into context + output. A step with k draft tokens (k may be 0) produces k + 1 rows: one per draft
+token, and one for the bonus token (draft -1). Rows after a rejection follow discarded draft tokens.
+They are equally valid, but for another text. Each part of the text is sent once: a later segment of
+a long answer contains only the new part, and the receiver appends it to the text of the previous
+segment, which makes the record self-contained.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ probabilities, which shrink to half at best; only a long prompt that repeats its
 """
 
 KEPT_BYTES = 1 << 20
-"""At most this much of an unreadable stretch is handed on, for a person to look at."""
+"""Maximum number of bytes of an unreadable stretch that are kept for inspection."""
 
 MAX_BAD_IN_A_ROW = 16
-"""Unreadable stretches reported one by one before the next good frame. The rest until then goes
-unreported.
+"""Number of unreadable stretches that are reported one by one before the next good frame. Further
+ones until then are not reported.
 """
 
 MAX_WASTE = 4
@@ -54,8 +54,8 @@ frames whose lengths overlap: without it, reading is quadratic.
 """
 
 LOOKUP, PADDING = 1, 2
-"""Values of `row_proposers` for draft tokens of others than the named version: a lookup, or nobody,
-near the end of the context.
+"""Values of `row_proposers` for draft tokens that are not from the named version: from a lookup, or
+padding near the end of the context.
 """
 
 Constraint = Literal[
@@ -71,7 +71,7 @@ _HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
 64 MiB.
 """
 _FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
-"""A place where a frame may begin. A later layout may have another header."""
+"""Pattern of a place where a frame may begin. A later layout may have another header."""
 
 
 class CorruptRecordError(ValueError):
@@ -207,8 +207,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def target(self) -> str:
         """Identifies the weights that verified, by content.
 
-        Consists of the fingerprint of their folder, #HASH of an adapter's name, and @DIGEST of
-        weights that a trainer has moved.
+        It consists of the fingerprint of their folder, #HASH of an adapter's name, and @DIGEST of
+        weights that a trainer has changed.
         """
         return self.base + "".join(self.target_version.rpartition("@")[1:])
 
@@ -308,9 +308,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def text_rows(
     positions_N: NDArray[Any], ids_NK: NDArray[Any], log_probs_NK: NDArray[Any]
 ) -> dict[str, Any]:
-    """The columns of a record for rows on the text itself, of which no draft proposed a token.
+    """The columns of a record for rows on the text itself, for which no draft proposed a token.
 
-    Row n holds the K most probable tokens at the text's token `positions_N[n]`.
+    Row n contains the K most probable tokens at the text's token `positions_N[n]`.
     """
     count = len(positions_N)
     unknown = np.full(count, np.nan, "<f4").tobytes()
@@ -328,7 +328,7 @@ def text_rows(
 
 def name_base(target_fingerprint: str, adapter: str) -> str:
     """Name the target that a draft is trained for: folder fingerprint and adapter #HASH."""
-    # A hash, because the name may hold any character.
+    # A hash, because the name may contain any character.
     return target_fingerprint + (
         f"#{hashlib.sha256(adapter.encode()).hexdigest()[:12]}" if adapter else ""
     )
@@ -338,7 +338,7 @@ def join_text(record: Record, text: bytes) -> Record:
     """Make a later segment's record self-contained, given the previous segment's text, int32.
 
     Raises:
-        CorruptRecordError: if that text ends too early, or the record would be too large.
+        CorruptRecordError: that text ends too early, or the record would be too large.
     """
     if len(text) < 4 * record.context_begin:
         raise CorruptRecordError(
@@ -482,8 +482,8 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
     source = _Source(io.BytesIO(data) if isinstance(data, bytes) else data)
     begin = num_bad = num_wasted = 0
     while begin < source.size and num_wasted <= MAX_WASTE * source.size:
-        # A header alone comes back if the frame would end beyond the file, and `_unframe` refuses
-        # it as torn.
+        # If the frame would extend beyond the file, only its header is returned, and `_unframe`
+        # refuses it as truncated.
         frame = source.read_frame(begin)
         try:
             payload = _unframe(frame)
@@ -495,7 +495,7 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
             if num_bad <= MAX_BAD_IN_A_ROW:
                 yield source.read(begin, min(end, begin + KEPT_BYTES)), error
         else:
-            # The CRC proves where the next frame begins, even if this one is of no use.
+            # The CRC proves where the next frame begins, even if this one is unusable.
             end, num_bad = begin + len(frame), 0
             try:
                 yield frame, _decode_payload(frame[:4], payload)
@@ -521,7 +521,7 @@ class _Source:
         self._file = file
         self.size = file.seek(0, io.SEEK_END)
         self._piece, self._piece_begin = b"", 0
-        # Lengths above that of the file are passed over: a look at each would take seconds.
+        # Lengths above the file's are skipped, because checking each would take seconds.
         last_byte = b"%02x" % min(4, self.size >> 24)
         self._whole_start = re.compile(rb"RDR[1-9]...[\x00-\x" + last_byte + b"]", re.DOTALL)
 
@@ -530,7 +530,7 @@ class _Source:
         if at >= 0 and end <= self._piece_begin + len(self._piece):
             return self._piece[at : at + end - begin]
         self._file.seek(begin)
-        # A server may be truncating the file, so fewer bytes than wanted may come.
+        # A server may be truncating the file, so fewer bytes than requested may arrive.
         self._piece, self._piece_begin = self._file.read(max(end - begin, self.PIECE_BYTES)), begin
         return self._piece[: end - begin]
 
@@ -543,7 +543,7 @@ class _Source:
         return self.read(begin, end) if end <= self.size else header
 
     def find_frame(self, begin: int, *, only_whole: bool) -> int:
-        """Return the first offset from `begin` on where a frame may begin, else the file's size.
+        """Return the first offset from `begin` on where a frame may begin, or the file's size.
 
         With `only_whole`, an offset does not count if its header declares more bytes than there
         are.

@@ -22,8 +22,8 @@ import psutil
 SUFFIX, PARTIAL = ".records", ".partial"
 
 ABANDONED_S = 600.0
-"""Age in seconds after which a partial file is deleted: its server was killed, and the file holds
-users' text.
+"""Age in seconds after which a partial file is deleted: its server was killed, and the file
+contains users' text.
 """
 
 
@@ -50,7 +50,7 @@ class SpoolWriter:
         # folder beforehand and let the group write to it.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = 0o660 if self.folder.stat().st_mode & stat.S_IWGRP else 0o600
-        # The time comes first: the files of many servers then sort by age.
+        # The time comes first, so that the files of many servers sort by age.
         name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
         partial = self.folder / f".{name}{PARTIAL}"
         try:

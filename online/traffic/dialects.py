@@ -61,12 +61,12 @@ class Dialect:
         return Answer(**known)
 
     async def complete(self, answer: Answer, ask: Ask) -> None:
-        """Obtain what the answer itself does not contain."""
+        """Request what the answer itself does not contain."""
 
 
 @dataclass(kw_only=True)
 class IdsAnswer(Answer):
-    """An answer that contains token ids alone."""
+    """An answer that contains only token ids."""
 
     prompt: str = ""
     num_prompt_tokens: int | None = None
@@ -117,7 +117,7 @@ OFF = {
     "adaptive_target": -1,
     "top_n_sigma": -1,
 }
-"""Samplers of llama.cpp that a record does not hold, and the value with which each is off."""
+"""llama.cpp's samplers that a record does not contain, and the value that disables each."""
 
 OF_LLAMA_CPP = frozenset(
     {

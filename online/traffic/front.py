@@ -22,11 +22,12 @@ from redraft.online.traffic.sockets import TICK_S, BoundedServer, OperatorServer
 
 logger = logging.getLogger("redraft.proxy")
 
-MOST_FILES = 1 << 20  # Limit to ask for if the system names none.
+MOST_FILES = 1 << 20  # limit to request if the system sets none
 
 ENDING_S = 20.0
-"""Time for running answers to end after SIGTERM. The records are shipped then: with the 10 s of the
-ingest log the process ends within 30 s, after which Kubernetes would kill it."""
+"""Time in seconds for running answers to finish after SIGTERM. Records are then sent: with the 10 s
+of the ingest log, the process exits within 30 s, after which Kubernetes would kill it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class FrontConfig:
 
 
 class FrontServer(BoundedServer):
-    """The server for clients, with the one for operators beside it."""
+    """The server for clients, combined with the one for operators."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class FrontServer(BoundedServer):
         admin: OperatorServer | None = None,
         guard: Guard | None = None,
     ) -> None:
-        # Our own end comes first: uvicorn's would cancel a stream, and not wait for its record.
+        # Our own limit ends first: uvicorn's would cancel a stream without waiting for its record.
         limit_s = int(ENDING_S) + 2
         super().__init__(app, guard, host=host, port=port, timeout_graceful_shutdown=limit_s)
         self.admin = admin
@@ -94,7 +95,8 @@ class FrontServer(BoundedServer):
             self.tick()
             await asyncio.sleep(TICK_S)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # as if the client had left: what was answered is recorded
+            # as if the client had disconnected: the answer so far is recorded
+            connection.transport.abort()
 
 
 def serve(
@@ -106,7 +108,7 @@ def serve(
 ) -> None:
     """Serve until the process is told to exit.
 
-    The Date and Server headers come from the server that answers.
+    The Date and Server headers come from the upstream server.
     """
     raise_file_limit()
     sparing = Sparing()
@@ -118,7 +120,7 @@ def serve(
 def raise_file_limit() -> None:
     """Raise the limit on this process's file descriptors as far as allowed.
 
-    A stream takes two descriptors, and the usual limit is 1024.
+    A stream needs two descriptors, and the usual limit is 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard

@@ -53,12 +53,12 @@ HOP_BY_HOP = {
     *(b"proxy-authenticate", b"proxy-authorization", b"proxy-authentication-info"),
 }
 """Headers about a single connection or meant for a proxy (RFC 9110, 7.6.1 and 11.7). Headers named
-by `Connection` are dropped too, except ours: a client must not take off what a gateway set.
+by `Connection` are also dropped, except ours, because a client must not remove what a gateway set.
 """
 
 OWN_PREFIX = b"x-redraft-"
-REFUSALS = (400, 422)  # statuses of an invalid request, before the engine sees it
-NO_CONTENT = (204, 304)  # Statuses without a body, whatever their Content-Length says.
+REFUSALS = (400, 422)  # statuses of an invalid request, which the engine does not receive
+NO_CONTENT = (204, 304)  # statuses without a body, whatever their Content-Length is
 
 CLIENT_PATHS = (
     *("v1", "v2", "health", "ping", "version", "tokenize", "detokenize", "inference", "cohere"),
@@ -76,8 +76,8 @@ ADMIN_PATHS = (
 URL_HEADERS = (b"location", b"content-location")
 MAX_READ_BYTES = 1 << 20  # of a body that is read whole
 MAX_JSON_PARTS = 150_000
-"""Most members and elements of a body of JSON that is parsed: a prompt of 131,072 token ids has
-room. Every stream stands still meanwhile, for tens of milliseconds at this limit.
+"""Maximum number of members and elements in a JSON body that is parsed, enough for a prompt of
+131,072 token ids. All streams wait during parsing, which takes tens of milliseconds at this limit.
 """
 
 MAX_LENGTH_DIGITS = 18
@@ -115,7 +115,7 @@ class Turnstile:
         self._started = min(STARTS_PER_TURN, len(self._waiting))
         for _ in range(self._started):
             turn = self._waiting.popleft()
-            if not turn.done():  # unless the client has left
+            if not turn.done():  # unless the client has disconnected
                 turn.set_result(None)
         if self._started:
             asyncio.get_running_loop().call_soon(self._begin_turn)
@@ -144,7 +144,8 @@ class Body:
     def __init__(self, request: Request, max_bytes: int) -> None:
         self.beginning = b""
         self.is_whole = False
-        self.length = request.headers.get("content-length")  # the client's; None if it sends chunks
+        # from the client; None if it sends chunks
+        self.length = request.headers.get("content-length")
         self._receive, self._max_bytes = request.receive, max_bytes
         self._ended = asyncio.Event()
         if self.length is not None:
@@ -160,7 +161,8 @@ class Body:
             BodyTooLargeError, ClientDisconnect
         """
         pieces, num_bytes = [], 0
-        # The last piece may pass the limit. Nothing is lost: `__aiter__` goes on after it.
+        # The last piece may exceed the limit. Nothing is lost, because `__aiter__` continues after
+        # it.
         while not self._ended.is_set() and num_bytes <= MAX_READ_BYTES:
             pieces.append(await self._read_piece())
             num_bytes += len(pieces[-1])
@@ -282,8 +284,8 @@ class Proxy:
                 finally:
                     leaving.cancel()
                     relaying.cancel()
-                    # `cancel` only asks. The task must be over before `closing` closes the reply it
-                    # uses.
+                    # `cancel` only requests the end. The task must be over before `closing` closes
+                    # the reply that it uses.
                     await asyncio.wait([relaying])
                 if not relaying.cancelled():
                     relaying.result()
@@ -308,11 +310,13 @@ class Proxy:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await (
                 reply.aclose()
-            )  # before the client knows the end: its next request then finds this connection free
+                # before the client knows that the answer has ended, so that its next request finds this
+                # connection free
+            )
             await send({"type": "http.response.body"})
         except BrokenError as error:
-            # The client sees a broken connection, as it would without the proxy. A stream says why
-            # before it breaks.
+            # The connection to the client breaks, as it would without the proxy. A stream states
+            # the reason first.
             logger.warning("the server closed the connection within an answer: %s", error)
             if _is_event_stream(reply):
                 await send(
@@ -363,7 +367,8 @@ class Proxy:
         return Relayed(reply, reply.chunks())
 
     async def _record(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> Relayed:
-        # By the answer, not by `stream` of the request: vLLM takes "no" and 0 for false.
+        # Decided by the answer, not by the request's `stream`, because vLLM accepts "no" and 0 as
+        # false.
         if _is_event_stream(reply):
             return Relayed(reply, self.tap.relay_stream(reply, payload, origin), is_changed=True)
         try:
@@ -408,7 +413,7 @@ def _build_response_headers(relayed: Relayed) -> list[Header]:
     ]
     is_chunked = any(
         name == b"transfer-encoding" for name, _ in reply.headers
-    )  # a length beside it means nothing
+    )  # a length in addition to it is meaningless
     if relayed.is_changed or is_chunked or reply.status in NO_CONTENT:
         headers = [header for header in headers if header[0] != b"content-length"]
     if relayed.length is not None:
@@ -433,7 +438,7 @@ def _build_error_event(error: BrokenError) -> bytes:
     content = {"error": {"message": message, "type": "server_error", "code": 502}}
     return (
         b"\n\ndata: " + json.dumps(content).encode() + b"\n\n"
-    )  # the blank line ends an event that broke off
+    )  # the blank line ends an event that was cut off
 
 
 def _count_parts(body: bytes) -> int:

@@ -30,10 +30,12 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 logger = logging.getLogger("redraft.tap")
 
 CHECK_S = 0.5  # Seconds between two looks whether the server is to be checked.
-COST_PAUSE_S = 60.0  # Least time between two checks that cost answers, or were refused with a key.
+# minimum seconds between two checks that generated answers, or were refused with a key
+COST_PAUSE_S = 60.0
 TIMEOUT_S = 60.0
-MAX_TOTAL = 1.01  # Most probability of the likeliest tokens in sum; log-probabilities are rounded.
-MAX_CHANGE = 0.5  # of a log-probability by another top_p; behind the filter it is far more
+# maximum sum of the most probable tokens' probabilities; log-probabilities are rounded
+MAX_TOTAL = 1.01
+MAX_CHANGE = 0.5  # of a log-probability with another top_p; after the filter, it would be far more
 PROMPT = "The"
 PROMPTS = (
     "The",
@@ -59,9 +61,9 @@ seed on a CPU.
 """
 
 MAX_UNEQUAL = 0.02
-"""Most share of first tokens that differ between two ways to ask, beyond two requests asked alike,
-which differ by rounding on a busy GPU only. Of 256 tokens top_p 0.95 changes 6%, top_p 0.99 3%,
-temperature 0.9 11%.
+"""Maximum fraction of first tokens that may differ between two ways to ask, in addition to the
+difference between two identical requests, which differ only by rounding on a busy GPU. Of 256
+tokens, top_p 0.95 changes 6%, top_p 0.99 3%, temperature 0.9 11%.
 """
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -69,7 +71,7 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetit
 
 
 class NotYetError(Exception):
-    """The server gave no answer that can be judged, e.g. because it requires a key."""
+    """The server gave no answer that can be checked, e.g. because it requires a key."""
 
 
 class UnfitError(Exception):
@@ -100,7 +102,7 @@ class ServerCheck:
         the operator's key for the server.
         """
         self.top_k, self.guard, self.defaults = top_k, guard, defaults
-        self.verdict: Verdict | None = None  # None until the server is checked.
+        self.verdict: Verdict | None = None  # None until the server has been checked.
         self.problem = ""  # Why it is not checked yet.
         self.authorization = f"Bearer {key}" if key else ""
         self._has_own_key = bool(key)
@@ -182,7 +184,7 @@ class ServerCheck:
         by_default, again = [await self._sample(upstream, model, {}) for _ in range(2)]
         least = sum(map(operator.eq, by_default, again)) - MAX_UNEQUAL * len(by_default)
         for defaults in (self.defaults, {}):
-            # A server with watermarks marks every request that does not say no.
+            # A server with watermarks marks every request that does not disable it.
             tokens = await self._sample(
                 upstream, model, {**NEUTRAL, **defaults, "watermarking": False}
             )
@@ -284,7 +286,7 @@ class ServerCheck:
 
 
 class SglangCheck(ServerCheck):
-    """Checks a server whose records hold token ids alone, which costs no generated answer."""
+    """Checks a server whose records contain only token ids, without generating an answer."""
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
         info = await self.ask(upstream, "GET", b"/server_info")
@@ -311,7 +313,8 @@ class LlamaCppCheck(SglangCheck):
         return await self._list_models(upstream)
 
     def find_skip_reason(self, model: Any) -> str:
-        return super().find_skip_reason(None)  # llama.cpp serves one model, whatever a request says
+        # llama.cpp serves one model, whichever a request names
+        return super().find_skip_reason(None)
 
 
 CHECKS: Mapping[str, type[ServerCheck]] = {

@@ -33,12 +33,13 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from redraft.online.records.guard import Guard
 
 MAX_HEAD_BYTES = 64 << 10
-"""Most bytes of a request's head, and most bytes of framing between two pieces of its body: chunk
+"""Maximum number of bytes of a request's head, and of framing between two pieces of its body: chunk
 extensions and trailers.
 """
 
-MAX_FIELDS = 256  # Most header fields of a request.
-MAX_PIPELINED = 16  # Most requests of a connection that wait for the answer to an earlier one.
+MAX_FIELDS = 256  # maximum number of header fields per request
+# Maximum number of requests per connection that wait for the answer to an earlier one.
+MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0  # for the head of a request, from the answer before
 BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
 READ_PAUSE_S = 30.0  # Longest pause of a client within reading its answer.
@@ -49,15 +50,17 @@ closed: an honest client's request arrives within milliseconds, so the oldest be
 waiting on purpose.
 """
 
-MAX_BODY_BYTES = 64 << 20  # Most bytes of all unfinished bodies together; the oldest are closed.
-HELD_BYTES = 1 << 20  # Most bytes of one body counted for it: of a longer one, only these are held.
+# Maximum number of bytes of all unfinished bodies together; above it, the oldest are closed.
+MAX_BODY_BYTES = 64 << 20
+# Maximum number of bytes counted for one body: for a longer one, only these are kept.
+HELD_BYTES = 1 << 20
 
 MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
 LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
 
 TICK_S = 0.1
-"""Time between two ticks of uvicorn's server. A longer time counts as this one: the process stood
-still, and could not read what clients sent.
+"""Time in seconds between two ticks of uvicorn's server. A longer time counts as this one, because
+the process was suspended and could not read what clients sent.
 """
 
 TICKS_BETWEEN_LOOKS = 10
@@ -75,12 +78,13 @@ class TooMuchError(Exception):
 
 
 class _AnyLength(int):
-    """A content length equal to any other: in HTTP/1.0 the end of the connection ends the body."""
+    """A content length equal to any other: in HTTP/1.0, the connection's end ends the body."""
 
     def __sub__(self, sent: int) -> _AnyLength:
         return self
 
-    # uvicorn asks `sent > length`. Python gives a subclass the first word, so this method answers.
+    # uvicorn evaluates `sent > length`. Python tries a subclass's reflected method first, so this
+    # method is called.
     def __lt__(self, sent: int) -> bool:
         return False
 
@@ -119,8 +123,7 @@ class _Bounded(asyncio.Protocol):
         if self.cycle is not before:
             self.framing_bytes, self.body_bytes = 0, len(self.cycle.body)
             if self.scope["http_version"] == "1.0":
-                # uvicorn sends chunks whenever it does not know the length, and HTTP/1.0 has no
-                # chunks.
+                # uvicorn sends chunks if it does not know the length, but HTTP/1.0 has no chunks.
                 self.cycle.chunked_encoding, self.cycle.expected_content_length = (
                     False,
                     _AnyLength(),
@@ -138,8 +141,8 @@ class _Bounded(asyncio.Protocol):
         super().on_message_begin()  # type: ignore[misc]  # uvicorn's, as all below
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # A field after the head is a trailer. uvicorn would add it to the headers of the request,
-        # beside those that a gateway has set, and however many there are.
+        # A field after the head is a trailer. uvicorn would add it to the request's headers, next
+        # to those that a gateway has set, without a limit on their number.
         if self.is_in_head:
             if len(self.headers) == MAX_FIELDS:
                 self._refuse()
@@ -163,7 +166,7 @@ class _Bounded(asyncio.Protocol):
             super().send_400_response(msg)  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn ends the newest request only, which need not be the running one.
+        # uvicorn ends only the newest request, which need not be the running one.
         for cycle in self.unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -200,7 +203,7 @@ class BoundedServer(uvicorn.Server):
             app,
             http=BoundedProtocol,
             ws="none",
-            log_level="error",  # its warnings are about what clients send, a line each
+            log_level="error",  # its warnings are about what clients send, with a line each
             access_log=False,
             date_header=False,
             server_header=False,

@@ -1,4 +1,4 @@
-"""The tap: records of a vLLM that cannot be changed.
+"""The tap: records from an unmodified vLLM server.
 
 They come from a proxy in front of it (`online.traffic.proxy`).
 
@@ -6,9 +6,9 @@ They come from a proxy in front of it (`online.traffic.proxy`).
     client ◄─ proxy ◄─ vLLM     and removes them from the answer
                 └─► outlet      the answer becomes a record
 
-The records have the target's top-k at every output token and nothing about a draft, which vLLM does
-not report. If the tap does not understand an answer, or recording fails, the client gets the answer
-all the same. Nothing is logged but the kind of failure: an error's message may quote the user.
+The records contain the target's top-k at every output token but nothing about a draft, which vLLM
+does not report. If the tap cannot parse an answer, or recording fails, the client still gets the
+answer. Only the kind of failure is logged, because an error's message may quote the user.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ class Tap:
             cleaned = self._clean(message, answer)
         if self.dialect.has_probabilities:
             self._keep(answer, payload, origin)
-        else:  # beside the client's answer, which does not wait for the prompt's ids
+        else:  # alongside the client's answer, which does not wait for the prompt's ids
             task = asyncio.create_task(self._complete(answer, payload, origin))
             self._completing.add(task)
             task.add_done_callback(self._completing.discard)
@@ -181,7 +181,7 @@ class Tap:
 
     def _begin(self, payload: dict[str, Any]) -> Answer:
         """Create an answer that is still to be read."""
-        # The server may have gone down, and come back with other flags, since it was asked.
+        # Since the check, the server may have restarted with other flags.
         if self.check.find_skip_reason(payload.get("model")) or self.check.verdict is None:
             failure = AnswerError("unfit_server", "the server is unchecked or unfit")
             return self.dialect.answer(failure=failure)
@@ -225,7 +225,7 @@ class Tap:
 
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
         try:
-            # vLLM takes null for a parameter that is not set.
+            # vLLM treats null like a parameter that is not set.
             payload = {**answer.defaults} | {
                 name: value for name, value in payload.items() if value is not None
             }
@@ -282,7 +282,7 @@ class Tap:
                 await asyncio.to_thread(self._ship, self._take_waiting())
 
     def _take_waiting(self) -> deque[Record]:
-        # In the event loop, which alone appends: a thread that took them could meet `_keep` at the
+        # In the event loop, which alone appends, because a thread could conflict with `_keep` at a
         # full queue.
         records, self._waiting = self._waiting, deque()
         return records

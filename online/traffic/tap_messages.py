@@ -85,7 +85,7 @@ class Answer:
         """Build the record of the answer; None if it has no tokens.
 
         Raises:
-            AnswerError: or any other exception, if the answer cannot be recorded.
+            AnswerError: the answer cannot be recorded; any other exception is possible too.
         """
         if self.failure is not None:
             raise self.failure
@@ -113,9 +113,9 @@ class Answer:
         )
 
     def rank(self, top_k: int) -> tuple[int, NDArray[np.float64]]:
-        """Return the number of tokens to record, and (id, log-probability) of their rows, [N, K, 2].
+        """(number of tokens to record, (id, log-probability) of their rows, [N, K, 2]).
 
-        float64 holds every id exactly.
+        float64 represents every id exactly.
         """
         count = min(len(self.output_ids), len(self.top))
         ranked = [
@@ -135,7 +135,7 @@ def _pack_arguments(payload: dict[str, Any]) -> str:
 
 
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
-    """Return the tokens certain to be the likeliest, by descending log-probability.
+    """Return the tokens that are certainly the most probable, by descending log-probability.
 
     vLLM always includes the sampled token. If it comes last, it may not belong to the top k, so it
     is left out.
@@ -229,8 +229,8 @@ KNOWN = frozenset((*CLASHING, *CHANGED, *PLAIN))
 def find_skip_reason(payload: Any) -> str:
     """Return why the answer to a request is not recorded.
 
-    Empty if the request has one text prompt and one answer, and both are the plain target's. A
-    field that is in none of the lists here is a reason too.
+    Empty if the request has one text prompt and one answer, and both belong to the plain target. A
+    field that is in none of the lists here is also a reason.
     """
     if not isinstance(payload, dict):
         return "unreadable" if payload is None else "unfit"
@@ -256,7 +256,7 @@ def _is_set(name: str, value: Any) -> bool:
 
 
 def _is_text(messages: Any) -> bool:
-    """Whether all messages of a chat consist of text alone, with no other part, e.g. an image."""
+    """Whether all messages of a chat contain only text, without other parts such as images."""
     messages = messages if isinstance(messages, list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -277,7 +277,7 @@ def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, An
 def strip_added(message: Any) -> bool:
     """Remove the tap's fields from an answer or event in any format.
 
-    Returns False if nothing is left for the client.
+    Return False if nothing is left for the client.
     """
     if not isinstance(message, dict):
         return True
@@ -292,8 +292,8 @@ def strip_added(message: Any) -> bool:
         for name in ADDED_FIELDS:
             if name in part:
                 part[name] = None
-    # Tokens without text, e.g. half of a character. vLLM sends no such event unless token ids are
-    # asked for.
+    # Tokens without text, e.g. half of a character. vLLM sends such events only if token ids are
+    # requested.
     is_empty_delta = had_tokens and all(
         "delta" in choice and not choice["delta"] and choice.get("finish_reason") is None
         for choice in choices

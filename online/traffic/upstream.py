@@ -31,7 +31,7 @@ logger = logging.getLogger("redraft.upstream")
 
 CONNECT_TIMEOUT_S = 2.0  # to connect; the answer itself may take any time
 KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a connection closed at this moment would fail
-MAX_IDLE_CONNECTIONS = 128  # Idle connections kept per server. Each holds a descriptor.
+MAX_IDLE_CONNECTIONS = 128  # maximum number of idle connections per server; each uses a descriptor
 TIDY_S = 2.0  # Seconds between two looks for idle connections that have expired.
 OUT_OF_FILES_TIMEOUT_S = 10.0
 RETRY_S = 0.05  # Without a free descriptor a request waits this long for one, and looks this often.
@@ -137,8 +137,8 @@ class Upstream:
     """The server, and the connections to it.
 
     It does not use httpx's pool, which scans all connections for every idle one whenever a request
-    ends: at 600 streams, all of them stall for seconds. Here a request takes the connection that
-    was used last, in constant time.
+    ends: at 600 streams, all of them stall for seconds. Here, a request uses the most recently used
+    connection, in constant time.
     """
 
     def __init__(self, url: str, guard: Guard | None = None) -> None:
@@ -171,7 +171,7 @@ class Upstream:
             try:
                 reply = await self._send_once(forwarded)
             except OutOfFilesError:
-                # Not the server's fault: the request waits until another one has ended.
+                # Not the server's fault, so the request waits until another one has ended.
                 if time.monotonic() > deadline_s:
                     raise
                 await self.close_idle()
@@ -208,7 +208,7 @@ class Upstream:
         for scheme in (b"http://", b"https://", b"//"):
             below = location.removeprefix(scheme + self._host)
             if below != location and below[:1] in (b"", b"/", b"?", b"#"):
-                # One slash: two would begin the name of another server.
+                # A single slash, because two would start the name of another server.
                 return b"/" + below.removeprefix(self._path).lstrip(b"/")
         return location
 
@@ -315,7 +315,7 @@ def _is_out_of_files(error: BaseException) -> bool:
         isinstance(cause, OSError) and cause.errno in OUT_OF_FILES for cause in list_causes(error)
     ):
         return True
-    try:  # without a descriptor a resolver only says "unknown name"
+    try:  # without a descriptor, a resolver only reports "unknown name"
         os.close(os.dup(0))
     except OSError as failure:
         return failure.errno in OUT_OF_FILES
@@ -354,7 +354,8 @@ class PlainStream(httpcore.AsyncNetworkStream):
             await self._writer.drain()
 
     async def aclose(self) -> None:
-        self._writer.transport.abort()  # nothing is left to send once a request is over or given up
+        # nothing is left to send once a request is finished or abandoned
+        self._writer.transport.abort()
 
     async def start_tls(
         self,
@@ -365,7 +366,7 @@ class PlainStream(httpcore.AsyncNetworkStream):
         raise NotImplementedError("plain sockets have no TLS")
 
     def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":  # asked of an idle connection: the server has closed it
+        if info == "is_readable":  # on an idle connection, this means that the server has closed it
             return (
                 self._reader.at_eof()
                 or self._reader.exception() is not None

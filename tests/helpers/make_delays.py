@@ -13,7 +13,7 @@ A, B = "http://a:1", "http://b:1"
 def make_entries() -> list[Entry]:
     """Four records a step. Steps end at 10, 20 and 40 s, after waits of 5, 3 and 1 s."""
     return [
-        StateEntry(time_s=0, phase="idle", reason="training goes on from served"),
+        StateEntry(time_s=0, phase="idle", reason="training continues from served"),
         StateEntry(time_s=6, phase="training"),
         TrainingEntry(time_s=10, step=1, loss=1.0, records_seen=4, waited_s=5.0),
         TrainingEntry(time_s=20, step=2, loss=1.0, records_seen=8, waited_s=3.0),

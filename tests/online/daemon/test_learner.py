@@ -580,7 +580,7 @@ def test_without_retention_a_learner_writes_no_text_and_a_restart_begins_at_the_
     assert not (world.root / "learner" / "buffer").exists()
 
     async def second(task):
-        await until(lambda: "goes on from v0" in str(world.entries("state")[-1:]), task)
+        await until(lambda: "continues from v0" in str(world.entries("state")[-1:]), task)
 
     play(world, second, zero_retention=True)
 

@@ -74,7 +74,7 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(
             saved = world.last("staleness", "steps_saved")
             async with world.learner(**settings(world)) as task:  # a restart does not wake it
                 await until(
-                    lambda: world.entries("state")[-1].reason.startswith("training goes on"), task
+                    lambda: world.entries("state")[-1].reason.startswith("training continues"), task
                 )
                 assert (
                     await control.ask(world.config().folder, control.Standing, do="status")

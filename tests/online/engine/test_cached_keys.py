@@ -18,7 +18,7 @@ BLOCK_TOKENS = 128  # of vLLM on a CPU
 
 @pytest.mark.parametrize(
     ("drops", "ahead", "is_on", "said"),
-    [(True, 0, True, "loses its last block, 16 tokens, beside"), (False, 0, True, "loses nothing"),
+    [(True, 0, True, "loses its last block, 16 tokens, with"), (False, 0, True, "loses nothing"),
      (True, 1, True, "loses nothing"), (True, 0, False, "is off")],
 )  # fmt: skip
 def test_a_line_tells_what_the_draft_costs_the_cache(

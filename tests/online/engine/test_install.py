@@ -134,7 +134,7 @@ def test_a_feature_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplo
     monkeypatch.setattr(hooks, "FEATURES", (broken, hooks.Feature(name="worker")))
     plugin.register()
     assert installed == ["worker"]
-    assert "redraft: broken failed, serving goes on without it" in caplog.text
+    assert "redraft: broken failed, serving continues without it" in caplog.text
 
 
 def test_a_lookup_before_a_head_learns_of_another_one():

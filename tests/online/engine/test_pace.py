@@ -99,7 +99,7 @@ STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
         ),
         (make_config(enable_adaptive_verification=True), f"{TABLE} decides"),
         (make_config(use_v2_model_runner=True), ""),
-        (make_config("ngram_gpu"), "ngram_gpu must see every step"),
+        (make_config("ngram_gpu"), "ngram_gpu must process every step"),
         (make_config("ngram_gpu", use_v2_model_runner=True), ""),
         (make_config(model_config=SLEEPS), ""),
         (make_config("ngram", draft_sample_method="probabilistic", model_config=SLEEPS), ""),

@@ -841,7 +841,7 @@ def test_a_bad_record_is_set_aside_with_its_error_so_that_a_person_can_look(buff
     (path,) = files_of(buffer)
     assert path.name.endswith("-bad_identifier.frame")
     error, frame = path.read_bytes().split(b"\n", 1)
-    assert (error, frame) == (b"draft_version holds a space or a control character", bad)
+    assert (error, frame) == (b"draft_version contains a space or a control character", bad)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert path.parent.parent == buffer.config.folder
 
