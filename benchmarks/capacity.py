@@ -57,7 +57,7 @@ def long_rows_table() -> Iterator[str]:
     """A step of one long conversation on one device that trains, with the target elsewhere."""
     yield (
         "| draft | target | row | step | target's prefill | states read | activations "
-        "| memory at its peak |"
+        "| peak memory |"
     )
     yield "|---|---|---|---|---|---|---|---|"
     for family, target, tokens in itertools.product(FAMILIES, TARGETS, ROWS):
@@ -94,12 +94,12 @@ def captured_bytes(traffic: Traffic) -> float:
 
 def traffic_table(traffic: Traffic) -> Iterator[str]:
     """Captured bytes per token with other settings of capture."""
-    yield "| standalone draft, per token captured | captured | of the table above |"
+    yield "| standalone draft, per captured token | captured | relative to the first row |"
     yield "|---|---|---|"
     others = {
         f"{traffic.top_k} probabilities, {traffic.num_speculative_tokens} draft tokens, tau "
         f"{traffic.tau}": traffic,
-        "8 probabilities a row": replace(traffic, top_k=8),
+        "8 probabilities per row": replace(traffic, top_k=8),
         "7 draft tokens, tau 3.5": replace(traffic, num_speculative_tokens=7, tau=3.5),
         "prompts of 4,000 tokens": replace(traffic, prompt_tokens=4000),
     }

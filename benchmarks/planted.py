@@ -267,30 +267,30 @@ FAULTS: tuple[Fault, ...] = (
           ours=f"{KEY} and {VALUE} are swapped", theirs="are swapped"),
     Fault(name="gate and up swapped", plant=swap_tensors(GATE, UP),
           ours=MISSED, theirs="",
-          unseen="it costs 0.03 of tau, too little to tell over 16 prompts without a forecast"),
+          unseen="it costs 0.03 of tau, too little to detect with 16 prompts and no forecast"),
     Fault(name="norms swapped", plant=swap_tensors(*NORMS),
           ours=MISSED, theirs="",
-          unseen="it costs 0.01 of tau, too little to tell over 16 prompts without a forecast"),
-    Fault(name="final norm lost", plant=change_tensor("norm.weight", torch.ones_like), ours=MISSED, theirs="",
-          unseen="a norm of ones is what an untrained norm is, and other norms cannot be guessed"),
+          unseen="it costs 0.01 of tau, too little to detect with 16 prompts and no forecast"),
+    Fault(name="final norm all ones", plant=change_tensor("norm.weight", torch.ones_like), ours=MISSED, theirs="",
+          unseen="an untrained norm also consists of ones, and the trained norm cannot be guessed"),
     # --- vocabulary, and another target
-    Fault(name="d2t and t2d gone", plant=lambda folder: drop_tensors(folder, "d2t", "t2d"),
+    Fault(name="d2t and t2d missing", plant=lambda folder: drop_tensors(folder, "d2t", "t2d"),
           ours="d2t is missing", theirs="d2t is missing"),
     Fault(name="a region of d2t off by one", plant=shift_region, ours=MISSED, theirs="",
-          unseen="the map is a legal one, and the loss is too small to tell without a forecast"),
+          unseen="the map is valid, and the loss is too small to detect without a forecast"),
     Fault(name="vocabulary halved", plant=halve_vocabulary, ours=MISSED, theirs="",
-          unseen="a head of 512 ids is a legal head"),
+          unseen="a head with 512 ids is valid"),
     Fault(name="a left-over embedding", plant=lambda folder: add_tensor(folder, "embed_tokens.weight", 4096),
           ours="embed_tokens.weight is not the target's", theirs="embed_tokens.weight is not the " "target's"),
     Fault(name="lm_head of another revision", plant=change_tensor("lm_head.weight", noisy(1.0)),
           ours="lm_head is not of this target", theirs="lm_head is not of this target"),
     Fault(name="layer of another run or revision", plant=age_layer, ours=MISSED, theirs="",
-          unseen="it is a poorer head, in itself consistent: only its forecast shows that it was " "better"),
+          unseen="the head is worse but consistent; only its forecast shows that it was better"),
     Fault(name="trained for another revision of the target", plant=claim_other_target,
           ours="the draft was trained for another target", theirs="",
-          unseen="nothing in the head records its target; its acceptance is what it is"),
+          unseen="nothing in the head records its target, and no forecast gives its expected acceptance"),
     Fault(name="tied embeddings claimed", plant=set_config(tie_word_embeddings=True), ours="", theirs="",
-          unseen="engines load the lm_head of the checkpoint: no effect"),
+          unseen="it has no effect, because engines load the lm_head from the checkpoint"),
 )  # fmt: skip
 
 
@@ -448,11 +448,11 @@ def write_table() -> str:
 
     Faults named in every head, and a table of the others.
     """
-    verdict = {True: "named", False: "not seen"}
+    verdict = {True: "reported", False: "not detected"}
     seen = "; ".join(fault.name for fault in FAULTS if fault.ours and fault.theirs)
-    lines = [*textwrap.wrap(f"Named in every head: {seen}.", 120), ""]
+    lines = [*textwrap.wrap(f"Reported for every head: {seen}.", 120), ""]
     lines += [
-        "| fault | head with provenance | head from another trainer | why |",
+        "| fault | head with provenance | head from another trainer | why it is not detected |",
         "|---|---|---|---|",
     ]
     for fault in FAULTS:

@@ -24,7 +24,7 @@ BY_ACCEPTANCE = {  # needs the target's answers; all others are seen in the fold
     "keys and values swapped",
     "gate and up swapped",
     "norms swapped",
-    "final norm lost",
+    "final norm all ones",
     "a region of d2t off by one",
     "vocabulary halved",
     "lm_head of another revision",
