@@ -514,10 +514,8 @@ def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(
 
     Draft, optimizer and gradients, activations, target, all of it; in GB.
     """
-    table = MEASUREMENTS.partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
-    told = re.findall(
-        r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1])
-    )
+    cells = "".join(row[1 + column] for row in read_rows("on each GPU that trains"))
+    told = re.findall(r"([\d.]+) GB", cells)
     cfg = PlanConfig(
         target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2"
     )
