@@ -66,9 +66,9 @@ PERMISSIVE = re.compile(
 )
 
 HEAD = """# Licences of the packages that redraft installs
-Written by `python requirements/licences.py --write` from lock files and metadata, and compared by `make check-deps`.
-**Bold**: named in pyproject.toml; all others come with these. redraft itself is Apache-2.0. Licences to look
-at come first.
+`python requirements/licences.py --write` generates this page from the lock files and package metadata, and `make check-deps` checks it.
+Packages in **bold** are named in pyproject.toml; all others are their dependencies. redraft itself is licensed under Apache-2.0. Licences
+that need a closer look come first.
 
 """
 
