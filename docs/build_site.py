@@ -33,10 +33,13 @@ GUIDES = {
     "Home": ["README.md"],
     "Start": ["docs/start.md", "docs/tutorial.md"],
     "Decide": ["docs/decide.md", "docs/evaluation.md"],
-    "How-to": ["docs/fine-tune.md", "docs/training.md", "docs/online.md", "docs/rl.md", "docs/fleet.md"],
-    "Operate": ["docs/runbook.md", "docs/capacity.md", "recipes/deploy/kubernetes/README.md"],
+    "Train": [
+        "docs/fine-tune.md", "docs/training.md", "docs/several-gpus.md", "docs/agents.md", "docs/lookups.md",
+    ],
+    "Learn from traffic": ["docs/online.md", "docs/tap.md", "docs/rl.md", "docs/fleet.md"],
+    "Operate": ["docs/pace.md", "docs/runbook.md", "docs/capacity.md", "recipes/deploy/kubernetes/README.md"],
     "Reference": ["docs/engines.md", "docs/glossary.md"],
-    "Evidence": ["docs/measurements.md"],
+    "Evidence": ["docs/measurements.md", "docs/proof.md"],
     "Trust": ["docs/threat-model.md", "SECURITY.md", "docs/privacy.md", "docs/licences.md"],
     "Project": ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }  # fmt: skip

@@ -28,7 +28,7 @@ LEFT_OUT = {
     r"git clone|make env|(uv )?pip install|pre-commit": "installs from the network",
     r"make |.venv/bin/python -m pytest": "minutes to an hour; CI runs check, test and docs",
     r"redraft (up|eval|bench|regenerate|adapt|serve-features) ": "starts vLLM",
-    r"docs/(evaluation|fleet|online).md: redraft serve": "reads a registry or counted answers of "
+    r"docs/(fleet|online).md: redraft serve|redraft serve .*\+HEAD": "reads a registry or a head of "
     "another page",
     r"redraft doctor (?!.*--engine).*--draft": "starts vLLM",
     r"redraft train (?!.*--print-config)|accelerate launch|vllm serve": "starts vLLM; most name "
@@ -36,13 +36,14 @@ LEFT_OUT = {
     r"python -m sglang|trtllm-serve|llama-server": "starts another engine",
     r"redraft export .*(sglang|llama)": "refused: the draft of the tests reads the last layer",
     r"python -m benchmarks.studies.presets": "trains for four minutes and starts vLLM",
+    r"python -m benchmarks.(lookup|long|states)": "measures for minutes to hours",
     r"python recipes/rl_grpo.py": "needs a running server and trl",
     r"for i in 1 2; do|until curl|python ask.py|redraft fleet rollback": "needs the two servers of "
     "the tutorial",
     r"kill %1": "the test ends the jobs",
     r"redraft fleet (watch|probe) ": "names machines",
     r"redraft (tap|data score) ": "needs a server, or what was recorded of one",
-    r"docs/online.md: (redraft learner --config|until)": "reads settings that the reader has "
+    r"docs/(agents|online).md: (redraft learner --config|until)": "reads settings that the reader has "
     "edited",
     r"cd recipes/deploy|for image|kubectl": "needs a registry and a cluster",
 }
@@ -58,7 +59,10 @@ MADE = {
     "docs/privacy.md": [],
     "docs/start.md": [],
     "docs/rl.md": ["outputs/grpo", "learner.toml", "registry/current"],
-    "docs/training.md": ["eagle3.toml", "models/target/model.safetensors", "drafts/answers"],
+    "docs/agents.md": [],
+    "docs/lookups.md": ["drafts/answers"],
+    "docs/pace.md": [],
+    "docs/training.md": ["eagle3.toml", "models/target/model.safetensors"],
     "docs/tutorial.md": ["outputs/tutorial/drafts/current", "outputs/tutorial/ask.py"],
     "recipes/deploy/kubernetes/README.md": ["token", "keys/users.conf", "keys/tls.crt"],
 }
@@ -73,6 +77,9 @@ SLOW = [
     "docs/evaluation.md",
     "docs/privacy.md",
     "docs/rl.md",
+    "docs/agents.md",
+    "docs/lookups.md",
+    "docs/pace.md",
     "docs/training.md",
 ]
 """They start a learner, or several commands that load torch."""
