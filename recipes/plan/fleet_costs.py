@@ -190,7 +190,7 @@ def stored_per_captured(traffic: Traffic) -> float:
 
 def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
     """A row per family, for a fleet with this output speed and this share of captured requests."""
-    yield "| draft | captured | stored per day | history in 8 GiB | learner | H100s at 40% |"
+    yield "| draft | captured | stored per day | kept by 8 GiB | learner | H100s at 40% |"
     yield "|---|---|---|---|---|---|"
     captured_per_s = cfg.tokens_per_s * cfg.fraction
     for cost in found:
@@ -206,7 +206,7 @@ def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
 
 def token_table(found: list[Costs]) -> Iterator[str]:
     """A row per family, for one token that is served and captured."""
-    yield "| draft | weights used per token | captured | stored | learner |"
+    yield "| draft | weights per token | captured | stored | learner |"
     yield "|---|---|---|---|---|"
     for cost in found:
         yield (
