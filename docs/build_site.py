@@ -214,6 +214,15 @@ nav = [
 font = false
 features = ["content.code.copy", "navigation.top", "toc.follow"]
 
+# The pictures follow the system's colours, so the pages do too, without a switch.
+[[project.theme.palette]]
+media = "(prefers-color-scheme: light)"
+scheme = "default"
+
+[[project.theme.palette]]
+media = "(prefers-color-scheme: dark)"
+scheme = "slate"
+
 [project.plugins.offline]
 
 [project.plugins.mkdocstrings.handlers.python]
