@@ -32,11 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDES = {
     "Home": ["README.md"],
     "Start": ["docs/start.md", "docs/tutorial.md"],
-    "Decide": ["docs/decide.md", "docs/evaluation.md"],
+    "Decide": ["docs/decide.md", "docs/evaluation.md", "docs/bench.md", "docs/doctor.md"],
     "Train": [
         "docs/fine-tune.md", "docs/training.md", "docs/several-gpus.md", "docs/agents.md", "docs/lookups.md",
     ],
-    "Learn from traffic": ["docs/online.md", "docs/tap.md", "docs/rl.md", "docs/fleet.md"],
+    "Learn from traffic": [
+        "docs/online.md", "docs/recording.md", "docs/tap.md", "docs/rl.md", "docs/fleet.md",
+    ],
     "Operate": ["docs/pace.md", "docs/runbook.md", "docs/capacity.md", "recipes/deploy/kubernetes/README.md"],
     "Reference": ["docs/engines.md", "docs/glossary.md"],
     "Evidence": ["docs/measurements.md", "docs/proof.md"],

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planted import FAULTS, HEAD, KINDS, Examiner, examine_all, write_table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "evaluation.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 BY_ACCEPTANCE = {  # needs the target's answers; all others are seen in the folder
     "norm_before_residual set",
