@@ -66,9 +66,10 @@ PERMISSIVE = re.compile(
 )
 
 HEAD = """# Licences of the packages that redraft installs
-`python requirements/licences.py --write` generates this page from the lock files and package metadata, and `make check-deps` checks it.
-Packages in **bold** are named in pyproject.toml; all others are their dependencies. redraft itself is licensed under Apache-2.0. Licences
-that need a closer look come first.
+`python requirements/licences.py --write` generates this page from the lock files and package
+metadata, and `make check-deps` checks it. Packages in **bold** are named in pyproject.toml; all
+others are their dependencies. redraft itself is licensed under Apache-2.0. Licences that need a
+closer look come first.
 
 """
 
