@@ -26,7 +26,7 @@ IN_PARALLEL = Training(
     loop={"steps": 20000, "sequence_length": 2048},
 )
 
-# Order matters for `tensors` only: the row whose tensor is rarer comes first.
+# The order matters only for `tensors`: the row whose tensors are more specific comes first.
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="mtp",
@@ -74,7 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         varies_tokens=False,
         learns_online=True,
         trains_lm_head=True,
-        # In exports of redraft only: other trainers do not say.
+        # Only exports of redraft record it.
         fixed_tokens=FixedTokens(("redraft.num_steps",)),
         parity="prefix_and_masks",
         checks="redraft.heads.doctor.peagle:CHECKS",
@@ -125,7 +125,7 @@ FAMILIES: tuple[Family, ...] = (
         # vLLM refuses it on the V1 runner.
         decoders=("v2",),
         tensors=r"markov_head\..*",
-        # vLLM takes the second name for the first if the layers are those of Qwen3
+        # vLLM treats the second name like the first if the layers are Qwen3's
         architectures=("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
         reads="layers",
         layers_key="target_layer_ids",
@@ -215,7 +215,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.standalone:StandaloneDraft",
         method="draft_model",
         decoders=("v1", "v2"),
-        # Any decoder has such a tensor, so all heads come first.
+        # Every decoder has such a tensor, so all heads come first.
         tensors=r".*\.layers\.0\..*",
         can_sample=True,
         learns_online=True,
@@ -230,7 +230,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
-    # vLLM is told n-grams, and our plugin puts the counted answers in place of the lookup.
+    # vLLM runs n-grams, and our plugin replaces the lookup with counted answers.
     Family(
         name="retrieval",
         title="counted answers",
@@ -266,8 +266,8 @@ def find_family(name: str) -> Family:
 def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:
     """Return the row for a vLLM method, preferably with this `parallel_drafting` flag, or None."""
     rows = [family for family in FAMILIES if family.method == method]
-    # Only the flag tells P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark, whose
-    # rows do not ask for it.
+    # Only the flag distinguishes P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark,
+    # whose rows do not use it.
     rows.sort(key=lambda family: family.is_parallel != parallel_drafting)
     return next(iter(rows), None)
 
@@ -337,7 +337,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
                 "unquantized weights"
             )
         return family
-    # A state dict that was saved of a wrapper: a prefix stands before every name that fits.
+    # A state dict saved from a wrapper: all names that would fit have a prefix.
     for name in sorted(names):
         parts = name.split(".")
         for depth in range(1, len(parts)):

@@ -1,12 +1,12 @@
 """The interface of all draft families.
 
-A batch, the target's signal on it, and the draft steps summed by training.
+It consists of a batch, the target's signal on it, and the draft steps summed by training.
 
 B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary
 layers, K = kept top-k ids, N = rows, R = rank of a bias.
 
-Row t always stands for everything known after tokens x[0..t]. The target's row t is its
-distribution of x[t+1].
+Row t always represents the state after tokens x[0..t]. The target's row t is its distribution of
+x[t+1].
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Batch:
                 ids_BT[b, start:end] = torch.as_tensor(ids_T)
                 mask_BT[b, start:end] = torch.as_tensor(mask_T)
                 document_BT[b, start:end] = document
-                # Positions begin again in every document, as a server counts them for each request.
+                # Positions restart in every document, as a server counts them for each request.
                 position_BT[b, start:end] = torch.arange(end - start)
         return Batch(
             input_ids_BT=ids_BT.to(device),
@@ -104,7 +104,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRows:
-    """The rows of a whole batch that one of its ranks computes, t of T."""
+    """The rows of a whole batch that one of its ranks computes: t of T."""
 
     whole: Batch
     """The batch of all ranks."""
@@ -155,8 +155,8 @@ class TargetSignal:
 
     distribution: ExactTarget | TopKTarget
     aux_BTLD: Tensor | None = None
-    """Residual stream after the layers the head asked for, ascending (k = after k layers, before
-    any final norm).
+    """Residual stream after the layers that the head requested, ascending (k = after k layers,
+    before any final norm).
     """
     hidden_BTD: Tensor | None = None
     """States after the final norm, for heads that read them. Only with a `TopKTarget`; an
@@ -259,7 +259,7 @@ class Draft(Protocol):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Return teacher-forced draft steps, beginning with that of the first draft token.
+        """Return teacher-forced draft steps, starting with the step for the first draft token.
 
         There are `num_steps` of them, by default as many as are trained. A draft with fewer steps
         returns all that it has.
@@ -273,7 +273,7 @@ class Draft(Protocol):
     def feature(self, signal: TargetSignal) -> Tensor | None:
         """The input from the target in an engine's first pass, [B, T, D].
 
-        It is None for a draft that has no such input.
+        None for a draft that has no such input.
         """
         ...
 
@@ -349,7 +349,8 @@ def label_rows(batch: Batch, shift: int) -> Tensor:
     Their x[t + 1 + shift] is in the loss mask and belongs to the document of row t. If ranks share
     the batch, only this rank's own rows are marked.
     """
-    # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
+    # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others learn
+    # nothing.
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]

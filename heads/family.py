@@ -1,7 +1,8 @@
 """The type of a row in the table of draft families (`heads.catalog`).
 
-Standard library only: the module of a draft, and with it torch, is imported when a row is asked for
-the class."""
+This module uses only the standard library: a draft's module, and with it torch, is imported when a
+row's class is first used.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ pass
 """
 
 NUM_TOKENS = 3
-"""Number of draft tokens per step if a server is given none."""
+"""Default number of draft tokens per step in a server."""
 
 RATE_TIMES_WIDTH = 1.15
 """Largest learning rate times the width, for a new draft that the learner trains."""
@@ -55,7 +56,7 @@ class FixedTokens:
     """Keys of config.json; the first one that is present is used. Dots lead into nested sections.
     """
     unused: int = 0
-    """Number of counted positions without a proposal, e.g. 1 for a block that begins with the last
+    """Number of counted positions without a proposal, e.g. 1 for a block that starts with the last
     known token.
     """
     used_if: str = ""
@@ -91,7 +92,7 @@ class Training:
     """Loop settings that differ from the defaults."""
     new_online: Mapping[str, Any] = field(default_factory=dict)
     """The learner's settings for a new draft, which learns within minutes in many small steps. The
-    rate is that of narrow targets (`learn_new`).
+    learning rate is for narrow targets (`learn_new`).
     """
 
     def learn_new(self, width: int) -> dict[str, Any]:
@@ -145,9 +146,7 @@ class Family:
     fixed_tokens: FixedTokens | None = None
     """Limit on the number of draft tokens; None if there is none."""
     is_parallel: bool = False
-    """Whether vLLM must be told to draft all tokens in one pass (`parallel_drafting` in the
-    config).
-    """
+    """Whether vLLM must be configured to draft all tokens in one pass (`parallel_drafting`)."""
     varies_tokens: bool = True
     """Whether the number of draft tokens may change from step to step. If false, vLLM exits when it
     does.
@@ -163,7 +162,7 @@ class Family:
     old keys lower the acceptance as long as they stay.
     """
     can_sample: bool = False
-    """Whether vLLM can sample draft tokens from q. If false, it always takes the most probable
+    """Whether vLLM can sample draft tokens from q. If false, it always chooses the most probable
     token.
     """
     learns_online: bool = False
@@ -200,7 +199,7 @@ class Family:
     def takes_lookup(self) -> bool:
         """Whether a server can look tokens up first, and use this draft if the lookup finds none.
 
-        `engine.lookup_first` does so.
+        See `engine.lookup_first`.
         """
         return self.is_head and self.varies_tokens and "v1" in self.decoders
 
@@ -254,7 +253,7 @@ class Family:
         return draft if dtype is None else draft.to(dtype)
 
     def extract(self, target: Path, folder: Path) -> None:
-        """Write the draft in a target's weights to a folder of its own, in the target's dtype.
+        """Write the draft in a target's weights to a separate folder, in the target's dtype.
 
         Raises:
             ValueError: the target contains no such draft, or one in another layout.
@@ -284,9 +283,9 @@ class Family:
         return len(self.read_layers(config)) if self.reads == "layers" else 1, size
 
     def needed_states(self, config: Mapping[str, Any]) -> int:
-        """The number of states before a label's row that training needs to see what serving does.
+        """The number of states before a label's row that training needs to match serving.
 
-        It is 0 if a layer of an export with this config.json has no window: no number is enough.
+        0 if a layer of an export with this config.json has no window, because no number is enough.
         """
         reach = count_states(config) if self.layers_key else None
         if reach is None:

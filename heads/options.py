@@ -14,8 +14,8 @@ from redraft.files.windows import View, make_views
 class LayerSizes:
     """The sizes of a head's layers.
 
-    By default they are those of the target's layers, or the usual sizes if the target's layers are
-    not like Llama's.
+    The defaults are the sizes of the target's layers, or the usual sizes if the target's layers
+    differ from Llama's.
     """
 
     intermediate_size: int | None = None
@@ -39,8 +39,9 @@ class Windows:
     num_layers: int = 1
     """Number of layers in the draft."""
     window: int | None = None
-    """Positions that a layer of the head sees, its own included. Engines keep no keys beyond. By
-    default all, or as many as the target's layers if each of these has a window.
+    """Number of positions that a layer of the head attends to, including its own. Engines discard
+    older keys. Default: all positions, or the window of the target's layers if all of them have
+    one.
     """
     full_layers: tuple[int, ...] = ()
     """Layers of the head, counted from 0, that attend to all positions despite `window`."""
@@ -153,7 +154,7 @@ class DFlash(Windows, LayerSizes):
         if self.num_tokens < 1:
             least = self.first_slot + 1
             raise ValueError(
-                f"a block of {self.block_size} slots has no draft token: give block_size {least} "
+                f"a block of {self.block_size} slots has no draft token: set block_size to {least} "
                 "or more"
             )
         self.require_reach(self.block_size)
@@ -232,7 +233,7 @@ class PEagle(LayerMix):
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_steps < 2:
             raise ValueError(
-                "num_layers must be at least 1, and num_steps 2: for one draft token train an "
+                "num_layers must be at least 1, and num_steps at least 2; for one draft token, train an "
                 "EAGLE-3 head"
             )
         if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
@@ -297,11 +298,11 @@ class Standalone:
     def __post_init__(self) -> None:
         if self.layers and self.num_layers:
             raise ValueError(
-                "a draft begins with layers of the target or with num_layers new ones, not both"
+                "a draft starts either from layers of the target or from num_layers new ones: set only one"
             )
         if not (self.checkpoint or self.layers or self.num_layers):
             raise ValueError(
-                "a draft begins with one of checkpoint, layers, num_layers: none is given"
+                "a draft starts from one of checkpoint, layers and num_layers: set one of them"
             )
 
     def __str__(self) -> str:

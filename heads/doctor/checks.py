@@ -23,7 +23,7 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.target import Target
 
 OF_VLLM: tuple[Check, ...] = (eagle3.nested_ids, dflash.causality)
-"""Checks of places where vLLM looks and other engines do not."""
+"""Checks of places that only vLLM reads."""
 
 
 def static_findings(
@@ -31,8 +31,7 @@ def static_findings(
 ) -> list[Finding]:
     """Report the problems visible in configs and tensors, without running the draft.
 
-    For an engine other than vLLM (`heads.engines`), the checks in `OF_VLLM` are skipped, because
-    they cover places that vLLM alone reads.
+    For an engine other than vLLM (`heads.engines`), the checks in `OF_VLLM` are skipped.
     """
     own = pair.family.own_checks()
     # `first_cure` shows the first problem, so causes come before consequences.
@@ -45,13 +44,13 @@ def static_findings(
         partial(number_of_tokens, num_speculative_tokens=num_speculative_tokens),
     ]
     found = [finding for check in checks for finding in check(pair)]
-    # a wrong key or tensor also breaks loading, but the checks above say it in better words
+    # a wrong key or tensor also breaks loading, but the checks above describe it better
     known = any(not finding.is_doubt for finding in found)
     return found if known else [*completeness(pair, engine), *found]
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
-    """The first problem of a rejected draft and its cure, or an empty string if none is found."""
+    """Return the first problem of a rejected draft with its fix; empty if there is none."""
     try:
         pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
@@ -71,7 +70,7 @@ def notes(pair: Pair) -> Iterator[str]:
         )
     if pair.trained_with is None and pair.family.layers_key:
         yield (
-            "its config does not record how it was trained: aux layers and norms are taken as "
+            "its config does not record how it was trained: aux layers and norms are assumed to be as "
             "the config says"
         )
     trained_length = pair.provenance.config.loop.sequence_length
@@ -141,7 +140,7 @@ EXTRA = {
     r"\b(embed_tokens|lm_head)\.": "a copy of a matrix that the head shares with the target",
     r"(^|\.)(layers\.\d+|midlayer)\.": "a part of a layer that the family's layers do not have",
 }
-"""Descriptions of tensors that are not the head's, by a pattern in the name."""
+"""Descriptions of tensors that do not belong to the head, by a pattern in the name."""
 
 
 def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
@@ -154,13 +153,13 @@ def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
     is_ignored = engine != "vllm" or name.endswith(".bias") or pair.family.name == "medusa"
     treatment = "the engine ignores it" if is_ignored else "vLLM does not start with it"
     return Finding(
-        f"the checkpoint holds {name}{others}, {meaning}: {treatment}",
+        f"the checkpoint contains {name}{others}, {meaning}: {treatment}",
         "remove it from the checkpoint if the head was trained without it; if not, no engine "
         "computes this head",
     )
 
 
-QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: values say nothing without scales
+QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: the values mean nothing without scales
 
 
 def numbers(pair: Pair) -> Iterator[Finding]:
@@ -169,7 +168,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
     Zero biases and zero-centred norms are normal.
     """
     for name in draft_tensors(pair):
-        # F64, F32, F16, BF16. Not BOOL (t2d), which begins with B as well.
+        # F64, F32, F16, BF16. Not BOOL (t2d), which also begins with B.
         if pair.dtypes[name] in QUANTIZED or not pair.dtypes[name].startswith(("F", "BF")):
             continue
         tensor = read_tensors(pair.draft, [name])[name]
@@ -178,7 +177,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
             yield Finding(
                 f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft "
                 "proposes nothing useful",
-                "export the draft again in bfloat16: float16 ends at 65,504"
+                "export the draft again in bfloat16: the largest float16 number is 65,504"
                 if pair.dtypes[name] == "F16"
                 else "export an earlier checkpoint: training diverged, or the file was damaged",
             )
@@ -227,8 +226,8 @@ def _narrow(tensor: Tensor) -> Tensor:
 
 
 STEERING = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Parts of a draft's path by which vLLM chooses the method, unless it was told one of these
-methods. (`vllm.config.speculative`, in the order in which it looks.)
+"""Parts of a draft's path by which vLLM chooses the method, unless it is set to one of these
+methods (`vllm.config.speculative`, in the order in which vLLM checks them).
 """
 
 
@@ -243,14 +242,14 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     algorithm = pair.config.get("speculators_model_type")
     if algorithm not in (None, pair.family.algorithm):
         yield Finding(
-            f'config.json says speculators_model_type "{algorithm}", the tensors are those of '
+            f'config.json has speculators_model_type "{algorithm}", but the tensors are those of '
             f"{family}",
             f'write "{pair.family.algorithm}" there and into speculators_config.algorithm',
         )
     named = (pair.config.get("redraft") or {}).get("family")
     if named not in (None, family):
         yield Finding(
-            f"config.json names the family {named}, the tensors are those of {family}",
+            f"config.json names the family {named}, but the tensors are those of {family}",
             "export the head again: weights and config are of different heads",
         )
     # The whole path counts, the names of parent folders too. vLLM skips the search for these four
@@ -259,7 +258,7 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     steered = next((method for part, method in STEERING.items() if part in path), right)
     if steered != right and right not in STEERING.values():
         yield Finding(
-            f'the path {pair.draft} makes vLLM take the method "{steered}", even if it is told '
+            f'the path {pair.draft} makes vLLM choose the method "{steered}", even if it is set to '
             f'"{right}"',
             f"move the draft to a path without {', '.join(STEERING)}",
         )
@@ -270,7 +269,7 @@ def number_of_tokens(pair: Pair, num_speculative_tokens: int) -> Iterator[Findin
     most = pair.family.max_tokens(pair.config)
     if most is not None and num_speculative_tokens > most:
         yield Finding(
-            f"{num_speculative_tokens} tokens are to be drafted, the draft proposes {most}; vLLM "
+            f"{num_speculative_tokens} tokens are requested, but the draft proposes only {most}; vLLM "
             "makes up the others",
-            f'serve with "num_speculative_tokens": {most} at most',
+            f'serve with at most "num_speculative_tokens": {most}',
         )

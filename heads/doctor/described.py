@@ -1,4 +1,4 @@
-"""A description of a draft's folder alone: its kind, layout, requirements and servers."""
+"""Describe a draft's folder without its target: its kind, layout, requirements and servers."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
         return facts, [
             Finding(
                 f"redraft has no module for {foreign.name}",
-                "serve it as it is; redraft can neither train nor forecast nor check it",
+                "serve it as it is; redraft cannot train, forecast or check it",
             )
         ]
     family = match_tensors(names)
@@ -85,5 +85,5 @@ def _served(config: Mapping[str, Any], family: Family, *, has_windows: bool) -> 
     versions = f"up to {family.last_vllm}" if family.last_vllm else "0.32 and later"
     flag = ', "parallel_drafting": true' if family.is_parallel else ""
     most = family.max_tokens(config)
-    limit = f", at most {most} tokens a step" if most else ""
+    limit = f", at most {most} tokens per step" if most else ""
     return f'by vLLM {versions}, {runners}, "method": "{family.method}"{flag}{limit}'

@@ -28,7 +28,7 @@ SECTION_KEYS = (
 
 COUNTED = {
     LAYERS: "layer k counts from 0, the first one is 0",
-    LAYERS_OF_SPECULATORS: "k stands for the state after k layers, the first one is 1",
+    LAYERS_OF_SPECULATORS: "k stands for the state after k layers, starting at 1",
 }
 
 
@@ -39,7 +39,7 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
     ids = section.get(key)
     if not ids:
         yield Finding(
-            f"{place} names no {key}, so the engine does not know which states of the target to "
+            f"{place} names no {key}, so it is undefined which states of the target the engine "
             "feed",
             f'write "{key}" into {place}: {COUNTED[key]}',
         )
@@ -82,7 +82,7 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
     for key in SECTION_KEYS:
         if key in trained and section.get(key) is not None and section[key] != trained[key]:
             yield Finding(
-                f"{key} is {section[key]}, the head was trained with {trained[key]}"
+                f"{key} is {section[key]}, but the head was trained with {trained[key]}"
                 + _off_by_one(key, section, trained),
                 f'write "{key}": {str(trained[key]).lower()} into {place}',
             )
@@ -98,7 +98,7 @@ def causality(pair: Pair) -> Iterator[Finding]:
     has_windows = SLIDING in (pair.config.get("layer_types") or ())
     if not (pair.is_speculators or is_said or has_windows):
         yield Finding(
-            f"{place} does not say whether attention within a block is causal, and readers differ "
+            f"{place} does not state whether attention within a block is causal, and readers differ "
             "in the default",
             f'write "causal": false into {place}, unless the head was trained with causal attention',
         )
@@ -110,7 +110,7 @@ def block_size(pair: Pair) -> Iterator[Finding]:
     if served is None or (trained is not None and served != trained):
         said = "missing" if served is None else served
         yield Finding(
-            f"block_size is {said}, the head was trained with {trained or 'an unknown one'}",
+            f"block_size is {said}, but the head was trained with {trained or 'an unknown one'}",
             f'write "block_size": {trained or "the slots of a block in training"} into config.json',
         )
 
@@ -133,13 +133,13 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
 
 
 def rotation(pair: Pair) -> Iterator[Finding]:
-    """Check that the rotary parameters and the head size are those of training."""
+    """Check that the rotary parameters and the head size are the same as in training."""
     trained, served = pair.trained_with or {}, pair.layer_config
     place = "transformer_layer_config" if pair.is_speculators else "config.json"
     for key in ("head_dim", "rope_parameters"):
         if key in trained and served.get(key) != trained[key]:
             yield Finding(
-                f"{key} is {served.get(key)}, the head was trained with {trained[key]}",
+                f"{key} is {served.get(key)}, but the head was trained with {trained[key]}",
                 f'write the "{key}" of training into {place}',
             )
 

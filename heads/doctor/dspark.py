@@ -1,6 +1,7 @@
 """Checks of a DSpark head.
 
-Those of DFlash, the layout of a block, the Markov head and the confidence head.
+These are the checks of DFlash, and those of the block layout, the Markov head and the confidence
+head.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def layout(pair: Pair) -> Iterator[Finding]:
-    """Check that the config states whether the anchor proposes a token, where readers need it.
+    """Check that the config states whether the anchor proposes a token, if readers need this.
 
     In the `speculators` layout, every config must state it. In vLLM's layout, only the config of a
     head whose anchor proposes nothing must.
@@ -23,13 +24,13 @@ def layout(pair: Pair) -> Iterator[Finding]:
     if pair.is_speculators:
         value = "true or false, as in training," if trained is None else str(trained).lower()
         yield Finding(
-            "config.json has no sample_from_anchor: speculators takes true, vLLM false",
+            "config.json has no sample_from_anchor: speculators assumes true, vLLM false",
             f'write "sample_from_anchor": {value} into config.json',
         )
     elif trained is False:
         yield Finding(
-            "config.json has no sample_from_anchor: the engine takes true, the head was trained "
-            "with false",
+            "config.json has no sample_from_anchor: the engine assumes true, but the head was "
+            "trained with false",
             'write "sample_from_anchor": false into config.json',
         )
 
@@ -82,14 +83,14 @@ def confidence_head(pair: Pair) -> Iterator[Finding]:
     )
     if held and not enabled:
         yield Finding(
-            "enable_confidence_head is not set, so the engine drops the confidence head that the "
-            "checkpoint holds",
+            "enable_confidence_head is not set, so the engine drops the checkpoint's "
+            "confidence head",
             'write "enable_confidence_head": true into config.json',
         )
     elif enabled and len(held) < len(CONFIDENCE):
         missing = next(name for name in CONFIDENCE if name not in held)
         yield Finding(
-            f"enable_confidence_head is set, and the checkpoint lacks {missing}",
+            f"enable_confidence_head is set, but the checkpoint lacks {missing}",
             'export the head again, or write "enable_confidence_head": false into config.json',
         )
     elif enabled:

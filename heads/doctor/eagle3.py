@@ -29,7 +29,7 @@ def nested_ids(pair: Pair) -> Iterator[Finding]:
         above = [layer + 1 for layer in nested]
         yield Finding(
             f"the aux layer ids {nested} are nested in another section of config.json: vLLM's V1 "
-            f"runner takes them as they are, V2 ignores them, SGLang and TensorRT-LLM mean {above}",
+            f"runner uses them unchanged, V2 ignores them, and SGLang and TensorRT-LLM mean {above}",
             "which engine was the head made for? Write at the top level of config.json "
             f'"{AUX_LAYERS}": {above} if for SGLang or TensorRT-LLM (SpecForge, ModelOpt), {nested} '
             "if for vLLM",
@@ -50,12 +50,15 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             f"aux layers {served} are not distinct ascending layers of the target, which has 0 to "
             f"{num_layers}",
-            _write_ids(trained) if trained else "name the layers that the head was trained on",
+            _write_ids(trained) if trained else "list the layers that the head was trained on",
         )
     elif trained and served != trained:
-        given = "the engine is told" if top else "config.json names none and the engine takes"
-        yield Finding(f"{given} aux layers {served}, the head was trained on " f"{trained}{_off_by(served, trained)}",
-                      _write_ids(trained))  # fmt: skip
+        given = "the engine uses" if top else "config.json names none, and the engine uses"
+        yield Finding(
+            f"{given} aux layers {served}, but the head was trained on "
+            f"{trained}{_off_by(served, trained)}",
+            _write_ids(trained),
+        )
     yield from _number_of_aux_layers(pair, served)
 
 
@@ -118,10 +121,10 @@ def options(pair: Pair) -> Iterator[Finding]:
             or (key not in pair.config and unset_is_right)
         ):
             continue
-        unset = f"unset: the engine takes {json.dumps(default)}"
+        unset = f"unset (the engine uses {json.dumps(default)})"
         said = json.dumps(pair.config[key]) if key in pair.config else unset
         yield Finding(
-            f"{key} is {said}, the head was trained with {json.dumps(trained)}",
+            f"{key} is {said}, but the head was trained with {json.dumps(trained)}",
             f'write "{key}": {json.dumps(trained)} at the top level of config.json',
         )
 
@@ -148,7 +151,7 @@ def vocabulary_map(pair: Pair) -> Iterator[Finding]:
         yield from _check_map(pair, rows, vocab_size)
     elif rows < vocab_size:
         yield Finding(
-            f"d2t is missing: {rows} draft ids are taken for the target's first {rows}, so that "
+            f"d2t is missing: {rows} draft ids are used as the target's first {rows} ids, so that "
             "nearly none is right",
             "put d2t (int64, the target's id minus the draft's) and t2d into the checkpoint: "
             "export the head again",
@@ -194,7 +197,7 @@ def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> It
         and (kept_W is None or not torch.equal(ids_W, kept_W))
     ):
         yield Finding(
-            "d2t holds the target's ids themselves; the engine adds it to the draft's ids",
+            "d2t contains the target's ids themselves, but the engine adds d2t to the draft's ids",
             "store d2t minus 0, 1, 2, ...: the offset of every draft id",
         )
     elif not is_ids:

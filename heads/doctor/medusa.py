@@ -16,7 +16,7 @@ def bias(pair: Pair) -> Iterator[Finding]:
     if has_bias and not serves_bias:
         said = "is false" if "medusa_fc_bias" in pair.config else "is unset"
         yield Finding(
-            f"medusa_fc_bias {said}, so the engine drops the biases that the checkpoint holds",
+            f"medusa_fc_bias {said}, so the engine drops the biases in the checkpoint",
             'write "medusa_fc_bias": true into config.json',
         )
     elif (serves_bias or trained) and not has_bias:

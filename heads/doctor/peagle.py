@@ -1,6 +1,6 @@
 """Checks of a P-EAGLE head.
 
-Those of EAGLE-3, the mask token and the learned feature of the masks.
+These are the checks of EAGLE-3, and those of the mask token and the learned feature of the masks.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
     mask = pair.config[key]
     if trained is not None and mask != trained:
         yield Finding(
-            f"{key} is {mask}, the head was trained with {trained}", f'write "{key}": {trained}'
+            f"{key} is {mask}, but the head was trained with {trained}", f'write "{key}": {trained}'
         )
     else:
         yield from shared.mask_token_fits(pair, key, mask)
@@ -42,7 +42,7 @@ def mask_feature(pair: Pair) -> Iterator[Finding]:
 
 
 def stream_norms(pair: Pair) -> Iterator[Finding]:
-    """Check that the option `fc_norm` is in the section where vLLM reads it (`update_peagle`)."""
+    """Check that `fc_norm` is in the section from which vLLM reads it (`update_peagle`)."""
     is_normed = any(name.startswith("fc_norm.") for name in pair.shapes)
     if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
         yield Finding(

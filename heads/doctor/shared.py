@@ -21,8 +21,9 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.nn.layers import llama_rope, read_layer_config
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
-IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # Fields of `Target`, by the tensor's name.
-SAME_WITHIN = 0.01  # relative, of two copies of a matrix; bfloat16 alone makes 0.002
+IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # fields of `Target`, by the tensor's name
+# relative difference between two copies of a matrix; bfloat16 alone causes 0.002
+SAME_WITHIN = 0.01
 
 
 def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Iterator[Finding]:
@@ -39,7 +40,7 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
         distance = float((mine - its).norm() / its.norm()) if fits else float("inf")
         if distance > SAME_WITHIN:
             yield Finding(
-                f"{name} is not the target's (it differs by {distance:.2g} of its size), and the "
+                f"{name} differs from the target's (it differs by {distance:.2g} of its size), and the "
                 "engine would use it: a random left-over, or another target's",
                 f"remove {name} from the checkpoint, the engine then shares the target's; or copy "
                 "the target's there",
@@ -75,7 +76,7 @@ def rope(pair: Pair) -> Iterator[Finding]:
         if k.startswith("rope_") or k == "max_position_embeddings"
     }
     mine = LlamaConfig(**kept).rope_parameters  # reads rope_theta and rope_scaling as engines do
-    # redraft always trains at the target's frequencies; other trainers may have left out the
+    # redraft always trains with the target's frequencies; other trainers may have omitted the
     # scaling
     yield from compare_rope(
         mine, llama_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config
@@ -133,7 +134,7 @@ def fc_bias(pair: Pair) -> Iterator[Finding]:
     """Check that `fc` has no bias other than zeros, because vLLM adds none."""
     if "fc.bias" in pair.shapes and bool(read_tensors(pair.draft, ["fc.bias"])["fc.bias"].any()):
         yield Finding(
-            "the checkpoint holds fc.bias, which the engine does not add",
+            "the checkpoint contains fc.bias, which the engine does not add",
             "train the head without it: a constant cannot be folded into fc",
         )
 
@@ -152,7 +153,7 @@ AS_TRAINED = (
 def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
     """Check that the layers, heads and biases in config.json match the checkpoint.
 
-    Engines leave random memory in place of missing tensors.
+    Engines use uninitialised memory for missing tensors.
     """
     config = pair.layer_config
     names = {
@@ -164,15 +165,15 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
     asked = config.get("num_hidden_layers", layers)
     if asked != layers:
         yield Finding(
-            f"config.json says {asked} layers, the checkpoint holds {layers}; the engine leaves "
-            "the others unset",
+            f"config.json states {asked} layers, but the checkpoint contains {layers}; the engine "
+            "leaves the others uninitialised",
             f'write "num_hidden_layers": {layers} into {_file(pair)}',
         )
     has_bias = "self_attn.q_proj.bias" in names
     if bool(config.get("attention_bias", False)) != has_bias:
         yield Finding(
-            f"attention_bias is {str(not has_bias).lower()}, the checkpoint holds "
-            f"{'' if has_bias else 'no '}biases of attention",
+            f"attention_bias is {str(not has_bias).lower()}, but the checkpoint contains "
+            f"{'' if has_bias else 'no '}attention biases",
             f'write "attention_bias": {str(has_bias).lower()} into {_file(pair)}',
         )
     sizes = _sizes(pair)
@@ -197,10 +198,9 @@ def activation(pair: Pair) -> Iterator[Finding]:
 
 
 def arithmetic(pair: Pair) -> Iterator[Finding]:
-    """Check that the norm and the attention heads are those of training.
+    """Check that the norm and the attention heads are the same as in training.
 
-    For a head from another trainer, they are compared with the target's layers, and a difference is
-    a doubt.
+    A head from another trainer is compared with the target's layers, and a difference is a doubt.
     """
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
@@ -208,13 +208,13 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
         if key in trained:
             if mine != trained[key]:
                 yield Finding(
-                    f"{key} is {mine}, the head was trained with {trained[key]}",
+                    f"{key} is {mine}, but the head was trained with {trained[key]}",
                     f'write "{key}": {json.dumps(trained[key])} into {_file(pair)}',
                 )
         elif key != "hidden_act" and mine != (its := _read_target(pair, key)):
             yield Finding(
-                f"{key} is {mine}, that of the target's layers is {its}, and nothing records the "
-                "head's training",
+                f"{key} is {mine}, but {its} in the target's layers, and nothing records how the "
+                "head was trained",
                 f'if the head was trained with the target\'s, write "{key}": {json.dumps(its)} '
                 f"into {_file(pair)}",
                 is_doubt=True,
@@ -255,7 +255,7 @@ EAGLE1: tuple[Check, ...] = (
 
 
 def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
-    """Check that the mask token has a row in the target's embeddings and ends no answer.
+    """Check that the mask token has a row in the target's embeddings and does not end answers.
 
     A token that ends answers would make the head learn two meanings for it.
     """
@@ -272,7 +272,7 @@ def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
         return
     if mask in ends:
         yield Finding(
-            f"the mask token {mask} ends answers of the target",
+            f"the mask token {mask} ends the target's answers",
             "train the head with another free id: --head.mask-token-id",
             is_doubt=True,
         )

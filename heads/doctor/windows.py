@@ -1,4 +1,4 @@
-"""Checks of the windows of a head's layers: the engine lets them see what training did."""
+"""Checks of the windows of a head's layers: the engine must use the same windows as training."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,19 +31,19 @@ def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
     full = [layer for layer, view in enumerate(trained) if view.window is None]
     if own and (now is None or now > own):
         yield Finding(
-            f"the layers see {now or 'all'} positions, the head was trained with a window of {own} "
-            "and has seen nothing further away",
-            f'write "sliding_window": {own} and the layer_types of training',
+            f"the layers attend to {now or 'all'} positions, but the head was trained with a window of "
+            f"{own}",
+            f'write "sliding_window": {own} and the layer_types used in training',
         )
     elif own and full != recorded.get("full_layers", full):
         yield Finding(
-            f"layers {full or 'none'} see all positions, in training "
-            f"{recorded['full_layers'] or 'none'} did",
-            "write the layer_types of training",
+            f"the layers that attend to all positions are {full or 'none'}, but in training they were "
+            f"{recorded['full_layers'] or 'none'}",
+            "write the layer_types used in training",
         )
     elif now is not None and own != 0 and (own is None or now < own):
         yield Finding(
-            f"the layers see {now} positions, the head was trained with {own or 'all'}: {NEAR}",
+            f"the layers attend to {now} positions, but the head was trained with {own or 'all'}: {NEAR}",
             "compare both with `redraft eval`, or train with --head.window",
             is_doubt=True,
         )
@@ -60,7 +60,7 @@ def windows(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             f"vLLM gives layers without a window the {reach} positions of the target, whose layers "
             "all have a window",
-            f"train with --head.window {reach}: the forecast here takes that window in any case",
+            f"train with --head.window {reach}: the forecast uses that window in any case",
             is_doubt=True,
         )
 
@@ -70,4 +70,4 @@ def _cure_direction(family: str, trained_causal: set[bool]) -> str:
         return f'write "is_causal": {str(trained_causal == {True}).lower()} into transformer_layer_config'
     if trained_causal == {False}:
         return 'write "sliding_window_non_causal": true into config.json'
-    return "export the head in the layout vllm, which says the direction of each layer"
+    return "export the head in the layout vllm, which records the direction of each layer"

@@ -1,1 +1,1 @@
-"""Engines that serve a draft: what each one reads of a draft's folder, and how to write it so."""
+"""Engines that serve a draft: what each one reads from a draft's folder, and how to write it."""

@@ -119,8 +119,8 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
     if last in layers:
         below = " ".join(map(str, sorted({min(2, last - 1), last // 2, last - 1})))
         yield Finding(
-            f"the head reads the stream after the last layer, {last}, which {TITLE} takes after the "
-            "final norm: it would load, and fewer tokens be accepted",
+            f"the head reads the stream after the last layer, {last}, which {TITLE} reads after the "
+            "final norm: the head would load, but fewer tokens would be accepted",
             f"train with layers below {last}, e.g. --head.aux-layer-ids {below}",
         )
     yield from _refuse_views(pair)
@@ -221,7 +221,7 @@ def _refuse_views(pair: Pair) -> Iterator[Finding]:
     for layer, view in enumerate(views):
         if view.window:
             yield Finding(
-                f"layer {layer} has a window of {view.window}, and {TITLE} would let it see "
+                f"layer {layer} has a window of {view.window}, but {TITLE} would let it attend to "
                 "everything",
                 "train without --head.window",
             )
@@ -267,15 +267,15 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
 
     The sizes, the tokens and a sample of the embeddings are compared.
     """
-    config, other = target.text_config, "a draft proposes badly beside another target: give"
+    config, other = target.text_config, "a draft has low acceptance with another target: use"
     for name, theirs, ours in (
         ("layers", gguf.num_layers, config.num_hidden_layers),
-        ("values a state", gguf.hidden_size, config.hidden_size),
+        ("values per state", gguf.hidden_size, config.hidden_size),
         ("tokens", len(gguf.tokens), config.vocab_size),
     ):
         if theirs != ours:
             raise ValueError(
-                f"{gguf.path} has {theirs:,} {name}, the target {target.name} {ours:,}: {other} the "
+                f"{gguf.path} has {theirs:,} {name}, but the target {target.name} has {ours:,}: {other} the "
                 "GGUF file of this target"
             )
     names = target.tokenizer.convert_ids_to_tokens(

@@ -62,17 +62,19 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
     layer = pair.layer_config
     if _is_normed_before_residual(pair):
         yield Finding(
-            f"norm_before_residual is true: {TITLE} takes the residual before the norm", OTHERWISE
+            f"norm_before_residual is true: {TITLE} uses the residual before the norm", OTHERWISE
         )
     if layer.get("model_type") == "qwen3":
         yield Finding(f"{TITLE}'s layer has no norms of queries and keys", OTHERWISE)
     if layer.get("attention_bias"):
         yield Finding(f"{TITLE}'s layer has no biases of queries, keys and values", OTHERWISE)
     if len(_layers(pair)) == 1:
-        yield Finding(f"{TITLE} applies fc to several streams only, the head reads one", OTHERWISE)
+        yield Finding(
+            f"{TITLE} applies fc only to several streams, but the head reads one", OTHERWISE
+        )
     if SLIDING in (layer.get("layer_types") or ()):
         yield Finding(
-            f"{TITLE} takes the window of an EAGLE-3 head from a flag "
+            f"{TITLE} reads the window of an EAGLE-3 head from a flag "
             "(--speculative-draft-window-size), which was not compared with training",
             OTHERWISE,
         )
@@ -130,7 +132,7 @@ def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
 def _misread_eagle1(pair: Pair) -> Iterator[Finding]:
     if ARCHITECTURE not in (pair.config.get("architectures") or ()):
         yield Finding(
-            f"{TITLE} knows an EAGLE-1 head by the architecture {ARCHITECTURE} only",
+            f"{TITLE} recognises an EAGLE-1 head only by the architecture {ARCHITECTURE}",
             export_cure(TITLE),
         )
     if "fc.bias" not in pair.shapes:

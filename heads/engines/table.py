@@ -1,10 +1,10 @@
-"""The table of engines, one row each, with all that other modules use.
+"""The table of engines, with one row each and everything that other modules use.
 
 To add an engine, write a module with the functions of `Rules`, and add a row here. `redraft export`
 and `redraft doctor --engine` need nothing else.
 
-Standard library only, because help texts list the engines. A module of rules, and with it torch, is
-imported when it is asked for.
+This module uses only the standard library, because help texts list the engines. A module with
+rules, and with it torch, is imported on first use.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Engine:
         return f"{self.title} {self.version} ({state})"
 
     def find_installed(self) -> str:
-        """The version of the engine installed beside redraft, or an empty string if none is."""
+        """The version of the engine installed in this environment; empty if there is none."""
         try:
             return importlib.metadata.version(self.package) if self.package else ""
         except importlib.metadata.PackageNotFoundError:
@@ -139,8 +139,8 @@ ENGINES: tuple[Engine, ...] = (
         module="redraft.heads.engines.tensorrt_llm",
         unserved={
             **LOOKUPS,
-            "eagle1": "its PyTorch backend takes EAGLE-3 heads only",
-            "peagle": "its parallel method (PARD) takes whole models",
+            "eagle1": "its PyTorch backend supports only EAGLE-3 heads",
+            "peagle": "its parallel method (PARD) supports only whole models",
             "medusa": "only its older C++ backend does",
         },
     ),

@@ -55,7 +55,7 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
     # absent, it means true in the layout of speculators
     if config.get("norm_before_residual", config.get("speculators_model_type") == "eagle3"):
         yield Finding(
-            f"norm_before_residual is true: {TITLE} takes the residual before the norm", OTHERWISE
+            f"norm_before_residual is true: {TITLE} uses the residual before the norm", OTHERWISE
         )
     if config.get("fc_norm") and _is_normed_before_fc(pair):
         yield Finding(
@@ -71,7 +71,7 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
         yield Finding(f"{TITLE} has fc for several streams only, the head reads one", OTHERWISE)
     if 0 in layers:
         yield Finding(
-            f"the head reads the embedding, layer 0, and -1 stands for another state in {TITLE}",
+            f"the head reads the embedding, layer 0, but -1 means another state in {TITLE}",
             OTHERWISE,
         )
 
@@ -130,8 +130,8 @@ def _misread_layers(pair: Pair) -> Iterator[Finding]:
     trained = folders.layers_read(pair)
     if served != trained or told is None:
         yield Finding(
-            f"{TITLE} takes the layers from its options ({LAYERS} in {OPTIONS}) and not from "
-            f"config.json: it feeds {served}, the head was trained on {trained}",
+            f"{TITLE} reads the layers from its options ({LAYERS} in {OPTIONS}), not from "
+            f"config.json: it uses {served}, but the head was trained on {trained}",
             export_cure(TITLE),
         )
 
@@ -145,7 +145,7 @@ def _misread_dspark(pair: Pair) -> Iterator[Finding]:
     told = keys.get("shift_label", pair.config.get("shift_label", True))
     if told != pair.config.get("sample_from_anchor", True):
         yield Finding(
-            f"{TITLE} reads shift_label, {str(told).lower()} here, in place of sample_from_anchor",
+            f"{TITLE} reads shift_label ({str(told).lower()}) instead of sample_from_anchor",
             export_cure(TITLE),
         )
 

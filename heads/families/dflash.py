@@ -89,7 +89,8 @@ class DFlash(nn.Module):
     family = "dflash"
     architecture = "DFlashDraftModel"  # vLLM's name of the class.
     speculators_architecture = "DFlashDraftModel"  # the class in the package `speculators`
-    float32: tuple[str, ...] = ()  # Tensors whose names begin so are exported in float32.
+    # Tensors whose names have one of these prefixes are exported in float32.
+    float32: tuple[str, ...] = ()
     is_autoregressive = False
     is_block = True
     recomputes = False
@@ -131,8 +132,8 @@ class DFlash(nn.Module):
                 "this head cannot read layer 0, the embeddings: engines count from the first "
                 "layer's output"
             )
-        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it
-        # alone.
+        # A plain tensor is not a parameter: it is not trained or saved, and `.to` and `.float` do
+        # not change it.
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -173,8 +174,8 @@ class DFlash(nn.Module):
         While gradients are recorded, each row of the batch has at most `num_anchors` anchors.
         Otherwise, all anchors are used.
         """
-        # 1. The blocks, as long as the tokens asked for: fewer tokens are a shorter block, in an
-        #    engine too.
+        # 1. The blocks, as long as the number of requested tokens: fewer tokens mean a shorter
+        # block, as in an engine.
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
@@ -240,7 +241,7 @@ class DFlash(nn.Module):
             views, last_BA, ahead = self.views, chunk_BA, 1
             if self.sees_anchor:
                 last_BA, ahead = anchor_BA, 0
-            # one for each kind of layer, which share the rows that they see
+            # one for each kind of layer; layers of a kind attend to the same rows
             masks = {
                 view: BlockMask.make(*in_whole(batch, last_BA), num_slots, view, first_ahead=ahead)
                 for view in {*views}
@@ -273,7 +274,7 @@ class DFlash(nn.Module):
             for i, layer in enumerate(layers)
             for name, v in layer_weights(layer).items()
         }
-        # with `fc` as below, the context begins as the highest stream under the target's final norm
+        # with `fc` as below, the context starts as the highest stream under the target's final norm
         theirs["norm.weight"] = theirs["hidden_norm.weight"] = layer_weights(final_norm)["weight"]
         with torch.no_grad():
             for name, mine in self.state_dict().items():
@@ -316,7 +317,7 @@ class DFlash(nn.Module):
         }
         layer = {
             **self.shape.hf_config(),
-            # `hf_config` says llama, because the shape knows nothing of this file's norms of
+            # `hf_config` says llama, because the shape does not include this file's norms of
             # queries and keys.
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
@@ -357,14 +358,14 @@ class DFlash(nn.Module):
         return {"family": self.family, **kept, TRAINED_WITH: recorded}
 
     def _served(self) -> dict[str, Any]:
-        # vLLM counts from the layer that ends: its k is our k + 1. Readers' defaults differ.
+        # vLLM counts layers by their index: its k is our k + 1. Readers' defaults differ.
         ids = [layer - 1 for layer in self.aux_layer_ids]
         section = {"mask_token_id": self._mask_token_id, "target_layer_ids": ids}
         is_causal = self._direction()
         if is_causal is None:
             return {SECTION: section}
-        # z-lab's code reads the key at the top level only, and takes layers with a window for
-        # causal ones without it.
+        # z-lab's code reads the key only at the top level, and without it treats layers with a
+        # window as causal.
         top = {"is_causal": is_causal} if is_causal or self.config.window else {}
         return {SECTION: section | {"causal": is_causal}, **top}
 
@@ -425,13 +426,14 @@ def choose_anchors(
     if (shared := batch.shared) is not None:
         _, is_chosen_BT = choose_anchors(shared.whole, limit)
         is_here_Bt = is_chosen_BT[:, shared.rows_t] & shared.is_own_t
-        # As many on each rank as on the one with the most: see below.
+        # As many on each rank as on the rank with the most: see below.
         most = max(most_of_ranks(shared, is_chosen_BT), 1)
         return is_here_Bt.byte().topk(most, dim=1).indices.sort(dim=1).values, is_here_Bt
     has_label_BT = label_rows(batch, 1)
     if limit is None:
-        # Training passes a limit and never comes here. Ranks take as many blocks as each other,
-        # because ZeRO-3 gathers the weights for each; in one process `int` waits for the device.
+        # Training passes a limit and never gets here. All ranks use the same number of blocks,
+        # because ZeRO-3 gathers the weights for each block; in a single process, `int` waits for
+        # the device.
         limit = batch.input_ids_BT.shape[1] if has_ranks else max(int(has_label_BT.sum(1).max()), 1)
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)

@@ -76,11 +76,11 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     if not layers or config.get("mask_token_id") is None:
         absent = "mask_token_id" if layers else "aux_hidden_state_layer_ids"
         raise ValueError(f"{folder}: config.json has no {absent}: add the value used in training")
-    # the package takes Qwen3's defaults for absent keys
+    # the package uses Qwen3's defaults for absent keys
     inner = read_layer_config(
         {"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}
     ).to_dict()
-    # of rotary parameters for several kinds of layers, the package takes these for all
+    # if there are rotary parameters for several kinds of layers, the package uses these for all
     rope = inner["rope_parameters"].get("sliding_attention", inner["rope_parameters"])
     section = {
         "mask_token_id": config["mask_token_id"],

@@ -36,7 +36,7 @@ from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.target import Target
 
 CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export
-INIT_STD = 0.01  # Small, so the head begins as DFlash.
+INIT_STD = 0.01  # small, so that the head starts as DFlash
 
 Config = options.DSpark
 
@@ -90,7 +90,7 @@ class DSpark(DFlash):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """Make an untrained head; arguments and errors are those of `DFlash`."""
+        """Make an untrained head; arguments and errors are the same as for `DFlash`."""
         super().__init__(config, target, draft_ids_W, shape)
         rank = config.markov_rank
         self.markov_head = MarkovHead(self.shape.vocab_size, len(self._head_WD), rank)
@@ -150,7 +150,7 @@ class DSpark(DFlash):
                 f"{folder}: a Markov head of type {kind} is not supported; only vanilla is"
             )
         has_confidence = bool(config.get("enable_confidence_head"))
-        # vLLM takes false if the key is absent, so an absent key is refused as well.
+        # vLLM assumes false if the key is absent, so an absent key is refused as well.
         if has_confidence and not config.get("confidence_head_with_markov"):
             raise ValueError(
                 f"{folder}: a confidence head that does not read the Markov head is not supported "

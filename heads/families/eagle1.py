@@ -110,7 +110,7 @@ class Eagle1(nn.Module):
         like: Path | None = None,
     ) -> None:
         """Write a folder for vLLM's `method: eagle`, which shares the embeddings and the head."""
-        left_out = {field.name for field in fields(options.LayerSizes)}  # they stand in config.json
+        left_out = {field.name for field in fields(options.LayerSizes)}  # they are in config.json
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
         # For the method eagle, vLLM puts "Eagle" in front of this name itself.
@@ -147,7 +147,7 @@ class Eagle1(nn.Module):
         ):
             if not target.is_copy(tensors.pop(name, shared_VD), shared_VD):
                 raise ValueError(
-                    f"{folder}: {name} differs from the target's: it is left over, or belongs to another target"
+                    f"{folder}: {name} differs from the target's: it is a leftover, or belongs to another target"
                 )
         load_into(head, tensors, folder)
         return head

@@ -117,8 +117,8 @@ class Eagle3(nn.Module):
         self.views = beside_target(config.views, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
-        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it
-        # alone.
+        # A plain tensor is not a parameter: it is not trained or saved, and `.to` and `.float` do
+        # not change it.
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -249,7 +249,7 @@ class Eagle3(nn.Module):
                     value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden)
                 ):
                     own[:, hidden:].copy_(value)
-            # [0 ... 0 I]: g begins as the stream of the highest layer.
+            # [0 ... 0 I]: g starts as the stream of the highest layer.
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
 
     def export(
@@ -290,7 +290,7 @@ class Eagle3(nn.Module):
         """Add the maps for a reduced vocabulary and the matching head rows to the weights."""
         if self._draft_ids_W is None:
             return dict(weights)
-        # the weights come last: if they hold a trained head, it replaces the target's rows
+        # the weights come last: if they contain a trained head, it replaces the target's rows
         maps = id_maps(self._draft_ids_W, self.shape.vocab_size)
         return {"lm_head.weight": self.head, **weights, **maps}
 
@@ -301,7 +301,8 @@ class Eagle3(nn.Module):
             "architectures": [
                 "Eagle3Qwen3ForCausalLM" if self.shape.qk_norm else "LlamaForCausalLMEagle3"
             ],
-            # vLLM counts the layers by this key; given the ids at the top level alone, it assumes 3
+            # vLLM counts the layers by this key; if only the ids at the top level are given, it
+            # assumes 3
             "num_aux_hidden_states": len(self.aux_layer_ids),
             "redraft": self._training(),
         }
@@ -314,7 +315,7 @@ class Eagle3(nn.Module):
             target_name=target_name,
             target_architectures=["LlamaForCausalLM"],
         )
-        # vLLM builds its config from this inner section, so the count of layers must stand here
+        # vLLM builds its config from this inner section, so the number of layers must be here
         layer = {**self._layer_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
         return {
             **self._architecture(),
@@ -431,7 +432,7 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
     if not target.is_copy(embed_VD, target.embed_VD):
         raise ValueError(
-            f"{folder} has embeddings that differ from the target's: they are left over, or belong to another target"
+            f"{folder} has embeddings that differ from the target's: they are leftovers, or belong to another target"
         )
     shape = LlamaShape.from_head_config(
         config.get("transformer_layer_config", config), target.config

@@ -33,7 +33,8 @@ from redraft.heads.draft import Batch, TargetSignal, aux_streams, final_hidden
 from redraft.heads.families.eagle3 import Eagle3
 
 RIDGE = 1e-3  # Penalty of squared weights, as a share of the inputs' mean square.
-OWN_ROW = 32.0  # score of a row with itself: among thousands of tokens the softmax takes it
+# score of a row with itself, which dominates the softmax even among thousands of tokens
+OWN_ROW = 32.0
 SAME_TOKEN = 16.0  # of an earlier row of the same token; lower, because keys are estimates
 
 
@@ -210,8 +211,8 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
         # Not zero: heads that are equal would stay so.
         q_OI[roles.slot(idle)].normal_(0, 0.02)
     if head.shape.qk_norm:
-        # Normed queries and keys have a length of sqrt(E), of which own-row queries meet the larger
-        # part of the key.
+        # Normed queries and keys have a length of sqrt(E), and own-row queries overlap with the
+        # larger part of the key.
         sharpness = math.sqrt(OWN_ROW / math.sqrt(width))
         attention.q_norm.weight.fill_(sharpness)
         attention.k_norm.weight.fill_(sharpness)

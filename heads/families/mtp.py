@@ -107,7 +107,7 @@ class Mtp(nn.Module):
         """Return the normed output, [B, T, D], twice: as the head's input and as feedback."""
         dtype = self.combine.weight.dtype
         embed_BTD = F.embedding(ids_BT, self._embed_VD).to(dtype)
-        # By position, not by row: a packed batch begins several documents, and vLLM tests the
+        # By position, not by row: a packed batch contains several documents, and vLLM tests the
         # position too.
         if self.layout.zero_at_start:
             embed_BTD = embed_BTD.masked_fill((position_ids_BT == 0)[..., None], 0)
@@ -116,7 +116,7 @@ class Mtp(nn.Module):
             torch.cat(parts if self.layout.embedding_first else parts[::-1], dim=-1)
         )
         cos_sin = self._rotary(position_ids_BT, x_BTD)
-        # The layer hands `memory`, an argument it does not know, on to `attend_memory`.
+        # The layer passes `memory`, an argument that it does not use, on to `attend_memory`.
         out_BTD = self.final_norm(
             self.block(x_BTD, position_embeddings=cos_sin, attention_mask=None, memory=memory)
         )
@@ -174,7 +174,7 @@ class Mtp(nn.Module):
         weights: Weights = None,
         like: Path | None = None,
     ) -> None:
-        """Write the layer alone, with the target's config.
+        """Write only the layer, with the target's config.
 
         `mtp_folder.stitch` adds it to the target.
         """

@@ -1,4 +1,4 @@
-"""Target folders with an MTP layer: read it, put a tuned one back, or make room for one."""
+"""Target folders with an MTP layer: read the layer, put a tuned one back, or make room for one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stitch(
         kept |= _keep_shard(
             path, {name for name, file in files.items() if file == path}, set(tensors), out
         )
-    # 3. The new tensors, in a file of another name than an earlier stitch left.
+    # 3. The new tensors, in a file with another name than an earlier stitch used.
     added = next(
         name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values()
     )
@@ -82,7 +82,7 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 
     The file is a link, or a new file without the replaced tensors.
     """
-    # if there is a model.safetensors, transformers takes it for the whole model and never reads the
+    # if there is a model.safetensors, transformers treats it as the whole model and never reads the
     # index
     name = "model-target.safetensors" if path.name == WEIGHTS else f"{path.stem}.safetensors"
     left = names - replaced
@@ -96,7 +96,7 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 def link(source: Path, copy: Path) -> None:
     """Make `copy` a hard link to the file behind `source`, or a copy on another disk."""
     try:
-        # Both names share bytes and mode. The hub's cache holds symbolic links, so resolve.
+        # Both names share bytes and mode. The hub's cache contains symbolic links, so resolve them.
         os.link(source.resolve(), copy)
     except OSError:
         shutil.copy2(source, copy)
@@ -135,7 +135,7 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
         name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
         for name, weight in read_tensors(llama_folder, weights).items()
     }
-    # vLLM knows MiMo by the architecture, transformers opens the rest as a Qwen2.
+    # vLLM recognises MiMo by the architecture; transformers opens the rest as a Qwen2.
     mimo = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",

@@ -49,8 +49,7 @@ class Layout:
         # DeepSeek: past `first_k_dense_replace`, so the layer has experts, as in the checkpoint.
         index = config.num_hidden_layers
         if getattr(config, "layer_types", None):
-            # engines build it as a layer 0 with full attention, whatever the target's first layer
-            # has
+            # engines build it as layer 0 with full attention, whatever the target's first layer is
             config.layer_types, index = ["full_attention"], 0
         block: nn.Module = getattr(module, f"{prefix}DecoderLayer")(config, index)
         return block

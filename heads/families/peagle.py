@@ -64,13 +64,13 @@ class PEagle(Eagle3):
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
-        # One for each layer. Every pass adds a step to all of them, so their order matters.
-        # Layers with one window share the rows that they see.
+        # One per layer. Every pass adds a step to all of them, so their order matters. Layers with
+        # the same window share the rows that they attend to.
         windows = [view.window for view in self.views]
         first = {window: StepMemory(batch, rows_BN, window) for window in windows}
         memories = [first[window].after([]) for window in windows]
-        # the last rows of a document read the tokens of the next; their labels are masked and no
-        # other row sees them
+        # the last rows of a document read the tokens of the next one; their labels are masked, and
+        # no other row attends to them
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
         hidden_BTD = self._pass(ids_BT, self.feature(signal), batch.position_ids_BT, memories)
         steps = [self._draft_step(hidden_BTD, 0, label_rows(batch, 1))]
@@ -103,9 +103,9 @@ class PEagle(Eagle3):
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Choose the rows for step k, and mark those that are trained: int64 and bool, [B, n] each.
 
-        The rows are the first ones of `_sample_rows`. Every row of the batch keeps a share of its
-        own labels, whatever the other rows have: two processes with half of the batch each train
-        the same rows as one process with all of it.
+        The rows are the first ones of `_sample_rows`. Every row of the batch keeps a fraction of
+        its own labels, independently of the other rows: two processes with half of the batch each
+        train the same rows as one process with all of it.
         """
         # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
         # labels.

@@ -45,19 +45,20 @@ FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft, o
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
-MOST_IDS = (1 << 20) - 1  # token ids that `as_text` tells apart, a power of 2 less 1
+# maximum number of token ids that `as_text` can distinguish, a power of 2 minus 1
+MOST_IDS = (1 << 20) - 1
 WINDOW = 10_000
 """Newest answers in live counts."""
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
-SHARD = 1 << 12  # most runs to drop, or to move in memory, at once
+SHARD = 1 << 12  # maximum number of runs to drop, or to move in memory, at once
 # live predictions of a kind; then both sums halve, and the rate follows the traffic
 REMEMBERED = 4096
 EXPECTED = (
     0.2,
     0.4,
     0.8,
-)  # prior hit rates for runs in the request, by length; measured on SmolLM2's code answers
+)  # prior hit rates for runs in the request, by length, measured on SmolLM2's code answers
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
 
@@ -97,7 +98,7 @@ class Text:
 
 
 class Retrieval:
-    """A draft of counted answers. Drafting is plain Python and takes about 8 us per token."""
+    """A draft from counted answers. Drafting is plain Python and takes about 8 us per token."""
 
     def __init__(
         self,
@@ -125,8 +126,8 @@ class Retrieval:
 
         The step has `num_requests` requests.
 
-        Live counts draft only the text of this `owner`, and none if it is None. A request's own
-        text is drafted in any case.
+        Live counts draft only this `owner`'s text, and none if it is None. A request's own text is
+        always drafted.
         """
         # Every request of the step pays for a row of this one, so a busy server drafts only likely
         # tokens.
@@ -253,13 +254,13 @@ def as_text(ids: Ids) -> str:
 def find_run(text: str, max_run: int, end: int | None = None) -> tuple[int, int]:
     """Find the longest run at the end of text[:end], up to `max_run`, that also occurs earlier.
 
-    Returns (length, index of the token after its first occurrence), or (0, 0) if not even the last
+    Return (length, index of the token after its first occurrence), or (0, 0) if not even the last
     token occurs earlier. `text` comes from `as_text`.
     """
     end = len(text) if end is None else end
     found, start = (0, 0), 0
     for length in range(1, min(max_run, end) + 1):
-        # a longer run ends where a shorter one does, or later; a token must follow it
+        # a longer run ends at the same place as a shorter one, or later; a token must follow it
         start = text.find(text[end - length : end], max(start - 1, 0), end - 1)
         if start < 0:
             break
@@ -392,7 +393,7 @@ class RunVotes:
     def list_entries(
         self, probability: Callable[[tuple[int, int]], float]
     ) -> dict[Run, tuple[int, float]]:
-        """Return `Retrieval.entries`, without runs that predict what the next shorter run does."""
+        """Return `Retrieval.entries`, without runs that predict the next shorter run's token."""
         rows = [
             item
             for shard in (*self._older, *self._newer)

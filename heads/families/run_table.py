@@ -43,7 +43,7 @@ NOBODY = 0xD1B54A32D192ED03
 """Hash of no owner. From 0 on, runs of token 0 would be alike."""
 
 ANYONE = -1
-"""In place of an owner's number: runs of all owners may be found."""
+"""Replaces an owner's number if runs of all owners may be found."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RunTable:
         """Number and hash of the owners in the table."""
         self._free = array("H", range(OWNERS, -1, -1))
         self._changed: set[int] | None = None
-        """Slots that a copy of the table lacks; None for all of them, or if nothing copies it."""
+        """Slots that a copy of the table lacks; None for all of them, or if there is no copy."""
 
     @property
     def num_bytes(self) -> int:
@@ -98,7 +98,7 @@ class RunTable:
         return self._epoch - 1
 
     def take_changes(self) -> NDArray[np.int64] | None:
-        """The slots that changed since the last call, in any order; None if all may have."""
+        """The slots changed since the last call, in any order; None if all may have changed."""
         changed, self._changed = self._changed, set()
         return None if changed is None else np.fromiter(changed, np.int64, len(changed))
 
@@ -134,7 +134,7 @@ class RunTable:
         return None
 
     def find_owner(self, owner: bytes) -> tuple[int, int] | None:
-        """The number of an owner in the rows, and the hash of no run; None if nothing is known."""
+        """The number of an owner in the rows, and the hash of no run; None for an unknown owner."""
         known = self._owners.get(owner)
         if self.shares:
             return ANYONE, self._hash_owner(owner) if known is None else known[1]
@@ -262,7 +262,7 @@ class RunTable:
         return at // HASH_BYTES  # -1 stays -1
 
     def _take_slot(self, hashed: int) -> int:
-        """Take a slot for a new run, replacing the least recent run if no slot is free."""
+        """Return a slot for a new run, replacing the least recent run if no slot is free."""
         first = hashed % self._num_buckets * WAYS
         place = self._find_aligned(bytes(HASH_BYTES), first * HASH_BYTES)
         if place < 0:
@@ -306,10 +306,10 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
         return Entries(runs_RN, found[:, 0], found[:, 1])
 
     def spread(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64], int]:
-        """A half-full hash table: rows and hashes of its slots, probabilities, most probes.
+        """A half-full hash table: rows and hashes of its slots, probabilities, maximum probes.
 
-        A row has the token, and from bit `VOTES_AT` on the place of its probability. A full bucket of
-        `WAYS` slots flows over into the next one.
+        A row has the token and, from bit `VOTES_AT` on, the place of its probability. A full bucket
+        of `WAYS` slots overflows into the next one.
         """
         probabilities, kinds_R = np.unique(self._probabilities, return_inverse=True)
         rows_R = kinds_R.astype(np.uint64) << np.uint64(VOTES_AT) | np.array(

@@ -106,7 +106,7 @@ class StandaloneDraft(nn.Module):
         """Write a folder for vLLM and transformers, with `tokenizer` or that of `like`.
 
         Raises:
-            ValueError: neither is given. Without a tokenizer, draft and target cannot be compared.
+            ValueError: both are missing. Without a tokenizer, draft and target cannot be compared.
         """
         if tokenizer is None:
             if like is None:
@@ -184,8 +184,8 @@ class StandaloneDraft(nn.Module):
         mask_B1TT, window = attention_mask(batch), getattr(self._config, "sliding_window", None)
         if not window or window >= batch.input_ids_BT.shape[1]:
             return self._for_scores(mask_B1TT)
-        # a window of w keys holds the row itself and the w - 1 before it
-        # A window of 3 at row 5: tril(-3) holds keys 0..2, so 3, 4 and 5 stay.
+        # a window of w keys contains the row itself and the w - 1 before it. E.g. for a window of 3
+        # at row 5, tril(-3) contains keys 0..2, so 3, 4 and 5 stay.
         sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
         if not hasattr(self._config, "layer_types"):
             return self._for_scores(sliding_B1TT)
@@ -245,8 +245,8 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
     target_config = target.config.get_text_config()
     if init.layers and any(p.is_meta or isinstance(p, DTensor) for p in target.parameters()):
         raise ValueError(
-            "a draft of the target's layers needs its weights, which the endpoint does not give: "
-            "begin with draft.checkpoint or draft.num_layers, or read the target from its folder "
+            "a draft of the target's layers needs its weights, which the endpoint does not provide: "
+            "start from draft.checkpoint or draft.num_layers, or read the target from its folder "
             "(--signal.kind model or cache)"
         )
     if init.layers:
@@ -283,8 +283,8 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     """
     if target.config.get_text_config() is not target.config:
         raise ValueError(
-            f"{type(target).__name__} also reads images, and so would a draft from its layers: "
-            "begin with draft.checkpoint or draft.num_layers"
+            f"{type(target).__name__} also reads images, so a draft made from its layers would too: "
+            "start from draft.checkpoint or draft.num_layers"
         )
     prefix, total = _find_layers(target)
     if (
@@ -322,7 +322,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
             f"layers {list(layers)} of {type(target).__name__} are of other kinds at their new "
             "places"
         )
-        raise ValueError(f"{kinds}: choose others, or begin with draft.num_layers") from None
+        raise ValueError(f"{kinds}: choose others, or start from draft.num_layers") from None
     draft.generation_config = copy.deepcopy(target.generation_config)
     return StandaloneDraft(draft.to(target.device).train(target.training))
 

@@ -65,8 +65,8 @@ class StepMemory:
         if not self.pairs:  # later keys are of the row itself
             k, v = gather_keys(self._shared, k, v)
         self.pairs.append((k, v))
-        # The first pair has the keys of every row, [B, G, T, E]. A later one has one key for each
-        # row it continues.
+        # The first pair contains the keys of every row, [B, G, T, E]. A later one contains one key
+        # for each row that it continues.
         context, *own = self.pairs
         if self._rows_BN is not None and own:
             # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier

@@ -42,12 +42,12 @@ class BlockMask:
         `first_ahead` positions after the row.
         """
         # `rows_BA` is the row before the anchor, the last one that the target has computed, so it
-        # is seen too. No other block is seen: the anchor of a later one is a token that this block
-        # must predict.
+        # is included. No other block is, because the anchor of a later one is a token that this
+        # block must predict.
         rows_BN = rows_BA.repeat_interleave(num_slots, dim=1)
         prefixes = Prefixes.of(document_BT).rows(rows_BN, ascending=True)
-        # The window belongs to the position, as in an engine: it moves with the slot, and the last
-        # slot sees the fewest rows of the context.
+        # The window is relative to the position, as in an engine: it moves with the slot, and the
+        # last slot attends to the fewest rows of the context.
         slots_S = torch.arange(first_ahead, first_ahead + num_slots, device=rows_BA.device)
         prefixes = prefixes.within(view.window, slots_S.repeat(rows_BA.shape[1]))
         return BlockMask(prefixes, num_slots, view.is_causal)
@@ -65,8 +65,8 @@ def attend_blocks(
     The blocks' queries are laid end to end. `context` has keys and values, [B, G, T, E] each, and
     `block` has the blocks' own, [B, G, N, E]. `mask` has the keys that each query attends to.
     """
-    # Under autocast projections return bfloat16, and norms and rotation may return float32. The
-    # kernel takes one type.
+    # Under autocast, projections return bfloat16, but norms and rotation may return float32. The
+    # kernel accepts a single dtype.
     dtype = product_dtype(block[1])
     context, block = ((keys.to(dtype), values.to(dtype)) for keys, values in (context, block))
     return attend(

@@ -40,7 +40,7 @@ softmax(q k) v there.
 
 
 FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
-"""Names of the final norm: of most, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2,
+"""Names of the final norm: for most models, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2, and
 RecurrentGemma.
 """
 
@@ -71,8 +71,8 @@ def decoder_layers(model: Any) -> Any:
     if layers is None:
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no `layers` in its decoder, "
-            "from which a draft reads: choose another target, or train a draft that reads its last "
-            "states alone (medusa, mlp-speculator, standalone)"
+            "from which a draft reads: choose another target, or train a draft that reads only its "
+            "last states (medusa or standalone)"
         )
     return layers
 
@@ -108,7 +108,7 @@ def find_rule(model: Any) -> LogitRule:
     hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(
         1, 8, -1
     )
-    # Up to 100, where a cap of 30 or 50 leaves nothing as it is.
+    # Up to 100, where a cap of 30 or 50 changes every logit.
     hidden_1TD *= 100 / (hidden_1TD @ head_VD.float().T * rule.scale).abs().max().clamp(min=1e-6)
     hidden_1TD = hidden_1TD.to(head_VD.dtype)
 
@@ -160,7 +160,7 @@ def prefix_arguments(batch: Batch) -> dict[str, Any]:
     A sliding layer attends within its window. If ranks share the batch, each layer gathers the keys
     of all of its rows.
     """
-    # The model makes no mask of its own if it is given one, however small.
+    # If the model is given a mask, however small, it makes none itself.
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=batch.document_BT.device)
     return {
         "attention_mask": unread,
@@ -190,7 +190,7 @@ def attend_prefixes(
             tuple[Tensor, None],
             sdpa_attention_forward(module, query, key, value, attention_mask, **options),
         )
-    # Most hand a layer's window on. Qwen 2 MoE keeps it in the layer, and has 0 for none.
+    # Most models pass a layer's window on. Qwen 2 MoE stores it in the layer, and uses 0 for none.
     window = options.get("sliding_window") or getattr(module, "sliding_window", None) or None
     dtype = product_dtype(value)
     keys, values = gather_keys(shared_rows, key.to(dtype), value.to(dtype))

@@ -1,4 +1,4 @@
-"""`torch.compile` on CPUs whose cache of compiled code may hold another processor's."""
+"""`torch.compile` on CPUs whose cache of compiled code may come from another processor."""
 
 from __future__ import annotations
 

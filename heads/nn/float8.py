@@ -47,7 +47,7 @@ def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scales(codes_HLX: Tensor) -> Tensor:
     """The scales of encoded states, float32 [..., 1]."""
-    # A copy, because torch takes no float32 from an address that 4 does not divide.
+    # A copy, because torch rejects a float32 address that is not divisible by 4.
     return (
         codes_HLX[..., -SCALE_BYTES:]
         .clone(memory_format=torch.contiguous_format)

@@ -63,7 +63,7 @@ class LlamaShape:
             ValueError: the config lacks a size that a head shares with the target.
         """
 
-        differing: list[str] = []  # sizes of which transformers says that each layer has another
+        differing: list[str] = []  # sizes that differ between layers according to transformers
 
         def read(name: str) -> Any:
             try:
@@ -86,10 +86,10 @@ class LlamaShape:
         # transformers' defaults for absent keys: a key head for each query head, and heads of size
         # hidden / heads.
         head_dim = head_dim or (heads and hidden // heads)
-        # Latent attention says nothing of a layer that keeps keys: DeepSeek V3's 128 key heads
-        # would make this one layer cache half as much as all 61 layers of the target. And a Llama
-        # config, as engines read a head's, has heads that divide the hidden size: Qwen 3.5's need
-        # not.
+        # Latent attention does not describe a layer that caches keys: with DeepSeek V3's 128 key
+        # heads, this one layer would cache half as much as all 61 layers of the target. Also, in a
+        # Llama config, which engines read for a head, the heads divide the hidden size; Qwen 3.5's
+        # need not.
         if not heads or hidden % heads or read("kv_lora_rank") or differing:
             head_dim = math.gcd(hidden, USUAL_HEAD_DIM)
             heads = hidden // head_dim
@@ -97,8 +97,8 @@ class LlamaShape:
             key_heads = next(count for count in range(most, 0, -1) if heads % count == 0)
         return LlamaShape(
             hidden_size=hidden,
-            # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of
-            # 4x
+            # 8/3 of the hidden size makes SwiGLU's three matrices as large as the usual two with a
+            # factor of 4
             intermediate_size=read("intermediate_size") or -(-hidden * 8 // 3 // 64) * 64,
             num_attention_heads=heads,
             num_key_value_heads=key_heads or heads,

@@ -1,6 +1,4 @@
-"""Parallel drafters.
-
-The token that stands in the slots to fill, and the rows of a batch to train on.
+"""Parallel drafters: the token in the slots to fill, and the rows of a batch to train on.
 
 B = batch, T = tokens, N = chosen rows.
 """
@@ -39,11 +37,11 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)
     pad_id: int | None = tokenizer.pad_token_id
-    # One that ends answers is not free, and one added late has no row.
+    # A token that ends answers is not free, and one that was added later has no row.
     if pad_id is None or pad_id in target.end_ids or pad_id >= num_embeddings:
         raise ValueError(
             "every row of the target's embeddings is a token, and there is no padding token that "
-            "ends no answer: name a token that never occurs in text with --head.mask-token-id"
+            "ends no answer: set --head.mask-token-id to a token that never occurs in text"
         )
     return pad_id
 
@@ -60,7 +58,7 @@ def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     a caller that counts the labels there to determine `count`.
     """
     # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt
-    # turns the circle.
+    # rotates the circle.
     turn = batch.salt * TURN % (1 << 31)
     # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
     mixed_BT = (

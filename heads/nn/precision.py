@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with `x`: autocast's if it is enabled, else that of `x`."""
-    # Autocast narrows the operators it knows. Our attention is none of them, so callers ask here
-    # and cast.
+    """The dtype of a matrix product with `x`: autocast's if enabled, otherwise that of `x`."""
+    # Autocast narrows only the operators in its list. Our attention is not in it, so callers ask
+    # here and cast.
     kind = autocast_kind(x.device)
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

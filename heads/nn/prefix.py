@@ -32,10 +32,10 @@ ROWS_A_BLOCK = 256  # on a CPU, if rows are not whole documents; as many in the 
 FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
-"""Graphs of a kernel in a process: PyTorch's limit for all graphs of a function, instead of its 8.
-Forward, backward, each dtype, each size of the heads, one row in the batch, one block of rows or
-keys, and each number of own keys need graphs of their own: some twenty in a training of one
-draft.
+"""Number of compiled graphs of a kernel per process: PyTorch's limit for the graphs of one
+function, whose default is 8. Forward, backward, each dtype, each head size, one row in the batch,
+one block of rows or keys, and each number of own keys need separate graphs: about twenty in the
+training of one draft.
 """
 
 
@@ -46,9 +46,9 @@ class Prefixes:
     start_BN: Tensor
     """Int64, the first one."""
     end_BN: Tensor
-    """Int64, behind the last one. No row sees none."""
+    """int64, the position after the last key. Every row has at least one key."""
     is_whole: bool
-    """Row n is key n's, and sees its document up to itself: causal kernels."""
+    """Whether row n is key n's row and attends to its document up to itself: causal kernels."""
     uses_flex: bool
     """The form for GPUs."""
     order_BN: Tensor | None = None
@@ -71,7 +71,7 @@ class Prefixes:
         begins_BT = torch.nn.functional.pad(document_BT.diff(dim=1) != 0, (1, 0), value=True)
         # Documents [0, 0, 1, 1, -1]: start [0, 0, 2, 2, 4], end [1, 2, 3, 4, 5].
         start_BT = torch.where(begins_BT, at_T, 0).cummax(1).values
-        # A stride of 0 over the rows of the batch would need compiled graphs of its own.
+        # A stride of 0 over the rows of the batch would need separate compiled graphs.
         return Prefixes(
             start_BT,
             (at_T + 1).expand_as(start_BT).contiguous(),
@@ -84,7 +84,8 @@ class Prefixes:
         order_BN = None if ascending else rows_BN.argsort(1)
         sorted_BN = rows_BN if order_BN is None else rows_BN.gather(1, order_BN)
         start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
-        # Never whole, even for all rows in order: only `of` knows that row n is key n.
+        # Never whole, even for all rows in order, because only `of` ensures that row n is key n's
+        # row.
         return Prefixes(
             start_BN, end_BN, is_whole=False, uses_flex=self.uses_flex, order_BN=order_BN
         )
@@ -92,8 +93,8 @@ class Prefixes:
     def within(self, window: int | None, ahead: int | Tensor = 0) -> Prefixes:
         """Narrow the keys to those that a row with a window attends to; all if `window` is None.
 
-        They are fewer than `window` positions before the row's query, which is `ahead` positions
-        after its last key. `ahead` is one number for all rows, or one per row, [N].
+        These are the keys fewer than `window` positions before the row's query, which is `ahead`
+        positions after its last key. `ahead` is one number for all rows, or one per row, [N].
 
         Raises:
             ValueError: no key is left, because the window is not longer than `ahead`.
@@ -113,7 +114,7 @@ class Prefixes:
         return self._within[window, ahead]
 
     def _narrowed(self, window: int, ahead: int | Tensor) -> Prefixes:
-        # end is the position after the last key, so the query stands at end - 1 + ahead.
+        # end is the position after the last key, so the query is at end - 1 + ahead.
         start_BN = torch.maximum(self.start_BN, self.end_BN + ahead - window)
         return replace(self, start_BN=start_BN, is_whole=False, _blocks={}, _within={})
 
@@ -146,8 +147,8 @@ def attend(
     """
     prefixes = prefixes.within(window)
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
-    # Autocast would narrow the products of blocks. The backward pass, which has none, must compute
-    # the same scores.
+    # Autocast would narrow the products of blocks. The backward pass, which has no autocast, must
+    # compute the same scores.
     with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):
         out: Tensor = _Attention.apply(
             q_BHNE, prefixes, scale, (num_slots, is_causal), *keys, *values
@@ -174,7 +175,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         order_BN, (forward, _) = prefixes.order_BN, _operations(prefixes)
-        # 1. The range alone: output and log sum exp of each row.
+        # 1. Only the range: output and log sum exp of each row.
         found = forward(_sorted(q, order_BN), keys[0], values[0], prefixes, scale)
         out, total_BHN = (_put_back(x, order_BN) for x in found)
         # 2. One softmax over the range and the few further keys.
@@ -191,8 +192,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, total_BHN, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from
-        # `out` and `total` alone, so with the joint ones it yields the range's part.
+        # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax only
+        # from `out` and `total`, so with the joint ones it returns the range's part.
         order_BN, (_, backward) = ctx.prefixes.order_BN, _operations(ctx.prefixes)
         sorted_grad, sorted_q, *joint = (
             _sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN)
@@ -359,8 +360,8 @@ def _flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return grad_q, grad_k, grad_v
 
 
-# One operation each way, because the loops inside depend on data. A compiler and the counter of
-# `benchmarks.training` then see one call, with the shapes of the fake version.
+# One operation in each direction, because the loops inside depend on data. A compiler and the
+# counter of `benchmarks.training` then record one call, with the shapes of the fake version.
 @torch.library.custom_op("redraft::prefix_attention", mutates_args=(), device_types="cpu")
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
@@ -478,8 +479,8 @@ def _pieces(
             low, high = int(start_n.min()), int(end_n.max())
             key = torch.arange(low, high)
             hidden = (key < start_n) | (key >= end_n)
-            # Added to the scores, [1, 1, n, high - low]. Every row sees a key: one of -inf alone is
-            # NaN.
+            # Added to the scores, [1, 1, n, high - low]. Every row has a key, because a row of only
+            # -inf is NaN.
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[
                 None, None
             ]
@@ -563,8 +564,8 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """
     if device != "cuda":
         return function
-    # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once
-    # more.
+    # Without `fullgraph`, PyTorch runs the function uncompiled if it cannot compile it, or has
+    # reached its limit.
     compiled = torch.compile(function, fullgraph=True)
 
     def run(*args: Any, **options: Any) -> Any:
@@ -594,8 +595,8 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
     )
     # [B, 1, blocks of rows, blocks of keys] from here on.
     first_key = torch.arange(0, num_keys, FLEX_BLOCK, device=start.device)
-    # Touched: some row may see some key of the block. Full: every row sees all keys, so `sees` is
-    # not asked.
+    # Touched: some row may attend to some key of the block. Full: every row attends to all keys, so
+    # `sees` is not evaluated.
     touched = (first_key < end.amax(-1)) & (first_key + FLEX_BLOCK > start.amin(-1))
     full = (first_key >= start.amax(-1)) & (first_key + FLEX_BLOCK <= end.amin(-1))
 

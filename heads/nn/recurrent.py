@@ -59,8 +59,8 @@ def unroll(
     run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
     steps = []
     for k in range(num_steps or draft.config.num_steps):
-        # the last rows of a document read the tokens of the next; their labels are masked and no
-        # other row sees them
+        # the last rows of a document read the tokens of the next one; their labels are masked, and
+        # no other row attends to them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         # Fed back into the next step, not detached: the loss of step k trains all passes before.
         hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, *memories)

@@ -64,7 +64,7 @@ def share_rows(batch: Batch, rank: int, ranks: int, ahead: int, group: Any = Non
     return replace(
         batch,
         input_ids_BT=batch.input_ids_BT[:, rows_t],
-        # Behind the last row there is nothing to learn.
+        # After the last row, there is nothing to learn.
         loss_mask_BT=batch.loss_mask_BT[:, rows_t] & is_row_t,
         document_BT=torch.where(is_row_t, batch.document_BT[:, rows_t], -1),
         position_ids_BT=batch.position_ids_BT[:, rows_t],
@@ -145,7 +145,8 @@ class _Gathered(torch.autograd.Function):
         found = pieces.new_empty(shared.num_ranks * PIECES, *pieces.shape[1:])
         dist.all_gather_single(found, pieces.contiguous(), group=shared.group)
         found = found.reshape(-1, PIECES, *found.shape[1:])
-        # Ranks 0 1 hold the pieces 0 3, 1 2: the first ones in order, then the others from behind.
+        # Ranks 0 and 1 have the pieces 0, 3 and 1, 2: the first ones in order, then the others in
+        # reverse.
         ordered = torch.cat([found[:, 0], found[:, 1].flip(0)])
         return ordered.movedim(0, 2).flatten(2, 3)
 
@@ -161,7 +162,7 @@ class _Gathered(torch.autograd.Function):
         sent = torch.stack([front, back.flip(0)], dim=1).flatten(0, 1)
         own = torch.empty_like(sent[:PIECES])
         dist.reduce_scatter_single(own, sent, group=shared.group)
-        # Rows behind a piece are keys of another rank.
+        # Rows after a piece are keys of another rank.
         behind = ctx.rows // PIECES - _piece(shared)
         own = torch.nn.functional.pad(own, (0, 0, 0, behind)).movedim(0, 2).flatten(2, 3)
         return own.to(grad_BHTE.dtype), None

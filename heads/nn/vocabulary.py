@@ -38,7 +38,7 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
     """
     if offset_W is None:
         return None
-    # d2t [0, 0, 3] stands for the target's ids [0, 1, 5].
+    # d2t [0, 0, 3] represents the target's ids [0, 1, 5].
     ids_W = offset_W + torch.arange(len(offset_W))
     if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
         raise ValueError(

@@ -172,5 +172,5 @@ def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
             if kind.method
             else "vLLM has no method to serve it"
         )
-        return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
+        return f"{kind.name}: {serves}; redraft cannot train, forecast or check it"
     return None

@@ -554,16 +554,28 @@ def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_p
             r"layer 0 was trained with a window of 9, both.*vLLM reads a window of 9, causal",
             '"is_causal": false into transformer_layer_config',
         ),
-        ("dspark", "", {"sliding_window": 12}, r"see 12\b.*window of 9\b", '"sliding_window": 9'),
-        ("eagle3", "", {"layer_types": ["full_attention"] * 2}, r"see all\b.*window of 9\b", "9"),
+        (
+            "dspark",
+            "",
+            {"sliding_window": 12},
+            r"attend to 12\b.*window of 9\b",
+            '"sliding_window": 9',
+        ),
+        (
+            "eagle3",
+            "",
+            {"layer_types": ["full_attention"] * 2},
+            r"attend to all\b.*window of 9\b",
+            "9",
+        ),
         (
             "eagle3",
             "",
             {"layer_types": ["sliding_attention", "full_attention"]},
-            r"layers \[1\] see all.*in training none\b",
+            r"all positions are \[1\].*in training they were none\b",
             "layer_types",
         ),
-        ("eagle3", "", {"layer_types": ["sliding_attention"]}, r"1 layers.*has 2\b", "each layer"),
+        ("eagle3", "", {"layer_types": ["sliding_attention"]}, r"1 entries.*has 2\b", "per layer"),
         (
             "eagle3",
             "",
@@ -598,7 +610,7 @@ def test_a_window_smaller_than_in_training_is_a_doubt(tmp_path: Path) -> None:
     edit_config(folders[1], sliding_window=6)
     finding = only(findings(folders))
     assert finding.is_doubt
-    assert re.search(r"see 6\b.*trained with 9\b", finding.problem)
+    assert re.search(r"attend to 6\b.*trained with 9\b", finding.problem)
 
 
 def test_a_full_head_beside_a_target_that_slides_is_a_doubt(tmp_path: Path) -> None:

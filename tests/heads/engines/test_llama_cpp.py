@@ -202,7 +202,7 @@ def test_a_gguf_file_of_another_target_is_refused_for_llama_cpp(
     config = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 4})
     type(model)(config).save_pretrained(other)
     small_tokenizer.save_pretrained(other)
-    with pytest.raises(ValueError, match=r"has 5 layers, the target .* 4"):
+    with pytest.raises(ValueError, match=r"has 5 layers, but the target .* 4"):
         require_same_target(TargetFolder.open(other), world.gguf)
 
 

@@ -329,8 +329,8 @@ def test_windows_that_cannot_be_meant_are_refused(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sliding_window": 12}, r"window of 12\b.*trained with 9\b"),
-        ({"layer_types": ["full_attention"] * 3}, r"no window.*trained with 9\b"),
+        ({"sliding_window": 12}, r"window of 12\b.*trained with a window of 9\b"),
+        ({"layer_types": ["full_attention"] * 3}, r"no window.*trained with a window of 9\b"),
         ({"layer_types": ["sliding_attention"]}, r"names 1 layers.*has 3\b"),
         ({"sliding_window": None}, "no sliding_window"),
         ({"model_type": "qwen3", "use_sliding_window": False}, "use_sliding_window"),

@@ -383,7 +383,7 @@ def test_a_draft_without_a_module_here_is_named_without_a_target(tmp_path, capsy
     assert status_of(str(draft)) == 1
     out = capsys.readouterr().out
     assert re.search(r"kind +an XPress draft", out)
-    assert "train nor forecast" in out
+    assert "cannot train, forecast" in out
 
 
 def test_a_lookup_needs_a_target(capsys):
