@@ -119,15 +119,15 @@ def paired_interval(
 def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:
     """The median and its 95% interval from order statistics (the sign test).
 
-    It holds for any distribution. With fewer than six values the interval is infinite: the smallest
-    and the largest then enclose the median in less than 95% of cases. Use it for rounds on a shared
-    machine, where single disturbed rounds shift the mean.
+    It is valid for any distribution. With fewer than six values, the interval is infinite, because
+    the smallest and the largest value then enclose the median in less than 95% of cases. Use it for
+    rounds on a shared machine, where single disturbed rounds shift the mean.
     """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
-    # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one
-    # rank in. Six values: 3% are outside the smallest and the largest (2 / 64), 22% one rank in. So
-    # it is these two.
+    # `outside` is twice P(Binomial(size, 1/2) <= rank): the probability that the median is outside
+    # the values at this rank. With six values, it is 3% for the smallest and the largest (2 / 64),
+    # and 22% for the next ones, so the former are used.
     while (outside := outside + 2 * math.comb(size, rank) / 2**size) <= 1 - CONFIDENCE:
         rank += 1
     interval = (float(sorted_N[rank - 1]), float(sorted_N[size - rank])) if rank else UNBOUNDED
@@ -139,7 +139,7 @@ def estimate_tau_gain(
 ) -> Estimate:
     """`estimate_gain` for the gain in tau of one draft over another.
 
-    `ours` and `theirs` hold the counts per prompt, on the same prompts.
+    `ours` and `theirs` contain the counts per prompt, on the same prompts.
     """
     over_N2, under_N2 = (
         np.array(
@@ -181,7 +181,7 @@ def _error(deviation_N: Array, under_N: Array) -> float:
     return math.sqrt((num_prompts - 1) / num_prompts * float(np.square(deviation_N).sum()))
 
 
-@functools.lru_cache(maxsize=4096)  # a report asks hundreds of times for the same prompts
+@functools.lru_cache(maxsize=4096)  # a report needs it hundreds of times for the same prompts
 def student_t_quantile(probability: float, freedom: float) -> float:
     """The `probability` quantile of Student's t with `freedom` degrees of freedom.
 
@@ -191,7 +191,7 @@ def student_t_quantile(probability: float, freedom: float) -> float:
     two_sided = 2 * (1 - probability)
     if (
         freedom < 2
-    ):  # Hill's series does not converge there: rounded down to 1, where the quantile is larger
+    ):  # Hill's series does not converge there: round down to 1, where the quantile is larger
         return math.tan(math.pi / 2 * (1 - two_sided))
     if freedom == 2:
         return math.sqrt(2 / (two_sided * (2 - two_sided)) - 2)

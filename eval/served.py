@@ -85,7 +85,7 @@ def serve_and_count(
             [_counts(output, by_step=not is_compared) for output in run.outputs] for run in runs
         ]
 
-    # All that the counts depend on, or those of another run would pass for these.
+    # Everything that the counts depend on; otherwise, those of another run could be reused.
     key: list[object] = [target.opened.fingerprint, draft.fingerprint, config, prompts]
     key += [protocol.temperatures, protocol.filters, protocol.max_tokens]
     key += [options, engine_environment()]
@@ -121,8 +121,8 @@ def count_steps(output: Output) -> AcceptanceCounts:
     vLLM does not count those steps.
     """
     counts = output.counts or AcceptanceCounts.zero()
-    # The prefill gives one token, and every step its accepted tokens and one more. The last block
-    # may accept tokens past the end of the answer: the difference is then too small, by at most K
-    # steps.
+    # The prefill produces one token, and every step its accepted tokens and one more. The last
+    # block may accept tokens beyond the end of the answer: the difference is then too small, by at
+    # most K steps.
     num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
     return replace(counts, num_drafts=max(counts.num_drafts, num_steps))

@@ -147,8 +147,8 @@ class RowReader:
         refuse_media(column for column, value in self.row.items() if value)
 
     def _messages(self) -> list[Message]:
-        # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
-        # Merged sets have an empty list of messages beside a question and an answer.
+        # The whole conversation first: ultrachat_200k has `prompt` in addition to `messages`.
+        # Merged sets have an empty list of messages next to a question and an answer.
         conversation = self.take(CONVERSATIONS)
         if conversation and (
             messages := parse_list(conversation[1], f"a column {conversation[0]}")

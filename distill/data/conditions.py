@@ -116,7 +116,7 @@ def _has_words(result: str, text: str) -> bool:
 
 
 def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
-    """Whether exactly one thought opens and closes, or none does.
+    """Whether exactly one thought opens and closes, or there is none.
 
     The check starts from the state in which the prompt ends.
     """

@@ -303,7 +303,7 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
     if not loaded.conversations and loaded.skipped.counts:
         raise ValueError(f"{source} has no usable conversations: {loaded.skipped}")
     if not loaded.conversations:
-        raise ValueError(f"{source} holds no conversation")
+        raise ValueError(f"{source} contains no conversation")
     return loaded
 
 

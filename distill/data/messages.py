@@ -37,7 +37,7 @@ TOOL_KEYS = ("tools", "functions")  # keys of a system prompt with tools, in Cha
 MEDIA = re.compile(
     r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values"
 )
-"""Columns, and keys of a message, with what its text is about."""
+"""Columns, and keys of a message, with a description of their text."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts with text, in both APIs
@@ -50,8 +50,8 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 """Keys of a tool call with its arguments, in OpenAI's API, Llama's, LangChain's and Anthropic's."""
 
 FINISHES = ("finish_reason", "stop_reason")
-"""Keys of an answer, or columns about a row's last, with the reason for which it ended, in OpenAI's
-and in Anthropic's API.
+"""Keys of an answer, or columns about a row's last answer, with the reason why it ended, in
+OpenAI's and Anthropic's APIs.
 """
 
 VERDICTS = ("weight", "train")
@@ -60,7 +60,7 @@ for axolotl.
 """
 
 CUTS = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
-"""Reasons for which a server ends an answer that the target did not end."""
+"""Reasons for which a server ends an answer although the target has not ended it."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and
@@ -97,7 +97,7 @@ def parse_list(value: Any, name: str) -> list[Any]:
 
 
 def begins_with_question(value: Any) -> bool:
-    """Whether a value is a list of messages, or its JSON, that a user or system turn begins."""
+    """Whether a value is a list of messages, or its JSON, starting with a user or system turn."""
     messages = _parse_messages(value)
     first = messages[0] if isinstance(messages, list) and messages else None
     return isinstance(first, dict) and ROLES.get(_speaker(first), _speaker(first)) in (
@@ -337,7 +337,7 @@ def with_parts(message: Message) -> Message:
 
 def _part_text(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    # A Parquet file gives every part all fields, e.g. an `image_url` of None beside the text.
+    # In a Parquet file, every part has all fields, e.g. an `image_url` of None next to the text.
     if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
         raise UnusableRowError("content that is not text", f"a part of type {kind}")
     text: str = part["text"]
@@ -378,7 +378,7 @@ def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
     if not isinstance(function, dict):
         function = {}
     name = function.get("name")
-    # A server calls a template with an object, because most templates write arguments with
+    # A server passes an object to the template, because most templates write arguments with
     # `tojson`.
     arguments = parse_json(function.get(first_key(function, ARGUMENT_KEYS)) or {}, "a tool call")
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -410,8 +410,8 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRowError("with a tool that is not a function definition")
-    # The fields and their order are those of vLLM's request, because templates write them with
-    # `tojson`.
+    # The fields and their order are the same as in vLLM's request, because templates write them
+    # with `tojson`.
     fields = {
         "name": function["name"],
         "description": function.get("description"),

@@ -26,8 +26,8 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
         length = lengths[index]
         if length > capacity:
             raise ValueError(f"a sample of {length} tokens does not fit into rows of {capacity}")
-        # -1 sorts before every row, so this finds the smallest room of at least `length`: the
-        # fullest row that fits.
+        # -1 sorts before every row, so this finds the smallest remaining space of at least
+        # `length`: the fullest row that fits.
         at = bisect_left(rooms, (length, -1))
         if at == len(rooms):
             rows.append([])
@@ -84,8 +84,8 @@ class PackedDataset:
         The salt of the batch is the epoch.
         """
         epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
-        # Batches of all ranks side by side: with 2 ranks of 4 rows, rank 1 begins with row 4, then
-        # row 12.
+        # The batches of all ranks next to each other: with 2 ranks of 4 rows, rank 1 starts with
+        # row 4, then row 12.
         first = (index_in_epoch * num_ranks + rank) * batch_size
         batch = self._collate(
             [self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]]

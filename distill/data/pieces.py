@@ -104,7 +104,7 @@ def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
     Both match nothing if the words next to a token decide whether the tokenizer matches it.
     """
     added = list(tokenizer.added_tokens_decoder.values())
-    # Found in the text as it stands: by a tokenizer in Python all of them.
+    # Searched in the unmodified text; a tokenizer in Python searches for all of them in it.
     first = [token for token in added if not token.normalized or not tokenizer.is_fast]
     none: tuple[re.Pattern[str], frozenset[str]] = re.compile("(?!)"), frozenset()
     if any(token.single_word for token in first) or getattr(

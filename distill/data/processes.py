@@ -17,7 +17,8 @@ Tool = TypeVar("Tool")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-MIN_CHUNKS = 32  # Fewer chunks are done here: a process takes some seconds to import what it needs.
+# Fewer chunks are processed here, because a process takes some seconds to import what it needs.
+MIN_CHUNKS = 32
 MAX_PROCESSES = 32
 
 _tool: Any = None
@@ -38,7 +39,7 @@ def map_in_processes(
         RuntimeError: if a process was killed.
     """
     cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
-    tool = make()  # also where the chunks go to processes: a wrong argument shows here
+    tool = make()  # also if the chunks go to processes, so that a wrong argument shows here
     if cores < 2 or len(chunks) < MIN_CHUNKS:
         yield from (work(tool, chunk) for chunk in chunks)
         return

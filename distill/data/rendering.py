@@ -1,6 +1,6 @@
 """Conversations rendered as they are served.
 
-The prompt of every assistant turn, and the text the target writes after.
+This module finds the prompt of every assistant turn, and the text that the target writes after it.
 
 Most chat templates do not mark the assistant's text, so it is found by comparing renderings. The
 prompt of turn i is `render(messages[:i], add_generation_prompt=True)`, and the answer is the rest
@@ -268,7 +268,8 @@ class Renderer:
         None if neither contains such tags.
         """
         template, vocabulary = str(self.tokenizer.chat_template), self.tokenizer.get_vocab()
-        # The template counts before the vocabulary, which may hold tags of other forms too.
+        # The template takes precedence over the vocabulary, which may also contain tags of other
+        # forms.
         granite, *others = REASONING_FORMS
         if "<response>" in template and granite.before in template:
             return granite
@@ -297,11 +298,11 @@ class Renderer:
         thought, said, form = split
         if form is None or self.reads_reasoning_from == "fields":
             return {**without_reasoning(message, said), **dict.fromkeys(REASONING_FIELDS, thought)}
-        # A plain template says nothing of tags, so the text stays.
+        # A plain template contains no tags, so the text stays.
         return message if self.reasoning_form in (None, form) else without_reasoning(message, said)
 
     def as_answer(self, message: Message) -> Message:
-        """Return the message with its reasoning where the template reads it.
+        """Return the message with its reasoning in the place from which the template reads it.
 
         The reasoning is in the fields, or in the content between the template's own tags.
         """

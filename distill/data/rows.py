@@ -61,8 +61,8 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
     """Yield all rows of a file, or of one `split` of a folder or of a data set on the hub.
 
     Raises:
-        FileNotFoundError
-        ValueError: if a file is corrupt, or there is no such data set.
+        FileNotFoundError: the file or folder does not exist.
+        ValueError: a file is corrupt, or there is no such data set.
     """
     path = Path(source)
     if is_saved(path):
@@ -177,7 +177,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     entered = {folder.resolve()}
     for place, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         parent = Path(place)
-        # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
+        # A snapshot from the hub contains .cache/huggingface with its own JSON files.
         below = {name: (parent / name).resolve() for name in folders if not name.startswith(".")}
         folders[:] = sorted(name for name, real in below.items() if real not in entered)
         entered |= set(below.values())
@@ -337,7 +337,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = _first_line(error)
         if any(words in reason for words in ("Config name is missing", "BuilderConfig")):
-            # The names stand in a line below.
+            # The names are in a line below.
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
             f"{source} is not a {', '.join(TABLES)} file, not a folder, and cannot be loaded "

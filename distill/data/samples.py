@@ -462,10 +462,10 @@ def _documents(
         mask = np.zeros(len(prompt), np.bool_)
         ids = documents[-1][0] if documents else prompt[:0]
         grows = np.array_equal(prompt[: len(ids)], ids)
-        # A prompt holds all earlier turns, so this is the room left in the sample.
+        # A prompt contains all earlier turns, so this is the remaining space in the sample.
         room = max_length - len(prompt)
-        # only a first answer is cut in the middle: without it nothing of the conversation would be
-        # left
+        # only a first answer is cut in the middle, because otherwise nothing of the conversation
+        # would be left
         if room < 1 or (room < len(answer) and documents):
             num_left_out += 1
             stats.labels_beyond += len(answer)

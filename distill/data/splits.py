@@ -36,7 +36,7 @@ def choose_files(
     chosen = [file for file, name in named.items() if name in (found, None)]
     if not chosen and (declared or len(splits) > 1):
         raise ValueError(f"{folder} has no split {split}, but {', '.join(splits)}: {WAY_OUT}")
-    if not chosen:  # the files of one split only are read, whatever it is
+    if not chosen:  # the files of a single split are read, whatever its name is
         return list(files), Counter()
     splits.pop(found or "", None)
     return chosen, splits
@@ -53,7 +53,7 @@ def is_split(name: str) -> bool:
 
 
 def _name_split(path: Path, asked: str) -> str | None:
-    """Return the split that the name of a file, or else of a folder above it, contains.
+    """Return the split in the name of a file, or otherwise of a folder above it.
 
     Return `asked` if the name begins with it.
     """
@@ -66,7 +66,7 @@ def _name_split(path: Path, asked: str) -> str | None:
 
 
 def _find_word(name: str) -> str | None:
-    """Return the split that begins or ends a name, as in `test-00000-of-00002` or `my_dev`."""
+    """Return the split at the start or end of a name, as in `test-00000-of-00002` or `my_dev`."""
     words = [word for word in re.split(r"[-_. \d]+", name.lower()) if word]
     found = (WORDS[word] for word in (*words[:1], *words[-1:]) if word in WORDS)
     return next(found, None)

@@ -74,7 +74,7 @@ def _templates(tokenizer: Any) -> list[str]:
 def _parse(template: str) -> nodes.Template:
     from transformers.utils import chat_template_utils  # takes a second: not for --help
 
-    # The environment of transformers knows its tags, e.g. `generation`.
+    # The environment of transformers supports its tags, e.g. `generation`.
     tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(
         template
     )

@@ -37,7 +37,7 @@ ABOUT = "about.json"
 PARTS = ("train", "held-out")
 BLOCK = 1 << 22  # Tokens counted at once.
 
-Origin = dict[str, Any]  # Everything on which tokens depend, by the word for it in a message.
+Origin = dict[str, Any]  # everything on which the tokens depend, by its name in messages
 
 
 class MappedSamples(Sequence[Sample]):
@@ -149,7 +149,7 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
             except FileExistsError:  # by another run, without locks in the file system
                 if not _is_whole(folder):
                     raise
-        lock.unlink(missing_ok=True)  # whoever locks it from now on finds the tokens whole
+        lock.unlink(missing_ok=True)  # a process that locks it from now on finds complete tokens
     # Last: a kill before this leaves the old tokens whole.
     for other in others:
         shutil.rmtree(other)

@@ -176,7 +176,7 @@ class TurnWriter:
         """Return the end of turn after an answer.
 
         This is `tail`, which the template writes after the last answer, up to a stop token.
-        Otherwise, it is the first token of the next turn, where GLM-4.5, for example, stops.
+        Otherwise, it is the first token of the next turn, at which GLM-4.5, for example, stops.
         """
         if self.render.ends is None:
             return self.render.through_special(tail)
@@ -380,7 +380,8 @@ class _Answer:
                 between = form.between if prompt != prompt.rstrip() else closing
                 prompt = prompt.rstrip() + ("\n" if prompt != prompt.rstrip() else "") + between
             elif is_open and "reasoning" in self.message and prompt.endswith(opening):
-                # Without a line end after the opening tag there is none around the closing one.
+                # If there is no line end after the opening tag, there is none around the closing
+                # one.
                 content = opening + thought + closing + said
         written = self._strip_opening(prompt, content.lstrip())
         return Turn(

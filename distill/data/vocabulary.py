@@ -13,14 +13,16 @@ from torch import Tensor
 from redraft.distill.data.samples import Sample
 from redraft.distill.data.tokens import MappedSamples
 
-CHUNK = 1024  # samples counted at once: each alone would make an array of the vocabulary
+# number of samples counted at once, because each one alone would need an array of the vocabulary's
+# size
+CHUNK = 1024
 
 
 def choose_size(asked: int | None, usual: int | None, vocab_size: int) -> int:
-    """Return the size of the draft's vocabulary; 0 stands for the target's whole vocabulary.
+    """Return the size of the draft's vocabulary; 0 means the target's whole vocabulary.
 
-    It is `asked`, the value of --draft-vocab-size. If that is None, it is the family's `usual` size,
-    or the whole vocabulary if that is not larger.
+    It is `asked`, the value of --draft-vocab-size. If that is None, it is the family's `usual`
+    size, or the whole vocabulary if that is not larger.
 
     Raises:
         ValueError: `asked` is not between 0 and `vocab_size`.
@@ -38,7 +40,7 @@ def choose_size(asked: int | None, usual: int | None, vocab_size: int) -> int:
 def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tensor | None:
     """Return the ids of the `size` most frequent labels in ascending order, int64 [W].
 
-    Return None if `size` stands for the whole vocabulary: if it is 0 or `vocab_size`.
+    Return None for the whole vocabulary, which means that `size` is 0 or `vocab_size`.
     """
     assert 0 <= size <= vocab_size
     if size in (0, vocab_size):
@@ -56,7 +58,7 @@ def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tenso
 def measure_coverage(
     train: Iterable[Sample], judged: Iterable[Sample], sizes: Sequence[int], vocab_size: int
 ) -> dict[int, float]:
-    """Return, by size, the share of `judged` labels among the most frequent labels of `train`."""
+    """Return, by size, the fraction of `judged` labels among the most frequent ones of `train`."""
     frequent_first_V = np.argsort(-_count_labels(train, vocab_size), kind="stable")
     judged_V = _count_labels(judged, vocab_size)
     covered_V = judged_V[frequent_first_V].cumsum()

@@ -1,1 +1,1 @@
-"""The check that serving sees what training saw."""
+"""Check that serving gives a draft the same inputs as training."""

@@ -1,11 +1,11 @@
-"""A running server's acceptance beside the forecast on the text that it serves.
+"""Compare a running server's acceptance with the forecast on the text that it serves.
 
     prompts ─► server ─► answers and counts ─┐
-                            └─► forecast ────┴─► findings
+                              └─► forecast ────┴─► findings
 
-The forecast reads the served text, so a target that writes otherwise here, e.g. quantised, is no
-fault. What is compared is how well the draft guesses this text, in the server and in training's
-arithmetic.
+The forecast uses the served text, so a target that writes different text on this server, e.g.
+because it is quantised, is no fault. The comparison is about how well the draft predicts this text,
+in the server and with training's arithmetic.
 """
 
 import math
@@ -36,9 +36,8 @@ from redraft.heads.draft import Batch, ExactTarget
 from redraft.heads.target import Target
 
 MIN_OWN_TEXT = 0.5
-"""Least share of a server's greedy tokens that are the target's most probable ones.
-
-A target quantised to few bits differs in some, another target in most.
+"""Minimum fraction of a server's greedy tokens that are the target's most probable ones. If the
+target is quantised to a few bits, some differ; with another target, most do.
 """
 
 CURE = (
@@ -175,7 +174,7 @@ def continue_text(
 
 @torch.no_grad()
 def own_share(signal: InProcessTarget, texts: Sequence[Continuation]) -> float:
-    """The share of served tokens that are the target's most probable ones, given the text."""
+    """The fraction of served tokens that are the target's most probable ones, given the text."""
     num_own = num_all = 0
     for text in texts:
         ids = [*text.prompt.token_ids, *text.output_ids]

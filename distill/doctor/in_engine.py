@@ -44,7 +44,8 @@ from redraft.heads.draft import Draft
 from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64
-LONG_TOKENS = 12_000  # A prompt of a windowed head that is compared, beside one of three windows.
+# length of a prompt with which a windowed head is compared, in addition to one of three windows
+LONG_TOKENS = 12_000
 CACHE_BLOCK = 128  # Tokens of a block of vLLM's cache on a CPU; on a GPU a block has fewer.
 COMPARED_PROMPTS = 4  # Prompts whose passes are compared; the others only count towards acceptance.
 MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
@@ -67,7 +68,7 @@ FALLBACK = (
     "Describe a rainy day in a big city.",
     "Write a class for a bank account with deposit and withdraw.",
 )
-"""Questions to ask if nothing is known of the data: enough to see a dead draft, no measure of a
+"""Questions to ask if the data is unknown: enough to detect a useless draft, but no measure of a
 good one.
 """
 
@@ -121,7 +122,7 @@ def plan_run(
             machine,
         )
         way_out = (
-            "give --engine none, which reads configs and tensors only, and count with redraft "
+            "use --engine none, which reads only configs and tensors, and measure with redraft "
             "eval --no-forecast"
         )
         device = torch.device(machine.device)
@@ -129,7 +130,7 @@ def plan_run(
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = find_prompts(pair, num_tokens, max_tokens, engine, notes)
-    # Behind a window the engine evicts blocks of its cache, and only a long prompt shows how.
+    # After a window, the engine evicts blocks of its cache, and only a long prompt shows how.
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
     long = _beyond_windows(pair, prompts, room, notes)
     speculative = {**pair.family.speculative, "num_speculative_tokens": num_tokens}
@@ -164,8 +165,8 @@ def _beyond_windows(
     needed = 3 * max(windows) + 2 * CACHE_BLOCK
     if needed > room:
         notes.append(
-            f"the target has room for prompts of {room} tokens: what the engine does further than "
-            f"the window of {max(windows)} was seen on {max(0, room - max(windows))} positions only"
+            f"the target supports prompts of at most {room} tokens, so the engine was checked beyond "
+            f"the window of {max(windows)} on only {max(0, room - max(windows))} positions"
         )
     lengths = sorted({min(length, room) for length in (needed, LONG_TOKENS)})
     text = itertools.cycle([token for prompt in prompts for token in prompt])
@@ -183,7 +184,7 @@ def _cache_bytes(pair: Pair, num_tokens: int) -> int:
 def choose_dtype(
     pair: Pair, stored: StoredForecast | None, machine: Machine, *, on_cpu: bool
 ) -> TargetDtype:
-    """The dtype for an engine run if the user names none.
+    """Choose the dtype for an engine run if the user sets none.
 
     It is the published forecast's dtype if the engine can compute in it, because acceptance is then
     comparable with the forecast.
@@ -298,11 +299,11 @@ def _judge_without_forecast(
         yield f"{why}: acceptance must reach 75% of training's on held-out text"
         yield from find_lost_acceptance(counts, measured[-1])
     elif counts.num_drafts < MIN_DRAFTS:
-        yield f"{counts.num_drafts} drafts are too few to judge acceptance: give --prompts"
+        yield f"{counts.num_drafts} drafts are too few to evaluate acceptance: set --prompts"
     else:
         yield (
-            "acceptance has no reference: only a dead draft, or one in the wrong order, was "
-            "looked for"
+            "acceptance has no reference: only a useless draft, or weights in the wrong order, "
+            "could be detected"
         )
 
 
@@ -311,7 +312,7 @@ def find_prompts(
 ) -> tuple[list[list[int]], bool]:
     """(token ids of the prompts to answer, whether they are data and not fallback questions).
 
-    The data are those of --prompts, or else the held-out part of the draft's training data.
+    The data come from --prompts, or otherwise from the held-out part of the draft's training data.
     """
     tokenizer = pair.target.tokenizer
     data, day = pair.provenance.config.data, day_of_training(pair)
@@ -379,8 +380,8 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
 
 
 def day_of_training(pair: Pair) -> datetime.date:
-    """The date that the template wrote in training, or today if the provenance has none.
+    """The date in the template's text in training, or today if the provenance has none.
 
-    With that date, a template that writes it gives the same text on another day.
+    With that date, a template that contains the date produces the same text on another day.
     """
     return choose_day(pair.provenance.date, "the date in the draft's provenance")

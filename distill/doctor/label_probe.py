@@ -1,7 +1,7 @@
-"""The training labels of one fixed conversation, recorded for a comparison with serving later.
+"""The training labels of a fixed conversation, recorded for a later comparison with serving.
 
-After an edited chat template, another tokenizer, or a loss mask shifted by one token, the draft has
-learned other rows than it drafts. The weights do not show it.
+After a changed chat template, another tokenizer, or a loss mask shifted by one token, the draft has
+learned other rows than it drafts. The weights do not show this.
 """
 
 import datetime
@@ -24,9 +24,9 @@ MAX_TOKENS = 4096  # More than the probe has with any template and tokenizer.
 
 
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
-    """The probe's `input_ids`, and `labels`, the positions of its training labels.
+    """Return the probe's `input_ids`, and `labels`, the positions of its training labels.
 
-    None without a chat template. A template that writes today's date writes `day`, which is then
+    None without a chat template. A template that contains the date uses `day`, which is then
     required.
     """
     if tokenizer.chat_template is None:

@@ -37,11 +37,12 @@ from redraft.heads.families.peagle import PEagle
 from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
 
 MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
-MIN_GAIN_TOKENS = 0.02  # And in tokens per target step: a dead head gains any share by chance.
+# Also in tokens per target step, because a useless head gains any fraction by chance.
+MIN_GAIN_TOKENS = 0.02
 
 MIN_GAIN_OF_ANCHOR = 0.25
-"""The share for a reading with a feature that tells the next token: a sound head may gain a few per
-cent by it.
+"""The minimum gain for a reading with a feature that reveals the next token, which may improve a
+sound head by a few per cent.
 """
 
 MAX_PERMUTED = 4  # Aux layers up to which every order is tried: 23 for 4 of them.
@@ -70,9 +71,9 @@ def find_better_readings(
     num_tokens: int,
     device: str = "cpu",
 ) -> Iterator[Finding]:
-    """A finding for the reading of the head that accepts most on the target's answers.
+    """Yield a finding for the reading of the head that accepts most on the target's answers.
 
-    There is none unless a reading accepts clearly more than the head as it is. `answers` are the
+    There is none unless a reading accepts clearly more than the unchanged head. `answers` are the
     token ids of prompts and answers.
     """
     texts = [
@@ -195,7 +196,7 @@ def _swapped_tensors(head: nn.Module) -> Iterator[Reading]:
         yield Reading(
             problem=f"{name} and {partner} are swapped",
             cure=f"swap the tensors {name} and {partner} in the checkpoint, and fix the converter",
-            # `partial` and not a lambda, which would see the last names of the loop.
+            # `partial` and not a lambda, which would use the last names of the loop.
             change=partial(_swap, name=name, partner=partner),
         )
 
@@ -220,7 +221,7 @@ def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
         for name, p in head.named_parameters()
         if name.removesuffix(".weight").split(".")[-1] in READ_BOTH
     ]
-    # `fc` of a head that reads two target layers is as wide, and mixes those: see
+    # `fc` of a head that reads two target layers has the same width, and mixes them: see
     # `_orders_of_layers`.
     mixed = {"fc.weight"} if isinstance(head, Eagle3 | DFlash) else set()
     wide = [name for name, p in parameters if p.shape[1] == 2 * hidden and name not in mixed]
@@ -325,7 +326,8 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
 
     def flip_layout(copied: Any) -> None:
         config = copied.config
-        # One slot more, or the same number of tokens would not fit if the anchor proposes none.
+        # One more slot, because the same number of tokens would otherwise not fit if the anchor
+        # proposes none.
         copied.config = dataclasses.replace(
             config,
             sample_from_anchor=not config.sample_from_anchor,
@@ -358,7 +360,7 @@ def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
     for token in _list_mask_tokens(pair, len(head._embed_VD)):
         if token != now:
             yield Reading(
-                problem=f"token {now} stands in the slots to fill, and the head was trained with "
+                problem=f"the slots to fill contain token {now}, but the head was trained with "
                 f"token {token}",
                 cure=f'write "{key}": {token} {_place(pair, key)}',
                 change=partial(_set_mask_token, token=token),
@@ -378,7 +380,7 @@ def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
     found = [
         # The first row without a token is redraft's choice, and DFlash's authors take it for Qwen3.
         len(tokenizer),
-        # A config of another tool may hold the right one under another name.
+        # A config from another tool may contain the right one under another name.
         *_named_tokens(pair.config),
         tokenizer.pad_token_id,
         tokenizer.eos_token_id,
@@ -433,8 +435,8 @@ def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
         copied.lm_head.weight.data = rows_WD.to(copied.lm_head.weight)
 
     yield Reading(
-        problem="lm_head is not of this target: the head was trained for another revision, or "
-        "lm_head is a left-over",
+        problem="lm_head does not belong to this target: the head was trained for another revision, "
+        "or lm_head is a leftover",
         cure="put the target's rows of lm_head into the checkpoint, or train the head for this "
         "target",
         change=take_rows,
@@ -448,7 +450,8 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
         name: getattr(its, name)
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     }
-    # Other numbers of heads fit the same matrices: 32 heads of 64 have as many rows as 16 of 128.
+    # Other numbers of heads fit the same matrices: 32 heads of size 64 have as many rows as 16 of
+    # size 128.
     counts = ("num_attention_heads", "num_key_value_heads")
     same_rows = all(
         mine.head_dim * getattr(mine, n) == its.head_dim * getattr(its, n) for n in counts
@@ -469,8 +472,8 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
         if all(getattr(mine, key) == value for key, value in change.items()):
             continue
         yield Reading(
-            problem=f"the head was trained with {name} as the target has, and config.json says "
-            "otherwise",
+            problem=f"the head was trained with the target's {name}, but config.json has other "
+            "values",
             cure="write "
             + ", ".join(f'"{key}": {value}' for key, value in change.items())
             + " into config.json",

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
 
 LONGEST_WAIT = timedelta(hours=24)
-"""Time until the ranks give up on one that is alive but silent: the first rank may be caching the
-target, or proving a draft. A dead rank is noticed at once, by the launcher and by closed
-connections.
+"""Time until the ranks give up on one that is alive but silent, because the first rank may be
+caching the target, or measuring a draft in the engine. A dead rank is noticed at once, by the
+launcher and by closed connections.
 """
 
 LONGEST_BUILD_S = 1800  # for DeepSpeed to compile its CPU extension; a minute is usual
@@ -77,7 +77,7 @@ def refuse_abandoned_build() -> None:
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in root.rglob("lock"):
-        with suppress(FileNotFoundError):  # a build that ends now removes its lock
+        with suppress(FileNotFoundError):  # a build that finishes now removes its lock
             if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
                 raise TimeoutError(
                     f"a build of DeepSpeed's extension was killed and left a lock: delete {lock}"
@@ -88,7 +88,7 @@ def leave(accelerator: Accelerator) -> None:
     """End this rank's part in a successful launch.
 
     gloo's threads may still refer to tensors of the last collectives, and need the interpreter to
-    release them. If the interpreter ends in the meantime, the process aborts, and the launchers on
+    release them. If the interpreter exits in the meantime, the process aborts, and the launchers on
     other machines wait minutes for this one.
     """
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
@@ -131,7 +131,7 @@ def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
 
 
 def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
-    """Tell FSDP2 which modules of this draft to gather one by one.
+    """Set which modules of this draft FSDP2 gathers one by one.
 
     Otherwise, it would reuse the modules of the first draft that it received.
     """

@@ -80,7 +80,7 @@ def softmax_and_log(
     """
     z_MV = _wide(scratch, temperature, name, logits_MV)
     p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
-    # log p takes the memory of z: two buffers for each side, `name` and `log name`.
+    # log p uses the memory of z: two buffers for each side, `name` and `log name`.
     return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
 
 

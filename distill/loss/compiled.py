@@ -50,7 +50,7 @@ def log_sum_exp(logits_RV: Tensor, temperature: float) -> Tensor:
 
 
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Not `fullgraph`, which ends a training at a ninth graph instead of running uncompiled.
+    # Not `fullgraph`, which would stop a training at the ninth graph instead of running uncompiled.
     return compile_here(function, dynamic=True)
 
 
@@ -102,7 +102,8 @@ def _wide(logits_MW: Tensor, temperature: float) -> Tensor:
 def _first_argmax(z_MW: Tensor, most_M1: Tensor) -> Tensor:
     """The first argmax of every row, [M, 1].
 
-    It is the least column with the maximum: that minimum is vectorised, but `argmax` is not.
+    It is the smallest column with the maximum, because that minimum is vectorised, but `argmax` is
+    not.
     """
     places_W = torch.arange(z_MW.shape[1], dtype=torch.int32, device=z_MW.device)
     return torch.where(z_MW == most_M1, places_W, z_MW.shape[1] - 1).amin(-1, keepdim=True).long()

@@ -501,7 +501,8 @@ def _run_parts(
                 chunk.run(request, group)
         else:
             _run_blocks(request, chunk, groups)
-        # Every row has been compared: the logits now hold the gradient at the logits.
+        # Every row has been compared, so the logits now contain the gradient with respect to the
+        # logits.
         for group in groups:
             group.add_gradients(request.scratch)
 
@@ -612,8 +613,8 @@ def _run_block(
     # Distinct, ascending and as many as the block has: row for row, so p need not be gathered.
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
     place_M = None if is_row_for_row else part.place_M[here] - first
-    # Each row of a step is in one part of one chunk, so nothing is written twice.
-    # A single row would need a graph of its own: sizes of 1 are not dynamic.
+    # Each row of a step is in one part of one chunk, so nothing is written twice. A single row
+    # would need a separate graph, because sizes of 1 are not dynamic.
     if request.is_compiled and len(rows_M) > 1:
         assert isinstance(block, ExactBlock)
         scale_M = step.scale_M[rows_M]
@@ -647,8 +648,8 @@ def _divergence(
         assert request.labels_N is not None
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
-        # q is computed again: for a top-k target `compared` holds the kept ids and a tail, not all
-        # of q. It lands in the same scratch memory, so of `compared` only alpha may be read from
+        # q is computed again: for a top-k target, `compared` contains the kept ids and a tail, not
+        # all of q. It uses the same scratch memory, so only `compared`'s alpha may be read from
         # here on.
         q_and_log_q = softmax_and_log(request.scratch, divergence.temperature, "q", logits_MW)[:2]
         loss_M, dz_MW = cross_entropy(*q_and_log_q, *columns)
@@ -688,7 +689,7 @@ def _select_target(
 class _KernelChunk:
     """The target's rows of one chunk, for the kernels in `distill.loss.rows`.
 
-    It holds either the logits, or the top-k ids and log-probabilities.
+    It contains either the logits, or the top-k ids and log-probabilities.
     """
 
     rows_C: slice

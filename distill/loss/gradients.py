@@ -45,7 +45,7 @@ def forward_kl(c: Compared) -> Gradient:
     """
     # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
-    # log q ends here: its memory now holds p (log q - log p)
+    # log q is no longer needed: its memory now contains p (log q - log p)
     cross_M = c.log_q_MX.sub_(c.log_p_MX).mul_(c.p_MX).sum(-1)
     return -cross_M - torch.xlogy(mass_M, mass_M), c.q_MX.mul_(mass_M[:, None]).sub_(c.p_MX)
 
@@ -71,7 +71,7 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
     # g = (1 - beta) (log q - log m + 1) - (1 - beta), for (beta p + (1 - beta) q) / m = 1
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
     kl_pm_M = (c.log_p_MX - log_m_MX).mul_(c.p_MX).sum(-1) - (1 - c.p_MX.sum(-1)) * math.log(beta)
-    # log m is not needed any more, so the ratio takes its memory
+    # log m is no longer needed, so the ratio uses its memory
     log_ratio_MX = torch.sub(c.log_q_MX, log_m_MX, out=log_m_MX)
     kl_qm_M = (c.q_MX * log_ratio_MX).sum(-1)
     dz_MX = log_ratio_MX.sub_(kl_qm_M[:, None]).mul_(c.q_MX).mul_(1 - beta)

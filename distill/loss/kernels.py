@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 LOG_ZERO = tl.constexpr(-1e4)  # As in `distill.loss.outcomes`.
-FAR_BELOW = tl.constexpr(-1e30)  # The least logit: finite, because -inf - -inf is NaN.
+FAR_BELOW = tl.constexpr(-1e30)  # The smallest logit: finite, because -inf - -inf is NaN.
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as in `loss.gradients`
 
 
@@ -122,7 +122,7 @@ def _log_sum_exp(row_ptr, width, inverse_temperature, BLOCK: tl.constexpr):
     for start in range(0, width, BLOCK):
         z = _load(row_ptr, start + tl.arange(0, BLOCK), width, inverse_temperature)
         tile_largest, tile_at = tl.max(z, 0, return_indices=True)
-        # `>`, and `tl.max` breaks ties to the left: of equal logits the first column wins.
+        # `>`, and `tl.max` breaks ties to the left, so that the first of several equal logits wins.
         at = tl.where(tile_largest > largest, start + tile_at, at)
         new_largest = tl.maximum(largest, tile_largest)
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(z - new_largest), 0)
@@ -277,7 +277,7 @@ def top_k_rows(
     )
     z_kept = tl.load(row_ptr + kept, mask=kept >= 0, other=float("-inf")).to(tl.float32)
     z_kept = _at_least(z_kept, FAR_BELOW)
-    tl.debug_barrier()  # several threads hold the same lane
+    tl.debug_barrier()  # several threads use the same lane
     nothing = tl.full(kept.shape, float("-inf"), tl.float32).to(logits_ptr.dtype.element_ty)
     tl.store(row_ptr + kept, nothing, mask=kept >= 0)
     tl.debug_barrier()

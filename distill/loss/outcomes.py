@@ -26,7 +26,8 @@ def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int)
     A kept id outside the draft vocabulary gets LOG_ZERO, and so does the tail if the kept ids are
     the whole draft vocabulary.
     """
-    # The log-probabilities are rounded by this much, so a smaller tail cannot be told from none.
+    # The log-probabilities are rounded by this much, so a smaller tail is indistinguishable from
+    # none.
     rounding = torch.finfo(log_p_MK.dtype).eps
     log_p_tail_M1 = (1 - log_p_MK.exp().sum(-1, keepdim=True)).clamp_min(rounding).log()
     no_tail_M1 = reachable_MK.sum(-1, keepdim=True) == draft_vocabulary
@@ -48,7 +49,7 @@ def draft_columns(
     """
     if draft_ids_W is None:
         reachable = (ids >= 0) & (ids < draft_vocabulary)
-        # -1 stands for a row without a record.
+        # -1 means a row without a record.
         return ids * reachable, reachable
     # Draft ids [3, 5, 9] and ids [5, 4, 12]: insertion points [1, 1, 3], clamped to [1, 1, 2]. Only
     # 5 is there, so the columns are [1, 0, 0]. Without the clamp, 12 would index past the end.

@@ -66,7 +66,7 @@ def _prefers_float32(
 
     def fastest(dtype: torch.dtype) -> float:
         left_MD, right_WD = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
-        # The first run allocates; of the others the fastest is the least disturbed.
+        # The first run allocates; the fastest of the others is the least disturbed.
         return min([seconds(left_MD, right_WD) for _ in range(6)][1:])
 
     # In its own thread: outside autocast, and no torch mode counts or records the operations.

@@ -21,12 +21,14 @@ from torch import Tensor
 TILE_PER_WARP = 512  # Columns of 32 threads: 16 for each.
 
 SHORT_ROW_THREADS, LONG_ROW_THREADS = 256, 1024
-"""The latter is the most of a program, and its registers fill a multiprocessor: one row at a time."""
+"""The latter is the maximum per program, and its registers fill a multiprocessor: one row at a
+time.
+"""
 
 SHORT_ROW_BYTES = 1 << 16
 """A multiprocessor runs several programs at once if their rows are no longer than this. A program
 reads its row two or three times, and the rows of all running programs should stay in the GPU's
-cache meanwhile.
+cache in the meantime.
 """
 
 
@@ -38,7 +40,7 @@ def has_triton() -> bool:
 def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels run for these logits: on a GPU with Triton, except in float64.
 
-    Tensors on `meta` stand for tensors on such a GPU.
+    Tensors on `meta` represent tensors on such a GPU.
     """
     is_gpu = device.type == "meta" or (device.type == "cuda" and has_triton())
     # The kernels compute in float32: float64 is for gradcheck, in the plain form.

@@ -121,8 +121,8 @@ def count_step(
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
         count.memory.hold(SIGNAL, _tensors(signal))
-        # The state appears in the first step of an optimizer. This moment is left out: a training
-        # has it once.
+        # The state is created in an optimizer's first step. This moment is left out, because it
+        # occurs once per training.
         _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
         count.memory.restart()
         run_parts(plan, draft, source, batch, signal, optimizers, count)
@@ -215,8 +215,7 @@ def _update(optimizers: list[torch.optim.Optimizer], max_grad_norm: float) -> No
 
 def _take_step(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
-        # AdamW refuses a device that it does not know. Muon asks whether the device computes in
-        # bfloat16.
+        # AdamW refuses an unknown device. Muon checks whether the device computes in bfloat16.
         shown_on = Weightless.shown_on if isinstance(optimizer, Muon) else torch.device("cpu")
         with _shown_on(shown_on):
             optimizer.step()
@@ -244,7 +243,7 @@ def _make_state(
         return
     for p in trained:
         p.grad = None
-        # Gradients come in the backward pass, one parameter after the other: each is booked as it
+        # The backward pass produces gradients one parameter after another, so each is counted as it
         # arrives.
         p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda p: count.memory.hold(GRADIENTS, [cast(Tensor, p.grad)])

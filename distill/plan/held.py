@@ -1,9 +1,8 @@
-"""The memory that a training keeps on a device all the time, by a closed form: bytes by holder.
+"""The memory that a training occupies on a device all the time, in closed form: bytes by owner.
 
-target's weights     whole, or shared out layer by layer, or embeddings and head alone (`signal.sharded`)
-draft's weights      4 bytes a weight: it trains in float32
-gradients            4 bytes a weight
-optimizer state      8 bytes a weight; under Muon 4 for a weight in a matrix
+target's weights whole, or shared out layer by layer, or embeddings and head alone
+(`signal.sharded`) draft's weights 4 bytes a weight: it trains in float32 gradients 4 bytes a weight
+optimizer state 8 bytes a weight; under Muon 4 for a weight in a matrix
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
 """The holders of memory besides activations."""
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8  # of a weight in float32; AdamW keeps two means
-MOMENTUM_BYTES = 4  # Muon's state, by weight in a matrix.
+MOMENTUM_BYTES = 4  # Muon's state per weight in a matrix
 
 
 @dataclass(frozen=True, kw_only=True)

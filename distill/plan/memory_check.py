@@ -25,7 +25,7 @@ from redraft.engine.hardware import Machine, this_machine
 from redraft.files.target_folder import TargetFolder
 
 LAUNCHES = Path(__file__).parents[2] / "recipes" / "accelerate"  # the wheel has it too
-TIGHT = 0.7  # Share of the memory from which on a run says that activations come on top.
+TIGHT = 0.7  # fraction of the memory above which a run warns that activations need memory too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def require_room(
         ValueError: the target or the draft does not fit (the message has the bytes and the ways
             out), or a config cannot be read.
     """
-    if target.quantization:  # the loading that follows says what to do with it
+    if target.quantization:  # the loading that follows reports what to do with it
         return
     sizes = _size(target)
     draft = count_draft(target.text_config)
@@ -92,15 +92,15 @@ def require_room(
             raise SystemExit(2) from None
         raise
     taken = need.target + need.draft
-    # A CPU has no memory of its own.
+    # A CPU has no separate memory.
     if (
         accelerator.is_main_process
         and room.device_bytes is not None
         and taken > TIGHT * room.device_bytes
     ):
         print(
-            f"warning: target and draft take {_gb(taken)} of the {_gb(room.device_bytes)} of "
-            f"{room.device}, and activations come on top; this counts them: {command}"
+            f"warning: target and draft need {_gb(taken)} of the {_gb(room.device_bytes)} of "
+            f"{room.device}, without activations; to count those, run {command}"
         )
 
 
@@ -165,7 +165,7 @@ def _ways_out(need: Need, *, has_servers: bool) -> str:
         return f"shard the draft: accelerate launch --config_file {LAUNCHES}/fsdp2.yaml"
     share = "" if need.host is not None else "share it out over the processes: --signal.shard; or "
     return share + (
-        "let vLLM servers hold the target, on other GPUs: --signal.kind endpoint --signal.url URL, "
+        "run the target in vLLM servers on other GPUs: --signal.kind endpoint --signal.url URL, "
         "or --signal.kind cache --signal.url URL to read their answers from disk"
     )
 
@@ -186,7 +186,7 @@ def sharing_of(accelerator: Accelerator) -> Sharing:
     ranks: int = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.FSDP:
         if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-            # Weights and states stay in host memory: the device holds a layer at a time.
+            # Weights and states stay in host memory, and the device has one layer at a time.
             return Sharing(weights=0, gradients=0, state=0)
         return Sharing.of("fsdp2", ranks)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

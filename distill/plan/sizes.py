@@ -1,4 +1,4 @@
-"""Sizes of well-known models, to count with where the hub cannot be reached."""
+"""Sizes of well-known models, so that they can be counted without access to the hub."""
 
 import difflib
 import json

@@ -86,7 +86,8 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     # By id: the arguments live until the results are made, so no id is taken twice.
     given: dict[int, Tensor] = {}
 
-    # The meta kernel of a grouped product takes bfloat16 alone; those of devices take float32 too.
+    # The meta kernel of a grouped product accepts only bfloat16; those of devices also accept
+    # float32.
     widened = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
     def strip(x: Any) -> Any:
@@ -211,7 +212,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backwar
     computes scores only up to the diagonal.
     """
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
-    # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs, and all earlier keys if any.
+    # Causal: row i of T attends to i + 1 keys, T (T + 1) / 2 pairs, and to all earlier keys if any.
     pairs = (
         queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
     )
@@ -277,8 +278,7 @@ def _addmm(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
 
 aten = torch.ops.aten
 ATTENTION: dict[Any, Callable[..., int]] = {
-    # the fused kernel of a tensor on the CPU; it stands for those of GPUs, which compute and move
-    # the same
+    # a CPU's fused kernel, which represents those of GPUs: they compute and move the same
     aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
     # each row over a range of keys; the operations of `heads.nn.prefix`
@@ -286,8 +286,8 @@ ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.redraft.prefix_attention_backward: _range_backward,
 }
 PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm, aten.addmm: _addmm}
-"""Formulas missing in PyTorch's table, or wrong there: that of `addmm` stumbles over a dtype for
-the result.
+"""Formulas that PyTorch's table lacks or has wrong: its formula for `addmm` fails if the result's
+dtype is given.
 """
 
 
@@ -307,7 +307,7 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
     """Bytes that an operation reads and writes; 0 for a view."""
-    # The schema tells which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
+    # The schema shows which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
     name = func._schema.name.removeprefix("aten::")
     if name in EMPTY:
         return 0
@@ -370,7 +370,7 @@ class Memory:
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._holders: dict[int, tuple[str, int]] = {}  # holder and bytes of a storage, by address
+        self._holders: dict[int, tuple[str, int]] = {}  # owner and bytes of a storage, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def see(self, tensors: Iterable[Tensor]) -> None:

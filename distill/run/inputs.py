@@ -51,7 +51,7 @@ SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 def require_no_engine(signal: Signal, *, engine: bool) -> None:
     """Raise ValueError if a sharded target is also to be served in an engine.
 
-    The training processes hold the GPU memory until they end.
+    The training processes occupy the GPU memory until they exit.
     """
     if signal.shard and engine:
         raise ValueError(
@@ -170,7 +170,7 @@ def _tokenise(
     """The tokens of the training and held-out parts, generated while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
-    # After the split, which is by question: an answer may stand below questions of both parts.
+    # After the split, which is by question, because an answer may follow questions of both parts.
     asked, unseen = held_out, held_out
     if data.prompts:
         asked = load_conversations(data.prompts, split=data.split, strict=data.strict)
@@ -232,7 +232,7 @@ def live_signal(
     """
     if not signal.url:
         return InProcessTarget(target, aux_layers or ())
-    # One attempt at a server: `Endpoints` tries the next one instead.
+    # One attempt per server, because `Endpoints` then tries the next one.
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
         if signal.kept:
@@ -269,7 +269,7 @@ def target_signal(
     """
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, opened, aux_layers)
-    # As for a head that reads no auxiliary layers: the last hidden state alone.
+    # As for a head that reads no auxiliary layers: only the last hidden state.
     if signal.exact:
         aux_layers = aux_layers or ()
     device = accelerator.device
@@ -278,10 +278,10 @@ def target_signal(
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
     cache, content = signal.cache or folder / "target-cache", _content(signal, target, aux_layers)
-    # With the type in which the target computes: it rounds what is kept.
+    # With the dtype in which the target computes, because it rounds the cached values.
     computed = f"{str(target.dtype).removeprefix('torch.')} {opened.fingerprint}"
-    # Every rank with a whole target, or with servers, writes its shards. A target in shards makes
-    # every pass on all ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
+    # With a whole target or servers, every rank writes its own shards. A sharded target makes every
+    # pass on all ranks, so only rank 0 writes. All wait below, up to LONGEST_WAIT.
     alone = is_sharded(target)
     with leading(target) as leads:
         if (leads or not alone) and not is_complete(cache):
@@ -292,8 +292,8 @@ def target_signal(
                 content,
                 target=computed,
                 sequence_length=data.train.sequence_length,
-                # Not the batch of training: it is in the header, and an interrupted cache continues
-                # under an equal header only. Long rows are written one by one.
+                # Not the training batch size, because it is in the header, and an interrupted cache
+                # continues only with an equal header. Long rows are written one by one.
                 batch_size=max(1, TOKENS_A_WRITE // data.train.sequence_length),
                 device=accelerator.device,
                 rank=0 if alone else accelerator.process_index,

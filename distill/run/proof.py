@@ -56,7 +56,7 @@ from redraft.heads.family import Decoder
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run
 
-MAX_DRAFT_TOKENS = 128  # of vLLM's rejection sampler, for one request in one step
+MAX_DRAFT_TOKENS = 128  # limit of vLLM's rejection sampler, for one request in one step
 
 WITH, WITHOUT = "with-draft", "without-draft"  # Names of the two servers.
 
@@ -207,7 +207,7 @@ class EngineProof:
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:
-    """Move a model, and views of its weights, to the CPU, because vLLM takes the whole GPU.
+    """Move a model, and views of its weights, to the CPU, because vLLM uses the whole GPU.
 
     A view left on the GPU would keep the memory allocated. Tensors on `meta` have no data to move.
     """
@@ -269,10 +269,10 @@ def prove_in_engine(
 
 
 def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
-    """A function that returns the target's next-token logits, [V].
+    """Return a function that returns the target's next-token logits, [V].
 
     It loads the target at the first call, which happens only if two outputs differ and a tie must
-    be told apart from an error.
+    be distinguished from an error.
     """
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 

@@ -1,6 +1,7 @@
-"""How a draft begins: the weights that `--init` chooses, or a draft trained before.
+"""How a draft starts: with the weights that `--init` chooses, or as a draft trained before.
 
-D = hidden."""
+D = hidden.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +75,12 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
         )
     reach = target_window(run.opened.text_config)
     if reach is not None and getattr(options, "window", 0) is None:
-        # vLLM gives it to layers without a window in any case, so the export should say it.
+        # vLLM always applies it to layers without a window, so the export should state it.
         options = replace(options, window=reach)
         _say(run, f"the head has the window of the target's layers, {reach} positions")
     if run.family.training and (usual := run.family.training.draft_vocab_size) is not None:
-        # Counted on the training part alone: held-out text must not choose the vocabulary it is
-        # judged with.
+        # Counted only on the training part, because held-out text must not choose the vocabulary
+        # with which it is evaluated.
         all_ids = run.shape.vocab_size
         size = choose_size(cfg.draft_vocab_size, usual, all_ids)
         vocabulary.append(frequent_ids(run.data.train.samples, size, all_ids))
@@ -105,7 +106,7 @@ def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
 def _start_as_layers(run: Run, head: Any, count: int) -> None:
     """Initialise a head with the weights of the target's last `count` layers.
 
-    If this process does not hold these weights, the main process reads them from the target's files
+    If this process does not have these weights, the main process reads them from the target's files
     and shares the head. If it cannot, the head keeps its random weights, and a printed line gives
     the reason.
     """
@@ -130,8 +131,8 @@ def _start_as_layers(run: Run, head: Any, count: int) -> None:
 
 def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
     scales = read_scales(run, head.aux_layer_ids)
-    _say(run, f"the head starts from least squares on up to {num_tokens:,} tokens")
-    # The final norm alone: all else but the output head is replaced.
+    _say(run, f"the head starts from a least-squares fit on up to {num_tokens:,} tokens")
+    # Only the final norm, because everything else except the output head is replaced.
     head.init_from_layers([nn.Module()], final_norm(run.model))
     head.to(run.accelerator.device)
     start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
@@ -150,7 +151,8 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
     """The factors of the norm that reads each stream (the states after k layers), [D].
 
     Raises:
-        ValueError: a stream is not read by an RMS norm, or the target ends with another norm.
+        ValueError: a stream is not read by an RMS norm, or the target's final norm is of another
+            kind.
     """
     name = run.cfg.target
     if is_whole(run.model):

@@ -114,7 +114,7 @@ class Run:
         #    loaded.
         self.opened = refuse(family, cfg)
         self.shape = self.opened.text_config
-        # 2. The ranks, the memory, the folder: a run that is too large leaves none.
+        # 2. The ranks, the memory, the folder: a run that is too large creates none.
         self.accelerator = make_accelerator(
             cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine
         )
@@ -274,7 +274,7 @@ class Run:
             self.target.embed_VD,
             self.target.head_VD,
         )  # gigabytes, which a head reads and never changes
-        # `deepcopy` takes an object found in this memo as it is.
+        # `deepcopy` reuses an object that is in this memo.
         return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})
 
     # ----------------------------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ class Run:
             padding_factor(train.batch(number, batch_size=size).document_BT) for number in numbers
         )
         print(
-            f"target: one document a row, for packed documents would see each other: {factor:.2f} "
-            "times the tokens"
+            f"target: one document per row, because packed documents would attend to each other; this "
+            f"takes {factor:.2f} times the tokens"
         )
 
     def train_baseline(self, draft: Any) -> Forecast | None:
@@ -353,8 +353,8 @@ class Run:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
                     self._export(draft, new.path)
-                    # Of the files, not of the module: rounding to the exported type is part of what
-                    # is served.
+                    # From the files, not the module, because the served draft is rounded to the
+                    # exported dtype.
                     after = self.forecast(self.load(new.path))
                     assert after is not None, "the main process"
                     self.forecasts[folder] = after
@@ -370,8 +370,8 @@ class Run:
             tensors = {
                 name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()
             }
-            # One MTP layer is in the weights, so the config must say 1, however many the target
-            # came with.
+            # The weights contain one MTP layer, so the config must say 1, however many the target
+            # had.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}
             stitch(self.teacher.folder, tensors, folder, changes)
         elif len(_training(self.family).layouts) > 1:
@@ -489,7 +489,7 @@ def _open(family: Family, cfg: Config) -> TargetFolder:
     target = TargetFolder.open(cfg.target)
     model_class(target.config)
     length = cfg.loop.sequence_length
-    # The default is nobody's wish: a longer row then holds several short conversations.
+    # The user did not choose the default: a longer row then contains several short conversations.
     if length != make_config(family).loop.sequence_length:
         require_positions(target.text_config, length, "--loop.sequence-length", cfg.target)
     return target
@@ -521,14 +521,14 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
     check_mask_token(getattr(options, "mask_token_id", None), shape.vocab_size)
     if getattr(options, "full_layers", ()) and (reach := target_window(shape)) is not None:
         raise ValueError(
-            f"--head.full-layers: vLLM gives these layers the window of {cfg.target}, {reach}, in "
-            "which each of its own layers sees"
+            f"--head.full-layers: vLLM applies the window of {cfg.target} ({reach} positions) to "
+            "these layers too, because all layers of the target have it: remove the flag"
         )
     asked = getattr(options, "window", None)
     if cfg.start_from is not None and asked is not None and options.views != _views(cfg):
         raise ValueError(
-            f"--head.window {asked}: the head of --start-from has "
-            f"{'; '.join(dict.fromkeys(map(str, _views(cfg))))}, and keeps it"
+            f"--head.window {asked} differs from the head of --start-from, which has "
+            f"{'; '.join(dict.fromkeys(map(str, _views(cfg))))}: remove the flag"
         )
     if cfg.layout == "speculators" and family.name in ("dflash", "dspark"):
         require_speculators(family.name, _views(cfg))
@@ -552,7 +552,7 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
             "--init last_layer"
         )
     if family.is_in_target:
-        # The layer would be stored beside scales of other weights.
+        # The layer would be stored next to scales for other weights.
         refuse_quantised(
             target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights"
         )

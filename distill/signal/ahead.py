@@ -46,7 +46,8 @@ class OneAhead:
         flight = self._flight
         if flight is not None:
             flight.thread.join()  # a source is for one thread at a time
-        # A held-out batch may come between: it is got now, and the flight stays for the next step.
+        # A held-out batch may come in between: its signal is fetched now, and the one in flight
+        # stays for the next step.
         if flight is None or flight.batch is not batch:
             self._follow()
             signal = self._get(batch)
@@ -58,7 +59,7 @@ class OneAhead:
         return signal
 
     def _follow(self) -> None:
-        """Let the stream wait for the caller's, where the batch may still arrive (`to_device`)."""
+        """Make the stream wait for the caller's, where the batch may still arrive (`to_device`)."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -91,7 +92,7 @@ class _Flight:
     def __init__(self, batch: Batch, get: Callable[[], TargetSignal]) -> None:
         self.batch, self._get = batch, get
         self._result: Future[TargetSignal] = Future()
-        # A daemon, so that a run that ends does not wait minutes for a dead server.
+        # A daemon thread, so that a finished run does not wait minutes for a dead server.
         self.thread = threading.Thread(target=self._fly, name="one batch ahead", daemon=True)
         self.thread.start()
 

@@ -55,7 +55,7 @@ def split_by_length(lengths: Sequence[int]) -> list[int]:
     rounded = [-(-length // STEP) for length in lengths]
     begins = [n for n in range(len(lengths)) if n == 0 or rounded[n] != rounded[n - 1]]
     ends = [*begins[1:], len(lengths)]
-    # best[n]: (padded tokens of the lengths from n on, ends of the runs), for one run more in every
+    # best[n]: (padded tokens of the lengths from n on, ends of the runs), for one more run in every
     # round.
     best: dict[int, tuple[int, list[int]]] = {len(lengths): (0, [])}
     best |= {n: (lengths[n] * (len(lengths) - n), [len(lengths)]) for n in begins}

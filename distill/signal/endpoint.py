@@ -49,7 +49,8 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
         self._model = model
-        # Beside httpx's limit: a request that waits for a connection there would spend `timeout_s`.
+        # In addition to httpx's limit, under which a request that waits for a connection would use
+        # up `timeout_s`.
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency)
@@ -108,7 +109,7 @@ class Endpoint:
         url, failure = self.url + path, ""
         for attempt in range(self.attempts):
             if attempt:
-                # The pause holds no slot, so other requests go on.
+                # The pause holds no slot, so other requests continue.
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
                 async with self._slots:
@@ -123,7 +124,7 @@ class Endpoint:
                     raise ConnectionError(
                         f"{url} answers {kind} instead of JSON: it has no OpenAI-compatible API"
                     )
-                # Gateways send the error of a server behind them with the status 200.
+                # Gateways return the error of a server behind them with status 200.
                 refusal = answer.get("error")
                 if not refusal:
                     return answer

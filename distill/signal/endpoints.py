@@ -15,7 +15,7 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.files.progress import Progress
 
 MAX_DOUBLINGS = 16  # of the pause between probes, which would overflow in a long outage
-PROBE_TIMEOUT_S = 10.0  # a server taking longer to list its models is as good as dead
+PROBE_TIMEOUT_S = 10.0  # a server that takes longer to list its models counts as dead
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Endpoints:
         """Return one server's answer to a request for the model.
 
         Raises:
-            RequestRefusedError
+            RequestRefusedError: the server refuses the request.
             ConnectionError: after `attempts` tries, or if all servers stay dead.
         """
         # Prompts are lists of ids here; of a text this would count characters.
@@ -142,7 +142,7 @@ class Endpoints:
             self._all_dead_since_s = asyncio.get_running_loop().time()
         Progress.write(f"no more requests to this server until it is back: {failure}")
         probe = asyncio.create_task(self._probe(member))
-        self._probes.add(probe)  # an event loop holds tasks weakly
+        self._probes.add(probe)  # an event loop keeps only weak references to tasks
         probe.add_done_callback(self._probes.discard)
 
     async def _probe(self, member: Member) -> None:
@@ -168,7 +168,8 @@ class Endpoints:
             return False
         except (
             Exception
-        ) as error:  # answers of any form: a probe that ends would leave the server dead for good
+            # answers in any form, because a probe that raises would leave the server dead for good
+        ) as error:
             Progress.write(
                 f"still no requests to {endpoint.url}, which answers in an unexpected form: "
                 f"{error!r}"

@@ -46,7 +46,8 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if request.status == RequestStatus.FINISHED_ABORTED:  # nobody waits for the states any more
+        # no client is waiting for the states any more
+        if request.status == RequestStatus.FINISHED_ABORTED:
             self._request_filenames.pop(request.request_id, None)
             self._pending_saves.pop(request.request_id, None)
             return False, None
@@ -78,7 +79,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             return "", ""
 
     def _submit_async_write(self, pending: Any) -> None:
-        # All ranks hold the same states, and one writes them, as in vLLM's method.
+        # All ranks have the same states, and one writes them, as in vLLM's method.
         if not self._is_tp_rank_zero:
             return
         self._remove_stale_states(self._url(pending.filename))
@@ -110,7 +111,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
 
 class _Copied:
-    """Stands in for a CUDA event whose copy is done."""
+    """Replaces a CUDA event whose copy is done."""
 
     def query(self) -> bool:
         return True

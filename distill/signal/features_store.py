@@ -50,12 +50,12 @@ arrive at once; the longest is not, because object storage charges for every che
 """
 
 LONGEST_DESCRIPTION, LONGEST_ROW = 1 << 16, 1 << 26
-"""Bytes of a NAME.json, and of the states of one token, at most. A hostile server must not fill the
-reader's memory.
+"""Maximum number of bytes of a NAME.json, and of the states of one token. A hostile server must not
+fill the reader's memory.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
-"""Names that no file system takes for a folder, a link to another one, or a pattern."""
+"""Pattern of names that no file system treats as a folder, a link to another one, or a pattern."""
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Use = Callable[[int, Tensor, Sequence[int]], None]
@@ -139,7 +139,7 @@ def write_states(
         crc32=crc,
         target=target,
     )
-    # Last: the description tells readers that the bytes are complete.
+    # Last, because the description tells readers that the bytes are complete.
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())
 
 
@@ -292,7 +292,7 @@ class Storage:
         """
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
-        # The check follows on the open file, so nobody can swap it in between.
+        # The check follows on the open file, so that no one can replace it in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)

@@ -28,7 +28,7 @@ among them.
 
 
 def is_whole(model: Any) -> bool:
-    """Whether this process holds the values of all of a target's layers."""
+    """Whether this process has the values of all of a target's layers."""
     return not is_sharded(model) and not any(
         weight.is_meta for weight in decoder_layers(model).parameters()
     )

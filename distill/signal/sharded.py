@@ -112,7 +112,7 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     Raises:
         FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
     """
-    # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank knows.
+    # 1. Rank 0 reads the files. The dtype may be the files', which only this rank has read.
     whole = load_causal_lm(target.name, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)
@@ -120,11 +120,9 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     with torch.device("meta"):
         model = new_model(target.config, chosen[0])
     model.requires_grad_(False).eval()
-    # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root,
-    #    and one is
-    # gathered while another computes. It shards nothing: embeddings, norm and head stay whole,
-    # because they
-    # are read outside of a pass too.
+    # 3. Each layer is gathered by itself. The root is wrapped too, so that the layers share one
+    # root, and one is gathered while another computes. It shards nothing: embeddings, norm and head
+    # stay whole, because they are also read outside a pass.
     mesh = _make_mesh(model, device)
     decoder = language_model(model)
     layers = list(decoder_layers(model))

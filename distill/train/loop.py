@@ -68,7 +68,7 @@ class TrainingCost:
     peak_rss_mib: float
     skipped_steps: int
     exported_step: int
-    """Step whose draft is exported: the last one, or that of the best evaluation."""
+    """Step whose draft is exported: the last one, or the step of the best evaluation."""
 
 
 def write_offline_unless_logged_in() -> None:
@@ -82,7 +82,7 @@ def _has_login() -> bool:
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         return host is not None and host in netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, ValueError, netrc.NetrcParseError):  # none, or one that nobody can read
+    except (OSError, ValueError, netrc.NetrcParseError):  # there is none, or it cannot be read
         return False
 
 
@@ -94,7 +94,8 @@ def choose_precision(asked: str | None, launched: str | None, machine: Machine) 
     """
     # Not fp16: a step that overflows is skipped here, and the scale of its loss never falls.
     default = launched if launched and launched != "fp16" else "no"
-    # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
+    # Without a config, `accelerate launch` also says "no", so "no" is then not a choice of the
+    # user.
     if machine.gpu and machine.has_bfloat16 and default == "no":
         default = "bf16"
     precision = asked or default
@@ -126,7 +127,8 @@ def make_accelerator(
         machine = machine.without_gpu
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
     precision, line = choose_precision(mixed_precision, launched, machine)
-    # If nobody has a wish, a second accelerator of a process takes the first one's.
+    # If neither the user nor the launcher has chosen, a second accelerator of a process uses the
+    # first one's precision.
     is_wish = mixed_precision is not None or precision != (launched or "no")
     if wandb_project:
         write_offline_unless_logged_in()
@@ -142,7 +144,7 @@ def make_accelerator(
         # It would wrap the module, and rename everything in checkpoints and exports.
         dynamo_backend="no",
         kwargs_handlers=[
-            # Gradients live in DDP's buckets, not a second time beside them.
+            # Gradients are only in DDP's buckets, not a second time next to them.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=LONGEST_WAIT),
         ],
@@ -302,7 +304,7 @@ class _Trainer:
         for step in bar:
             if _is_past_its_best(
                 run.metrics, loop
-            ):  # also at once, if a run is resumed that had ended by this
+            ):  # also at once, if a run is resumed that had already stopped for this reason
                 bar.close()
                 break
             batches = upcoming or self._batches(loop, step)
@@ -315,7 +317,7 @@ class _Trainer:
                     _evaluate(distillation, held_out, run, loop, self.num_speculative_tokens)
             is_last = done == loop.steps or _is_past_its_best(run.metrics, loop)
             if done % loop.log_every == 0 or is_last:
-                # Read only now, by all ranks, and before the clock: a GPU is waited for here.
+                # Read only now, by all ranks, and before the clock, because this waits for a GPU.
                 stats = distillation.read(unread)
                 rate = self.meter.rate()
                 run.log(done, **_describe(stats), tokens_per_s=rate)

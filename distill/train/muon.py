@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
         self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.dtype: torch.dtype | None = None  # Type of the iteration; None as in `orthogonalise`.
+        self.dtype: torch.dtype | None = None  # dtype of the iteration; None as in `orthogonalise`
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

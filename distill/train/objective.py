@@ -124,10 +124,11 @@ def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
     masks = [step.mask_BT.flatten() for step in steps]
     compared = [_moved(mask, step.shift) for mask, step in zip(masks, steps, strict=True)]
     needed = torch.stack(compared).any(0)
-    # E.g. of rows 0101 those of places 1 and 3 are kept, and the second is row 1 of the kept ones.
+    # E.g. of rows 0101, those at places 1 and 3 are kept, and the second becomes row 1 of the kept
+    # rows.
     new_index = needed.cumsum(0) - 1
     size = needed.numel()
-    # For each chunk of kept rows the place behind it, also for chunks that turn out to be empty.
+    # For each chunk of kept rows, the place after it, also for chunks that turn out to be empty.
     ends = torch.arange(0, size + chunk_tokens, chunk_tokens, device=needed.device)
     behind = torch.searchsorted(new_index + 1, ends, right=True)
     counts = [
@@ -151,7 +152,7 @@ def _places(mask_N: Tensor, count: int) -> Tensor:
 
     `nonzero` would compute the count again, and a GPU would have to wait for it.
     """
-    # All false places are written behind the last true one.
+    # All false places are written after the last true one.
     slots_N = torch.where(mask_N, mask_N.cumsum(0) - 1, count)
     places = slots_N.new_empty(count + 1)
     return places.scatter_(0, slots_N, torch.arange(len(mask_N), device=mask_N.device))[:count]

@@ -83,8 +83,8 @@ def require_shares(family: Family, loop: Loop, signal: Signal, num_processes: in
         raise ValueError(f"{asked} does not fit {family.title}: each process needs whole rows")
     if signal.kind == "endpoint":
         raise ValueError(
-            f"{asked} reads no states from servers during training: write them to disk first "
+            f"{asked} cannot read states from servers during training: write them to disk first "
             "(--signal.kind cache)"
         )
     if loop.compile:
-        raise ValueError(f"{asked} and --loop.compile exclude each other: leave out one of them")
+        raise ValueError(f"{asked} and --loop.compile exclude each other: remove one of them")

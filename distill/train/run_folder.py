@@ -72,7 +72,7 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
         # Compiling changes the rounding only.
         kept["loop"] = {**kept["loop"], "compile": None}
         if kept["loop"].get("stop_by") == "acceptance":
-            # Evaluations of one run are compared, so all are at one number of draft tokens.
+            # Evaluations in one run are compared, so all use the same number of draft tokens.
             kept["num_speculative_tokens"] = config["prove"]["num_speculative_tokens"]
     return kept
 
@@ -84,7 +84,7 @@ def _find_foreign(folder: Path) -> Path | None:
     if folder.name not in (CHECKPOINTS, "ce-baseline"):
         return find_foreign(folder)
     for path in sorted(folder.iterdir()):
-        # A person's copy (step-000100-good) is not ours.
+        # A copy made by hand (step-000100-good) does not belong to the run.
         is_ours = _is_step(path) or path.name in (CHECKPOINTS, "metrics.jsonl")
         if not is_ours and not path.name.startswith("."):
             return path
@@ -239,8 +239,8 @@ class RunFolder:
             drop_previous(self.folder / PREVIOUS)
 
     def _own(self) -> None:
-        # A lock of the process, which may open its run again; the kernel drops it when the process
-        # ends.
+        # A lock of the process, which may open its run again; the kernel releases it when the
+        # process exits.
         self._owner = (self.folder / LOCK).open("a")
         try:
             fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,12 +324,12 @@ class RunFolder:
         shared = [str(partial)]
         broadcast_object_list(shared, from_process=0)
         write(Path(shared[0]))
-        # The manifest, written next, holds the digests of all ranks' files.
+        # The manifest, written next, contains the digests of all ranks' files.
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:
-        # By number: as text, step-1000000 comes before step-999999. A person's copy
-        # (step-000100-good) is not ours.
+        # By number, because as text, step-1000000 sorts before step-999999. A copy made by hand
+        # (step-000100-good) does not belong to the run.
         named = (self.folder / CHECKPOINTS).glob("step-*")
         return sorted(filter(_is_step, named), key=_step_of)
 

@@ -90,7 +90,8 @@ class DistillStep(nn.Module):
         self.draft = draft
         self.divergence = divergence
         names = getattr(getattr(draft, "model", None), "_no_split_modules", None) or ()
-        # FSDP2 gathers the layers of a model one by one, and a head, with a layer or two, whole.
+        # FSDP2 gathers a model's layers one by one, and a head, which has one or two layers, as a
+        # whole.
         self._no_split_modules = sorted(
             {type(module).__name__ for module in draft.modules()}.intersection(names)
         )
@@ -207,8 +208,9 @@ class Distillation:
             fit_fsdp(accelerator, module)
         require_whole_matrices(optim, accelerator)
         optimizers = make_optimizers(module, optim)
-        # The main process may come hours later, from caching the target: wait here, where the
-        # timeout is a day. Inside `prepare`, the wait of a sharded module would end after minutes.
+        # The main process may arrive hours later, after caching the target: wait here, where the
+        # timeout is a day. Inside `prepare`, the wait of a sharded module would time out after
+        # minutes.
         accelerator.wait_for_everyone()
         self.module, *self.optimizers = accelerator.prepare(module, *optimizers)
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
@@ -219,8 +221,8 @@ class Distillation:
         is_left = isinstance(self.target, InProcessTarget) and is_sharded(self.target.model)
         if is_left and self.accelerator.is_main_process:
             print(
-                "--loop.compile: the layers of the draft; those of the target are in shards, and "
-                "stay as they are"
+                "--loop.compile: only the draft's layers are compiled, because the target's layers "
+                "are sharded"
             )
 
     def weights(self) -> dict[str, Tensor]:
@@ -334,7 +336,7 @@ class Distillation:
                     "a lower --optim.lr, or with --optim.accumulation 1"
                 )
             return False
-        # By all ranks or none: they wait for each other in the reduction of the gradients.
+        # By all ranks or none, because they wait for each other in the reduction of the gradients.
         self.accelerator.backward(loss)
         return True
 
@@ -421,8 +423,8 @@ class Distillation:
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
         """Held-out acceptance, as `redraft.eval.forecast` defines it, over all ranks' batches."""
-        # `self.module` and not `self.draft`: outside of the wrapped forward a rank may hold shards
-        # only.
+        # `self.module` and not `self.draft`: outside the wrapped forward, a rank may have only
+        # shards.
         self.module.eval()
         sums = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
         with torch.no_grad():

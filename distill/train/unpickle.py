@@ -40,18 +40,18 @@ METADATA = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
 }
-"""Names that FSDP's .metadata may hold, each with its module."""
+"""Names that FSDP's .metadata may contain, each with its module."""
 
 
 @contextmanager
 def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]:
     """Load `checkpoint` inside this context without running code from it.
 
-    `deepspeed` allows DeepSpeed's classes too.
+    `deepspeed` also allows DeepSpeed's classes.
 
     Raises:
-        ValueError: the checkpoint holds anything else. The message names it, and none of its code
-            was run.
+        ValueError: the checkpoint contains anything else. The message names it, and none of its
+            code was run.
     """
     # Both, because torch refuses to load with both set: the user may have set the second one.
     switches = {

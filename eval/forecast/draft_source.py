@@ -1,14 +1,15 @@
-"""A draft by its name on a command line: what it is, and how vLLM serves it.
+"""A draft by its name on a command line: its kind, and how vLLM serves it.
 
     DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft data count`)
     ngram, suffix    a lookup in the text, without a folder
     live             a lookup in the text and in this server's earlier answers, counted
     mtp              the layers in the target's own folder
-    ngram+HEAD:2     n-grams first, then a head with at most 2 tokens of its own in a step
+    ngram+HEAD:2     n-grams first, then a head with at most 2 draft tokens per step
     ANSWERS+HEAD:2   counted answers (or live) first
     NAME=DRAFT       any of these, under a name for reports
 
-A folder is recognised by its tensors; its config.json may claim another family. Imports no torch.
+A folder is recognised by its tensors; its config.json may claim another family. This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ NGRAM = "ngram"
 NAMED = re.compile(r"([^=/+]+)=(.+)")
 
 WHOLE_MODEL = re.compile(r"(?!mtp\.)(\w+\.)*layers\.0\..*")
-"""A tensor of a model's first layer. An MTP layer in a folder of its own has none of this name."""
+"""Pattern of a tensor in a model's first layer. An MTP layer in a separate folder has no such name.
+"""
 
 CAUSAL_LM = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
 
@@ -131,10 +133,10 @@ class DraftSource:
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder of the draft or head, downloaded if on the hub; None if it has no folder.
+        """The draft's or head's folder, downloaded if it is on the hub; None if it has none.
 
         Raises:
-            FileNotFoundError
+            FileNotFoundError: the folder does not exist, or the hub does not provide it.
             ValueError: the name is a GGUF file.
         """
         if self.is_without_folder:
@@ -155,7 +157,7 @@ class DraftSource:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether this is a lookup alone: no model computes the draft."""
+        """Whether this is a lookup without a model."""
         return self.is_answers or (self.is_without_folder and not self.family.is_in_target)
 
     @property
@@ -201,7 +203,7 @@ class DraftSource:
         if self.folder is None:
             chosen = {"method": self.source}
         else:
-            # A hub name stays one: whoever reads a report can use it.
+            # A hub name is kept, so that readers of a report can use it.
             model = self.source if is_hub_name(self.source) else str(self.folder.absolute())
             chosen = {
                 "model": model,

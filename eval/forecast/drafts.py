@@ -166,7 +166,7 @@ def make_suffix(draft: DraftSource) -> NamedDraft:
             "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"
         )
     note = (
-        "measured in the engine only, and with the text of each request alone: a server would also "
+        "measured only in the engine, and with the text of each request only: a server would also "
         "look tokens up in its earlier answers"
     )
     return NamedDraft(

@@ -1,12 +1,12 @@
 """A forecast of the acceptance in an engine at temperature 0.
 
-It takes teacher-forced passes over the target's greedy text.
+It uses teacher-forced passes over the target's greedy text.
 
 B = batch, T = tokens, N = rows, K = num_speculative_tokens.
 
-Under greedy decoding every emitted token is the target's greedy token. So one pass of target and
-draft over the target's continuation shows which draft tokens would match after every prefix.
-Walking the blocks over this table gives the engine's counts without the engine.
+Under greedy decoding, every emitted token is the target's greedy token. One pass of target and
+draft over the target's continuation therefore shows which draft tokens would match after every
+prefix. Walking the blocks over this table gives the engine's counts without the engine.
 """
 
 import functools
@@ -55,7 +55,7 @@ class Continuation:
 
 
 Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
-"""`keep(prompts, compute)`: the answers to a batch that an earlier run left, or else those of
+"""`keep(prompts, compute)`: the answers to a batch from an earlier run, or otherwise those of
 `compute()`.
 """
 
@@ -152,7 +152,7 @@ def greedy_continuations(
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     results: dict[int, Continuation] = {}
-    # A batch of a large model takes minutes, so the bar counts steps: most batches need all of
+    # A batch of a large model takes minutes, so the bar counts steps; most batches need all of
     # them.
     steps = max_tokens + num_speculative_tokens - 1
     with Progress(
@@ -270,7 +270,7 @@ def _generate(
 ) -> list[list[int]]:
     """The tokens after each prompt, chosen by `choose(logits [B, V], step)`.
 
-    Each list holds the output and at least `beyond` further tokens.
+    Each list contains the output and at least `beyond` further tokens.
     """
     # Padding is on the left, so the last column is the next token of every prompt.
     device = target.device
@@ -296,7 +296,7 @@ def _generate(
             logits_to_keep=1,  # [B, 1, V] instead of [B, T, V]
         )
         tokens.append(choose(output.logits[:, -1], len(tokens)))
-        # A text that has ended only needs the tokens beyond; the batch stops when no text needs
+        # A text that has ended needs only the tokens beyond; the batch stops when no text needs
         # more.
         after_end = torch.full_like(needed_B, len(tokens) + beyond)
         needed_B = torch.where(
@@ -367,8 +367,9 @@ def forecast_prompt(
         for rows, step in zip(compared, steps, strict=True)
     ]
     match_BTK, _ = block_matches(counted, num_speculative_tokens, draft.is_autoregressive)
-    # The first row to draft: output token 0 comes from the prefill. Prompt x[0..3]: output token 0
-    # is x[4], so the first block drafts x[5], from row 4 with shift 0 and from row 3 with shift 1.
+    # The first row to draft: output token 0 comes from the prefill. For the prompt x[0..3], output
+    # token 0 is x[4], so the first block drafts x[5], from row 4 with shift 0, and from row 3 with
+    # shift 1.
     start = len(prompt_ids) - steps[0].shift
     # from one row earlier: alpha counts every token of the answer, also the prefill's, which no
     # block drafts

@@ -1,8 +1,8 @@
 """Prompt lookup (Saxena, prompt-lookup-decoding).
 
-The text's last tokens occurred before; propose what followed them.
+If the text's last tokens occurred before, it proposes the tokens that followed them.
 
-Like vLLM's `ngram` method, this takes the longest n-gram of `min` to `max` tokens with an earlier
+Like vLLM's `ngram` method, this uses the longest n-gram of `min` to `max` tokens with an earlier
 occurrence, and its earliest occurrence. K = num_speculative_tokens.
 """
 
@@ -38,19 +38,19 @@ class Ngram:
 
 @runtime_checkable
 class Lookup(Protocol):
-    """A draft that proposes tokens from the text alone."""
+    """A draft that proposes tokens from the text only."""
 
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
     ) -> Iterator[list[int]]:
-        """At most K tokens for each prefix ids[:first], ids[:first + 1], ..."""
+        """Yield at most K tokens for each prefix ids[:first], ids[:first + 1], ..."""
         ...
 
 
 def propose_ngrams(
     ids: Sequence[int], first: int, num_prefixes: int, ngram: Ngram, num_speculative_tokens: int
 ) -> Iterator[list[int]]:
-    """At most K tokens for each prefix ids[:first], ids[:first + 1], ...
+    """Yield at most K tokens for each prefix ids[:first], ids[:first + 1], ...
 
     A prefix gets no tokens if none of its final n-grams occurred earlier.
     """

@@ -38,7 +38,7 @@ class TargetRows:
         """p(token), [N]; 0 if the token was not kept."""
         if self.ids_NM is None:
             return self.p_NM.gather(-1, token_N[:, None]).squeeze(-1)
-        # Ids are distinct within a row, so the sum has one term at most.
+        # Ids are distinct within a row, so the sum has at most one term.
         return torch.where(self.ids_NM == token_N[:, None], self.p_NM, 0).sum(-1)
 
     @property
@@ -88,7 +88,8 @@ class StepRates:
         target = self.target
         if target.ids_NM is not None:
             return alpha(target.p_NM, self._look_up_q(target.ids_NM))
-        # Outside the draft's vocabulary q is 0, and so is min(p, q): those columns may be left out.
+        # Outside the draft's vocabulary, q is 0, and so is min(p, q): those columns may be left
+        # out.
         p_NW = target.p_NM if self.draft_ids_W is None else target.p_NM[:, self.draft_ids_W]
         return alpha(p_NW, self.q_NW)
 
@@ -129,8 +130,8 @@ def step_rates(
 ) -> StepRates:
     """The rates of a draft step in `rows_N` of the flattened batch.
 
-    `target` holds the rows that `rows_N` predict. Of the sampling parameters, only the temperature
-    changes q.
+    `target` contains the rows that `rows_N` predict. Of the sampling parameters, only the
+    temperature changes q.
     """
     q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
@@ -139,7 +140,7 @@ def step_rates(
 def read_log_odds(logits_NW: Tensor, temperature: float) -> Tensor:
     """log(q / (1 - q)) of the most probable token, [N], as used by vLLM's estimator.
 
-    At temperature 0, too, the estimator uses q at temperature 1.
+    At temperature 0, the estimator also uses q at temperature 1.
     """
     warm_NW = logits_NW.float() / (temperature or 1.0)
     others_N = (warm_NW - warm_NW.amax(-1, keepdim=True)).exp().sum(-1) - 1
@@ -169,8 +170,7 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
     token_N = torch.zeros(step.mask_BT.numel(), dtype=torch.int64, device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
-        # in the flattened batch `shift` rows further on is the same text: the step's mask sees to
-        # it
+        # in the flattened batch, `shift` rows later is the same text, as ensured by the step's mask
         rates = step_rates(
             step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0
         )
@@ -210,7 +210,7 @@ def block_matches(
 ) -> tuple[Tensor, Tensor]:
     """Whether each drafted token matches, and whether it has a label; bool [B, T, K] each.
 
-    The first is true where the j-th token drafted in a row is the target's greedy token. Both are
+    The first is true if the j-th token drafted in a row is the target's greedy token. Both are
     teacher-forced, so they are conditional on matches of the earlier tokens.
     """
     if not is_autoregressive:
@@ -218,7 +218,7 @@ def block_matches(
             torch.stack([rows.agree_BT for rows in compared], dim=-1),
             torch.stack([rows.mask_BT for rows in compared], dim=-1),
         )
-    # The j-th token of a block that begins at row t is the same draft's proposal at row t + j.
+    # The j-th token of a block that starts at row t is the same draft's proposal at row t + j.
     ahead = (0, num_speculative_tokens - 1)
     agree_BT = torch.nn.functional.pad(compared[0].agree_BT, ahead)
     mask_BT = torch.nn.functional.pad(compared[0].mask_BT, ahead)

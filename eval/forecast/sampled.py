@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from redraft.engine.sampling import Sampling
 from redraft.eval.acceptance import probabilities
 
-PREFIX = 1024  # looked at first: sorting a vocabulary takes longer than a small target's pass
+PREFIX = 1024  # read first, because sorting a vocabulary takes longer than a small target's pass
 LOG_ZERO = -1e30  # Logarithm of a probability that counts as 0.
 
 
@@ -73,8 +73,7 @@ def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
 
     `rest_N` is the total mass of the less probable tokens, whose individual masses are unknown.
     """
-    # vLLM's order: min_p, top_k, top_p. Each one sees the probabilities that the one before has
-    # left.
+    # vLLM's order: min_p, top_k, top_p. Each one uses the probabilities left by the previous one.
     if sampling.min_p:
         cut_N1 = sampling.min_p * p_NM[:, :1]
         p_NM, rest_N = _renormalise(p_NM * (p_NM >= cut_N1), rest_N * (p_NM[:, -1] >= cut_N1[:, 0]))
@@ -99,7 +98,8 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
     if sampling.min_p:
         outside_N |= top_NM[:, -1] < sampling.min_p * top_NM[:, 0]
     if sampling.top_k:
-        # Strictly smaller, so no tie with the last token kept. top_p comes later and keeps no more.
+        # Strictly smaller, so that no token ties with the last one kept. top_p comes later and
+        # keeps no more.
         outside_N |= top_NM[:, -1] < top_NM[:, sampling.top_k - 1]
     elif not sampling.min_p:  # min_p would renormalise first
         outside_N |= rest_N < 1 - sampling.top_p

@@ -54,7 +54,7 @@ class StoredForecast:
         return msgspec.convert(stored, StoredForecast) if stored else None
 
     def expected(self, prompts: Sequence[Sequence[int]]) -> list[AcceptanceCounts | None]:
-        """The counts expected for each of these prompts.
+        """The expected counts for each of these prompts.
 
         A prompt that is not in the forecast gets None.
         """
@@ -91,5 +91,5 @@ def store_forecast(
 
 def digest_prompt(token_ids: Sequence[int]) -> str:
     """The first 16 hex digits of the SHA-256 of token ids."""
-    # Little-endian on every machine; 64 bits tell a few hundred prompts apart.
+    # Little-endian on every machine; 64 bits are enough to distinguish a few hundred prompts.
     return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()[:16]

@@ -68,7 +68,8 @@ class Forecastable:
     """
     aux_layer_ids: tuple[int, ...] = ()
     is_sampled: bool = False
-    """Whether serving above temperature 0 samples from q instead of taking the most probable token.
+    """Whether serving above temperature 0 samples from q instead of choosing the most probable
+    token.
     """
     can_sample: bool = False
     """Whether serving can sample from q (`draft_sample_method: probabilistic`)."""
@@ -356,15 +357,15 @@ def _mix(
 ) -> list[VerifiedLabels]:
     """The rates of a block's K tokens, from the lookup if it finds a first token, else the head.
 
-    `verified` holds the lookup's rates, then the head's.
+    `verified` contains the lookup's rates, then the head's.
     """
     by_lookup, by_head = verified[: len(looked_up)], verified[len(looked_up) :]
     matched_N = _is_found(looked_up[0])
     mixed = []
     for j, found in enumerate(by_lookup):
-        # Token j of a block stands j labels after the first. `roll` brings the end of another text
-        # to the first j labels, but no block of this text reaches them, and `_block_table` leaves
-        # them out.
+        # Token j of a block is j labels after the first. `roll` moves the end of another text to
+        # the first j labels, but no block of this text reaches them, and `_block_table` leaves them
+        # out.
         matches_N = matched_N.roll(j)
         rates = {
             name: torch.where(
@@ -438,12 +439,12 @@ def _prompt_rows(
 ) -> PromptRows:
     """The results of one draft on one answer.
 
-    `others_2SN` holds the acceptance probabilities with the other `draft_sample_method`, and the
+    `others_2SN` contains the acceptance probabilities with the other `draft_sample_method`, and the
     ratios for block verification.
     """
     num_output = len(text.output_ids)
-    # a head reads the target's state of the token before the last one, and a prompt of one token
-    # has none
+    # a head reads the target's state of the token before the last one, which a prompt of one token
+    # does not have
     answer = slice(
         0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output
     )

@@ -40,16 +40,16 @@ from redraft.eval.forecast.rows import (
 from redraft.heads.draft import DraftStep, ExactTarget
 
 ESTIMATOR_SLOPE, ESTIMATOR_BIAS = 0.5, -0.2
-"""Coefficients of vLLM's estimator at its start, by the log odds of a draft's most probable token. It fits both to
-the traffic, which moves a threshold and hardly the order of the tokens.
+"""Initial coefficients of vLLM's estimator, for the log odds of a draft's most probable token. vLLM
+fits both to the traffic, which changes a threshold but hardly the order of the tokens.
 """
 
-NOTHING = -1  # Stands for a proposed token if there is none.
+NOTHING = -1  # replaces a proposed token if there is none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Tokens of a text, and the rows of a flattened [B, T] batch where the target predicts them."""
+    """Tokens of a text, and the rows of a flattened [B, T] batch that predict them."""
 
     target_rows_N: Tensor
     ids_N: Tensor
@@ -62,7 +62,7 @@ class VerifiedLabels:
     """The rates of one draft step at every label, float32 on the CPU, [N] each."""
 
     accept_greedy_N: Tensor
-    """P(label drafted and accepted) when the most probable token is drafted."""
+    """P(label drafted and accepted) if the most probable token is drafted."""
     ratio_sampled_N: Tensor
     """r(label) / p(label) for a token sampled from q. At temperature 0 and for lookups it equals
     `accept_greedy_N`, which gives the same counts.

@@ -1,6 +1,6 @@
-"""Acceptance in the engine, judged.
+"""Evaluate the acceptance in the engine.
 
-Against the published forecast, against training's held-out text, or alone.
+It is compared with the published forecast or with training's held-out text, or evaluated by itself.
 """
 
 import math
@@ -26,8 +26,9 @@ costs some, a wrong input far more.
 """
 
 NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
-MIN_TAU = 1.1  # a draft below is dead: it costs a pass and saves one step in ten at most
-MIN_DRAFTS = 100  # Drafts needed to call a draft dead, or too good.
+# a draft with a lower tau is useless: it costs a pass and saves at most one step in ten
+MIN_TAU = 1.1
+MIN_DRAFTS = 100  # number of drafts needed to call a draft useless, or too good
 TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on unseen text
 
 
@@ -72,9 +73,9 @@ def find_missed_forecast(
         return
     yield Finding(
         f"{source} is tau {1 + forecast:.3f} on these {len(served)} "
-        "prompts, serving sees "
+        "prompts, but serving measures "
         f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to "
-        f"{high:+.3f}), and {num_apart} prompts count otherwise",
+        f"{high:+.3f}), and the counts of {num_apart} prompts differ",
         cure,
     )
 
@@ -87,9 +88,9 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
     served, expected = counts.tau - 1, trained_tau - 1
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(
-            f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} "
+            f"training measured tau {trained_tau:.2f}, but serving measures {counts.tau:.2f} "
             f"({counts.num_drafts} drafts): {served / expected:.0%} of the accepted tokens",
-            "the draft is fed other inputs than in training: check aux layer ids, norms, chat "
+            "the draft receives other inputs than in training: check aux layer ids, norms, chat "
             "template and loss mask",
         )
 
@@ -98,9 +99,9 @@ def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
     """Yield a finding if almost no draft token is accepted. No reference is needed."""
     if counts.num_drafts >= MIN_DRAFTS and counts.tau < MIN_TAU:
         yield Finding(
-            f"the draft is dead: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows "
+            f"the draft is useless: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows "
             "the server down",
-            "it is untrained, damaged, or of another target: train one for this target, or export "
+            "it is untrained, damaged, or for another target: train one for this target, or export "
             "it again",
         )
 
@@ -112,7 +113,7 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
         yield Finding(
             f"{share:.1%} of the draft tokens are accepted: the draft is a copy of the target, or "
             "these prompts and answers were trained on",
-            "serve a smaller draft than the target, or give --prompts that it was not trained on",
+            "serve a smaller draft than the target, or use --prompts that it was not trained on",
         )
 
 

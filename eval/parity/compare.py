@@ -57,10 +57,10 @@ class Trained:
 def compare(
     draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu"
 ) -> list[Finding]:
-    """The first difference of each kind, causes first; empty if serving equals training.
+    """Return the first difference of each kind, causes first; empty if serving equals training.
 
     Raises:
-        ValueError: redraft does not know how the engine computes this family.
+        ValueError: there is no rule for how the engine computes this family.
     """
     parity, tolerance = find_family(family).parity, TOLERANCE[dump.run.dtype]
     if parity is None:
@@ -82,7 +82,7 @@ def compare(
         if first is not None:
             kind, difference = first
             place = f"prompt {block.request}, after {block.num_output} tokens of its answer"
-            # The first block with this kind of difference stands for all.
+            # The first block with a difference of this kind represents all of them.
             found.setdefault(kind, Finding(f"{difference} ({place})", CURES[kind]))
     return list(found.values())
 
@@ -236,7 +236,7 @@ def _recurrent(
 ) -> Expected:
     """EAGLE and MTP: the prefix, shifted by one token, then one row per further token."""
     assert feature_BTD is not None
-    # A prefix x[0..4] and 3 drafted tokens: T = 8, and num_rows = 4, because the target has not
+    # For a prefix x[0..4] and 3 drafted tokens, T = 8 and num_rows = 4, because the target has not
     # read x[4]. The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two get
     # the first two drafted tokens.
     ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
@@ -280,12 +280,12 @@ def _block(
 ) -> Expected:
     """DFlash and DSpark: the anchor and the masks in one pass.
 
-    The pass holds the slots from the first one that proposes a token. The features were written to
-    the cache earlier, so they do not appear here.
+    The pass contains the slots from the first one that proposes a token. The features were written
+    to the cache earlier, so they do not appear here.
     """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
-    # Slot 0 stands on the prefix's last token, at position row + 1.
+    # Slot 0 is at the prefix's last token, at position row + 1.
     at_N = row + 1 + draft.config.first_slot + torch.arange(num_drafted)
     slots = Pass(ids_N=None, positions_N=at_N, feature_ND=None, hidden_ND=torch.stack(last).cpu())
     return [slots], [(step, row) for step in steps[:num_drafted]]
@@ -332,7 +332,7 @@ EXPECT: dict[Parity, Callable[[Any, list[DraftStep], Batch, Tensor | None, int],
     "block": _block,
     "prefix_and_masks": _prefix_and_masks,
 }
-"""The passes expected of an engine, by `Family.parity`, from the draft, its steps, the batch, the
+"""The passes expected from an engine, by `Family.parity`, from the draft, its steps, the batch, the
 target's feature and the number of draft tokens.
 """
 

@@ -1,9 +1,9 @@
 """The acceptance report.
 
-Report.json by a schema, report.html for people, report.md for a pull request.
+report.json follows a schema, report.html is for reading, and report.md is for a pull request.
 
-The same measurements and seed give the same bytes, so a report says neither when nor how fast it
-was made. `acceptance.schema.json` beside this file describes report.json.
+The same measurements and seed give the same bytes, so a report contains neither a date nor a
+duration. `acceptance.schema.json` next to this file describes report.json.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ from redraft.eval.report.results import Measured, build_results, list_prompt_cou
 from redraft.files.artifact import write_whole
 from redraft.files.kept import hash_key
 
-SCHEMA_VERSION = 3  # The schema says what each version changed.
-FEW_PROMPTS = 20  # Below this number of prompts in a domain, intervals say little.
+SCHEMA_VERSION = 3  # the schema describes the changes of each version
+FEW_PROMPTS = 20  # with fewer prompts in a domain, intervals are of little use
 
 
 def build_acceptance_report(
@@ -99,7 +99,7 @@ def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
     for draft in drafts:
         if measured.forecast and depends_on_load(draft.speculative or {}):
             notes.append(
-                f"{draft.name} proposes less beside other requests: here it has each step alone."
+                f"{draft.name} proposes less in steps with other requests; here, every step had one request."
             )
         beyond = [k for k in measured.num_speculative_tokens if not draft.serves(k)]
         if beyond and draft.forecast:

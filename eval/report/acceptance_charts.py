@@ -18,7 +18,7 @@ from redraft.eval.report.charts import (
 )
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
-ROW_HEIGHT = 22  # Height of one domain of one draft in the first chart, in pixels.
+ROW_HEIGHT = 22  # height per domain and draft in the first chart, in pixels
 COLORS = 5  # of the page; drafts beyond them reuse the colours with another shape
 COLUMNS = 4  # Of a legend.
 SHAPES = ("circle", "square", "triangle-up", "diamond")
@@ -164,9 +164,9 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
 
 
 def _tau(entry: Mapping[str, Any]) -> dict[str, float]:
-    """tau and the ends of its interval.
+    """tau and the limits of its interval.
 
-    The engine's tau has no interval, so both ends are the value itself.
+    The engine's tau has no interval, so both limits are the value itself.
     """
     tau = read_tau(entry)
     ends = entry["forecast"]["tau"] if entry["forecast"] else {"low": tau, "high": tau}

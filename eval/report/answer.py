@@ -42,7 +42,7 @@ def _headline(report: Report, best: str, temperature: float, k: int) -> str:
     rows = [r for r in report["results"] if (r["draft"], r["temperature"]) == (best, temperature)]
     shown = [row for row in rows if row["domain"] is not None] or rows
     taus = [(read_tau(entry), row["domain"]) for row in shown if (entry := find_entry(row, k))]
-    # Equal taus are ordered by domain. None is no problem: it only occurs alone.
+    # Equal taus are ordered by domain. None only occurs if there is a single domain.
     (tau, domain), *others = sorted(taus, reverse=True)
     parts = [f"{tau:.2f} tokens per target step{_on(domain)}"]
     parts += [f"{tau:.2f}{_on(domain)}" for tau, domain in others]
@@ -69,7 +69,7 @@ def _compare_with_next(
     # `best` has the higher tau, so the lead is proven if even the lower end is positive.
     if low > 0:
         return f"Second is {second}: {numbers} ({interval})."
-    return f"It cannot be told apart from {second}: {numbers} ({interval})."
+    return f"The difference from {second} is within the interval: {numbers} ({interval})."
 
 
 def _at_other_temperatures(

@@ -1,6 +1,6 @@
 """The charts of a training report as Vega-Lite specifications.
 
-Colours and fonts come from the page, dark or light.
+The page sets colours and fonts, dark or light.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,15 +35,16 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 def to_spec(chart: alt.TopLevelMixin) -> Spec:
     """The specification of a chart, without the parts that the page sets."""
     spec: Spec = chart.to_dict()
-    # `$schema` is a URL, which the page must not have; `config` holds colours, which are the page's
+    # `$schema` is a URL, which the page must not contain; `config` contains colours, which the page
+    # sets
     del spec["$schema"], spec["config"]
     return spec
 
 
 def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | None:
-    """A chart with one line per key of `names`, over the logged steps.
+    """Return a chart with one line per key of `names`, over the logged steps.
 
-    It is None if fewer than two steps were logged.
+    None if fewer than two steps were logged.
     """
     rows = []
     for entry in entries:
@@ -101,7 +102,7 @@ def color(
 
 
 def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
-    """The values as text beside the marks of a chart."""
+    """Return the values as text next to the marks of a chart."""
     text = alt.Text("value:Q", format=number)
     return chart.mark_text(**mark).encode(text=text, color=alt.value("currentColor"))
 
@@ -121,7 +122,7 @@ def bars_with_forecast(
 ) -> alt.LayerChart:
     """A bar for every value in the series `engine`, and a diamond for every one in `forecast`.
 
-    Rows have `label`, `value` and `series`. The y axis ends above `highest`.
+    Rows have `label`, `value` and `series`. The maximum of the y axis is slightly above `highest`.
     """
     top = HEADROOM * (max(row["value"] for row in rows) if highest is None else highest)
     series = [name for name in ("engine", "forecast") if any(row["series"] == name for row in rows)]

@@ -68,7 +68,8 @@ REQUIRED = {
 
 TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend page.html.j2
 
-Charts = Callable[[Mapping[str, Any]], dict[str, Any]]  # of a report, by element id; import altair
+# charts of a report, by element id; needs altair
+Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def offline_section(
@@ -177,12 +178,12 @@ def write_page(
 ) -> Path:
     """Write `report` as <stem>.json and as the page <stem>.html.
 
-    The page is rendered from `template` with the charts from `charts`; `extras` holds further
+    The page is rendered from `template` with the charts from `charts`; `extras` contains further
     values for the template. Equal reports give equal bytes. Returns the path of the page. Without
     the `report` extra (altair, vl-convert), no page is written, and the path is <stem>.json.
 
     Raises:
-        ValueError: if a number is not finite.
+        ValueError: a number is not finite.
     """
     # Sorted keys, for equal bytes. NaN and infinity are not JSON.
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
@@ -238,7 +239,7 @@ def _render(
 @functools.cache
 def _vega_javascript() -> str:
     """Vega, Vega-Lite and vega-embed in a single 0.9 MB script that sets `window.vegaEmbed`."""
-    import vl_convert  # takes a second to import, and is in the `report` extra
+    import vl_convert  # takes a second to import, and is part of the `report` extra
 
     javascript: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     assert "</script" not in javascript, "the script would end early in a page"

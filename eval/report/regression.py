@@ -140,12 +140,12 @@ def match_drafts(
 ) -> dict[str, str]:
     """Map each draft's name to the name of the baseline draft to compare it with.
 
-    Drafts with the same name are compared. If one draft on each side is left over, these two are
+    Drafts with the same name are compared. If a single draft is left on each side, these two are
     compared as well. `families` maps the drafts' names to their families.
 
     Raises:
-        ValueError: if a draft has no counterpart, or the baseline was measured with other settings
-            or lacks a temperature.
+        ValueError: a draft has no counterpart, or the baseline was measured with other settings or
+            lacks a temperature.
     """
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline.settings.get(name, default)

@@ -250,8 +250,8 @@ def _compare_with_engine(
     same, so the error alone decides.
     """
     accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
-    # Columns: forecast, engine. Per draft and not per step: vLLM's counters know no step without a
-    # draft.
+    # Columns: forecast, engine. Per draft and not per step, because vLLM's counters do not include
+    # steps without a draft.
     over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)
     under_N2 = np.column_stack([forecast_drafts_N, [c.num_drafts for c in counts]]).astype(float)
     forecast, engine = over_N2.sum(0) / np.maximum(under_N2.sum(0), 1)
@@ -271,9 +271,9 @@ def _compare_with_engine(
 
 
 def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
-    """The report's `per_prompt`.
+    """Yield the report's `per_prompt`.
 
-    It holds the target steps and accepted tokens for every prompt, for later paired comparisons.
+    It contains the target steps and accepted tokens for every prompt, for later paired comparisons.
     """
     for draft in measured.drafts:
         for temperature in measured.temperatures:
@@ -297,7 +297,7 @@ def compare_taus(
 ) -> tuple[float, float, float] | None:
     """(tau of `one` - tau of `other`, low, high), with a 95% interval over prompts.
 
-    It is None if either draft has no forecast.
+    None if either draft has no forecast.
     """
     columns = []
     for draft in (one, other):
@@ -337,7 +337,7 @@ def choose_common_k(rows: Sequence[Mapping[str, Any]]) -> int:
         {entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]}
         for row in rows
     ]
-    # No k is in all rows if one draft cannot propose even the fewest tokens asked for.
+    # No k is in all rows if one draft cannot propose even the smallest number requested.
     return int(max(set.intersection(*sets) or set.union(*sets)))
 
 

@@ -29,7 +29,7 @@ class Acceptance:
 
 
 def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
-    """The acceptance of one of the report's drafts under the served sampling.
+    """Read the acceptance of one of the report's drafts with the served sampling.
 
     | report of | rates |
     |---|---|
@@ -37,7 +37,7 @@ def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
     | a training run | the engine's counts at temperature 0; without them, the forecast |
 
     Raises:
-        FileNotFoundError
+        FileNotFoundError: the report does not exist.
         ValueError: the file is neither kind of report, or was measured only with other sampling.
     """
     found = _list_acceptances(read_as(path, dict[str, Any], REPORTS))

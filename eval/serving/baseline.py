@@ -1,14 +1,14 @@
 """The plain server that a draft has to beat.
 
-The fastest vLLM that a user would start, without a draft.
+It is the fastest vLLM that a user would start without a draft.
 
     target ─► compiled, as vLLM starts ─┐
-                                        ├─► interleaved rounds ─► mode of every server in the
-                                        comparison
+                                        ├─► interleaved rounds ─► mode of every server in the comparison
               eager ────────────────────┘
 
-A step cannot be faster than reading the weights once. The report says which share of that limit the
-baseline reaches: a gain over a server far below it may be a gain over a fault.
+A step cannot be faster than reading the weights once. The report states which fraction of that
+limit the baseline reaches, because a gain over a server far below the limit may only be a gain over
+a fault.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def describe_baseline(
 def read_weight_bytes(target: Path, log: Path) -> float | None:
     """Bytes of weights that each GPU, or the CPU, reads per step of the server with this log.
 
-    It is None if this is unknown: for a target with experts, with towers beside the text model, or
-    with quantised weights, and for a server with a pipeline or replicas.
+    None if this is unknown: for a target with experts, with towers next to the text model, or with
+    quantised weights, and for a server with a pipeline or replicas.
     """
     served = SERVED.findall(log.read_text(errors="replace")) if log.is_file() else []
     config = read_config(target)
@@ -159,7 +159,8 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
         return None
     try:
         headers = [safetensors_header(file) for file in set(tensor_files(target).values())]
-    except (FileNotFoundError, ValueError):  # a layout of vLLM alone must not end a benchmark
+    # a layout that only vLLM reads must not end a benchmark
+    except (FileNotFoundError, ValueError):
         return None
     shapes = {name: entry["shape"] for header in headers for name, entry in header.items()}
     if any(name.endswith("lm_head.weight") for name in shapes):
@@ -173,7 +174,7 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
 def count_speeds(runs: Sequence[Measurement]) -> int:
     """The number of different speeds at which one server ran under one load.
 
-    Each speed is a group of step times; the groups are more than a factor of `CHANGED` apart.
+    Each speed is a group of step times; the groups differ by more than a factor of `CHANGED`.
     """
     steps_s = sorted(step for run in runs for step in run.half_step_s or ())
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))
@@ -182,7 +183,7 @@ def count_speeds(runs: Sequence[Measurement]) -> int:
 def measure_bandwidth() -> float:
     """Memory read bandwidth of this machine, in bytes/s.
 
-    It is that of the GPU if the engine runs on one, else that of the CPU.
+    It is the GPU's if the engine runs on one, otherwise the CPU's.
     """
     import torch
 
@@ -195,6 +196,6 @@ def measure_bandwidth() -> float:
         times_s.append(time.perf_counter() - began_s)
     del buffer
     if device == "cuda":
-        torch.cuda.empty_cache()  # the next server takes what is free
-    # The fastest: a limit is not what neighbours leave at the moment.
+        torch.cuda.empty_cache()  # the next server uses the free memory
+    # The fastest, because a limit does not depend on what other processes leave at the moment.
     return BANDWIDTH_BYTES / min(times_s)

@@ -22,7 +22,7 @@ from redraft.eval.serving.rounds import Compared, Results, compare
 from redraft.files.artifact import write_whole
 
 VERSION = 2  # Version of the format. The first was of another command.
-WORTH = 0.02  # Least expected gain for which adaptive verification is advised.
+WORTH = 0.02  # minimum expected gain for which adaptive verification is recommended
 FREE = 0.95  # Rounds differ by several percent: down to this ratio a draft costs nothing.
 
 ByLoad = Mapping[int, Compared]  # By requests in flight.
@@ -69,7 +69,7 @@ class DraftReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessReport:
-    """The outputs with the draft to serve beside those of the target alone, at one request."""
+    """Outputs with the recommended draft and with the target alone, with one request at a time."""
 
     num_prompts: int
     lossless: bool
@@ -104,7 +104,7 @@ class BenchReport:
     """Results of the target alone in the last rounds."""
     drafts: Sequence[DraftReport]
     served: str | None
-    """Name of the draft to serve; None for none."""
+    """Name of the draft to serve; None if no draft pays."""
     lossless: LosslessReport | None
     """None if requests are sampled or no draft is recommended."""
     settings: Settings
@@ -173,8 +173,8 @@ def describe_lossless(served: Lossless, alone: Lossless) -> LosslessReport:
 def choose_served(best: Sequence[Choice]) -> str | None:
     """The name of the draft with the highest expected speed at the smallest load.
 
-    Only drafts that cost nothing at the other loads count. It is None if no such draft has a speed
-    above 1.
+    Only drafts that cost nothing at the other loads count. None if no such draft has a speed above
+    1.
     """
     for choice in best:
         smallest, *others = (choice.speedups[load] for load in sorted(choice.speedups))

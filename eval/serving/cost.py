@@ -86,8 +86,8 @@ class StepCosts:
 
         A server exposes only their sum. A target step that verifies k + 1 rows for each of b
         requests computes as much as a step without a draft for b * (k + 1) requests, whose duration
-        is known from the steps with k = 0. The rest of the step is its k draft steps. Whatever the
-        split, the two parts add up to the measured step.
+        is known from the steps with k = 0. The rest of the step is its k draft steps. However the
+        split turns out, the two parts add up to the measured step.
         """
         plain_s = {b: by_k[0] for b, by_k in step_s.items() if 0 in by_k}
         draft_s = {b: _draft_step_s(b, by_k, plain_s) for b, by_k in step_s.items()}
@@ -275,12 +275,12 @@ class Advice:
         return sentence if best[0] == "off" else f"best {sentence}"
 
     def speculative_config(self, draft: Mapping[str, Any]) -> dict[str, Any] | None:
-        """vLLM's --speculative-config for a draft; None if it should not be served.
+        """Return vLLM's --speculative-config for a draft; None if it should not be served.
 
-        It begins with {"method": ..., "model": ...}. `num_speculative_tokens_per_batch_size` holds
-        ranges [first, last, k] with both ends included. For batch sizes above the last range, vLLM
-        uses the k of that range. A draft for which `has_fixed_tokens` is true gets one number for
-        all batch sizes: the best on average.
+        It starts with {"method": ..., "model": ...}. `num_speculative_tokens_per_batch_size`
+        contains ranges [first, last, k] with both ends included. For batch sizes above the last
+        range, vLLM uses the k of that range. A draft for which `has_fixed_tokens` is true gets one
+        number for all batch sizes: the best on average.
         """
         most = max(r.num_speculative_tokens for r in self.schedule)
         if most == 0:

@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def chooses_length(self) -> bool:
-        """Whether a step's draft length varies with what is found, or with what vLLM verifies."""
+        """Whether a step's draft length varies with what is found or with what vLLM verifies."""
         return self.is_lookup or is_mixed(self.config) or adaptive.KEY in self.config
 
     @property
@@ -108,14 +108,14 @@ class Choice:
 
 
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
-    """The speed of a candidate with every number of draft tokens, at `loads` requests in flight.
+    """Predict the speed of a candidate with every number of draft tokens, at the given `loads`.
 
-    `results` holds its rounds with the most draft tokens, and those of the target alone at these
-    and other loads. Except in a block, acceptance at a position does not depend on what follows it,
-    so one number of draft tokens gives the acceptance for all smaller ones. The steps of the target
-    alone show how long verification takes (`StepCosts.from_steps`). Prefills are excluded from the
-    steps and added to the expected time of an answer: their share grows with the number of
-    requests, and would otherwise be mistaken for verification.
+    `results` contains its rounds with the maximum number of draft tokens, and those of the target
+    alone at these and other loads. Except in a block, acceptance at a position does not depend on
+    what follows it, so one number of draft tokens gives the acceptance for all smaller ones. The
+    steps of the target alone show how long verification takes (`StepCosts.from_steps`). Prefills
+    are excluded from the steps and added to the expected time of an answer: their share grows with
+    the number of requests, and would otherwise be mistaken for verification.
     """
     k, name = candidate.num_speculative_tokens, candidate.name
     # 1. The time of a step without prefills, by load: k = 0 is the target alone.
@@ -125,8 +125,8 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         if server in prefill_s:
             seconds = _decode_step_s(results, server, load, prefill_s[server])
             steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
-    # 2. Step costs. The target alone was measured at further loads, for the price of verification
-    #    only.
+    # 2. Step costs. The target alone was measured at further loads, only for the cost of
+    # verification.
     whole = StepCosts.from_steps(steps)
     costs = StepCosts(
         target_s={load: whole.target_s[load] for load in loads},

@@ -1,10 +1,10 @@
-"""Speed of several servers of one target in interleaved rounds, by number of requests in flight.
+"""Speed of several servers for one target in interleaved rounds, by number of concurrent requests.
 
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
 Other tenants' memory traffic changes a step more than a draft does, so speeds are ratios within a
 round. No measurement reads what another has left in a prefix cache (`measure`), so every server
-meets the prompts of a round cold.
+starts the prompts of a round with a cold cache.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from redraft.eval.served import count_steps
 from redraft.files.kept import compute_once
 from redraft.files.progress import Progress
 
-PLAIN = "none"  # Name of the server without a draft.
+PLAIN = "none"  # name of the server without a draft
 MEMORY_SHARE = "--gpu-memory-utilization"
 USED_MEMORY = 0.9  # of a GPU by all servers together; the rest is for CUDA contexts
 
@@ -69,7 +69,8 @@ def start_servers(
     given_up = threading.Event()
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
-    # a server ends with the thread that started it, so the threads stay until all are stopped
+    # a server stops with the thread that started it, so the threads stay until all servers are
+    # stopped
     with (
         exiting_on_sigterm(),
         ThreadPoolExecutor(len(drafts) if on_cpu else 1) as pool,
@@ -90,8 +91,8 @@ def start_servers(
             for started in as_completed(starts.values()):
                 started.result()
         except BaseException:
-            # Every thread ends before the stack closes: one that entered it later would leave a
-            # server running.
+            # Every thread finishes before the stack closes, because one that entered it later would
+            # leave a server running.
             given_up.set()
             for waiting in starts.values():
                 waiting.cancel()
@@ -101,12 +102,12 @@ def start_servers(
 
 
 def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
-    """vLLM's arguments, with a share of the GPU's memory that leaves room for all servers.
+    """Return vLLM's arguments with a share of the GPU's memory that leaves room for all servers.
 
-    Arguments that already set a share are left unchanged. By default, each server takes nearly the
+    Arguments that already set a share are left unchanged. By default, each server uses nearly the
     whole GPU.
     """
-    # vLLM takes both spellings, and the value after an equals sign or as the next argument.
+    # vLLM accepts both spellings, and the value after an equals sign or as the next argument.
     named = any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args)
     if named or num_servers == 1:
         return tuple(engine_args)
@@ -143,9 +144,9 @@ def measure_servers(
 ) -> Results:
     """Start a server for each draft's --speculative-config, and measure all of them in rounds.
 
-    `alone` holds further loads for the target alone. `options` are passed to `vllm_server`. Unless
-    `is_together`, only one server is alive at a time, and each round restarts all of them; this is
-    for a target that fills the machine. Raises as `start_servers` and `measure`.
+    `alone` contains further loads for the target alone. `options` are passed to `vllm_server`.
+    Unless `is_together`, only one server runs at a time, and each round restarts all of them; this
+    is for a target that fills the machine. Raises as `start_servers` and `measure`.
     """
     if is_together:
         with start_servers(target, drafts, logs, **options) as servers:

@@ -289,7 +289,7 @@ def test_two_drafts_within_chance_cannot_be_told_apart() -> None:
         for row, prompt, scale in zip(measured.forecast[0.0], measured.prompts, wobble, strict=True)
     ]
     told = make_report(make_measured(make_prompts(4), forecast={**measured.forecast, 0.0: rows}))
-    assert any(sentence.startswith("It cannot be told apart from ") for sentence in told["answer"])
+    assert any(sentence.startswith("The difference from ") for sentence in told["answer"])
     assert any("Few prompts of code (2) and prose (2)" in note for note in told["notes"])
 
 

@@ -317,7 +317,7 @@ def test_the_engine_is_compared_with_training(served_pair, trained_tau, expected
     assert "blocks of 3 tokens, float32" in out
     (note,) = (line for line in out.splitlines() if line.startswith("note"))
     assert "75%" in note, "these are held-out prompts, but of no published forecast"
-    assert ("training said tau 3.90, serving sees" in out) is bool(expected)
+    assert ("training measured tau 3.90, but serving measures" in out) is bool(expected)
 
 
 def write_head(folder: Path, names: tuple[str, ...], **config: Any) -> Path:
