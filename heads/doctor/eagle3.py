@@ -19,11 +19,12 @@ NUM_AUX = "num_aux_hidden_states"
 DEFAULT_NUM_AUX = 3  # vLLM's, without `num_aux_hidden_states` and a nested list
 
 
-WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same offset in d2t
+# maximum number of ids without two neighbours that have the same offset in d2t
+WITHOUT_NEIGHBOURS = 64
 
 
 def nested_ids(pair: Pair) -> Iterator[Finding]:
-    """Check that the layers are named at the config's top level, where they have one meaning."""
+    """Check that the layers are listed at the config's top level, with a single meaning."""
     nested = _nested_ids(pair)
     if nested and not pair.config.get(AUX_LAYERS):
         above = [layer + 1 for layer in nested]
@@ -43,7 +44,7 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
     if not top and nested:
         yield from _number_of_aux_layers(pair, nested)
         return
-    # vLLM's default, if config.json names none.
+    # vLLM's default if config.json lists none
     served = list(top or (2, num_layers // 2, num_layers - 3))
     trained = (pair.trained_with or {}).get(AUX_LAYERS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
@@ -109,7 +110,7 @@ def options(pair: Pair) -> Iterator[Finding]:
     """Check that the options that affect the arithmetic are as in training."""
     for key in ARCHITECTURE:
         trained = (pair.trained_with or {}).get(key)
-        # vLLM's `update_eagle3` takes true, `update_peagle` false.
+        # vLLM's `update_eagle3` assumes true, `update_peagle` false.
         default = (
             pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"
         )

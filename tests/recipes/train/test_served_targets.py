@@ -54,7 +54,7 @@ def test_a_head_is_trained_proven_and_swapped_beside_its_target(
         mixed_precision="no",
     )
     train(find_family("eagle3"), settings)
-    assert ("one document a row" in capsys.readouterr().out) == (model_type == "gpt_oss")
+    assert ("one document per row" in capsys.readouterr().out) == (model_type == "gpt_oss")
     report = json.loads((run / "report.json").read_text())
     assert report["engine"]["lossless"]
     assert report["engine"]["tau"] == pytest.approx(report["offline"]["tau_forecast"], abs=1e-6)
