@@ -83,7 +83,7 @@ class Server:
         odds_NK -= 0.08 * places_K
         guess_NK = 0.8 * odds_NK + rng.normal(0, 0.7, (n, NUM_TOKENS))
         survival_NK = np.cumprod(1 / (1 + np.exp(-guess_NK)), axis=1)
-        # 2. The budget with the most tokens per millisecond, and whose tokens it admits.
+        # 2. Find the budget with the most tokens per millisecond, and the tokens that it admits.
         order = np.argsort(-survival_NK.ravel(), kind="stable")
         gains = n + np.concatenate([[0], np.cumsum(survival_NK.ravel()[order])])
         budget = int(np.argmax(gains / STEP_MS[n : n + len(gains)]))

@@ -98,7 +98,7 @@ def train_draft(cfg: Config) -> str:
 
 def measure(cfg: Config, config: dict[str, Any]) -> Results:
     """Rounds of a server for every number of draft tokens and one for none, all alive at once."""
-    # Takes seconds per load; a machine's hiccups last tenths.
+    # Each load takes seconds, and a machine's hiccups last tenths of a second.
     plan = Plan(
         rounds=cfg.rounds,
         prompts={load: 8 + 6 * load for load in cfg.concurrency},

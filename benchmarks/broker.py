@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def find_broker() -> str:
-    """Path of nats-server: beside this Python, or else on the PATH.
+    """Return the path of nats-server: next to this Python, or else on the PATH.
 
     Raises:
         FileNotFoundError: if there is none.

@@ -54,7 +54,10 @@ FAMILIES: tuple[FamilyName, ...] = ("eagle3", "peagle", "dflash", "dspark", "sta
 
 
 def long_rows_table() -> Iterator[str]:
-    """A step of one long conversation on one device that trains, with the target elsewhere."""
+    """Yield the rows of a step of one long conversation on one training device.
+
+    The target runs on other devices.
+    """
     yield (
         "| draft | target | row | step | target's prefill | states read | activations "
         "| peak memory |"

@@ -84,7 +84,9 @@ DRAFTS_PER_POLL = 125
 """Drafts of one running request in a poll interval of 5 s."""
 
 NUM_TOKENS = 3
-"""Most draft tokens; about 1.1 is then the spread between the drafts of a request."""
+"""Maximum number of draft tokens. At this number, tau differs by about 1.1 between the drafts of a
+request.
+"""
 
 LOSS_OF_ONE = 0.5
 """Loss of tau of a draft that is 0.2 worse with one token."""
@@ -101,7 +103,7 @@ class Config:
     seed: int = 0
     """Seed of all simulations."""
     engine: bool = True
-    """Also compare forecasts with a real vLLM, which takes a few minutes."""
+    """Also compare the forecasts with a real vLLM, which takes a few minutes."""
 
 
 def main(cfg: Config) -> None:
@@ -116,7 +118,7 @@ def main(cfg: Config) -> None:
 
 
 def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """The report: rates of wrong decisions, and of right ones where they tell the price."""
+    """Return the rates of wrong decisions, and of right ones as far as they show the price."""
     parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
         "canary": simulate_canary,
         "paces": simulate_paces,
@@ -152,7 +154,7 @@ class Pace:
     def draw(self, rng: np.random.Generator, trials: int, polls: int) -> Array:
         """Draft tokens by poll, [T, P]."""
         is_busy_TP = np.empty((trials, polls), bool)
-        # After a poll, with probability 1 / dwell, the next one is drawn anew.
+        # After each poll, the next one is drawn again with probability 1 / dwell.
         is_drawn_TP = rng.random((trials, polls)) < 1 / self.dwell
         drawn_TP = rng.random((trials, polls)) < self.busy
         is_busy_TP[:, 0] = drawn_TP[:, 0]
@@ -172,12 +174,11 @@ PACES = {
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """The canary's findings by traffic, drafts per request and running requests per server.
+    """Return the canary's findings by traffic, drafts per request and running requests per server.
 
-    The largest rates on top.
-
-    Unlike traffic is against the truth: an equal draft gets more of the harder domain, a worse one
-    more of the easier one. Time is up after `polls`; the policy is the default one.
+    The largest rates come first. Unequal traffic works against the truth: an equal draft gets more
+    of the harder domain, and a worse one more of the easier one. Time is up after `polls`; the
+    policy is the default one.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(MIXES.items(), (28, 100, 200, 400), (1, 8))
@@ -206,7 +207,7 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
 
 
 def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) -> dict[str, float]:
-    """What the report says of an equal and of a worse draft."""
+    """Return the findings about an equal and about a worse draft, as the report lists them."""
     return {
         "equal_rolled_back": equal[Finding.WORSE],
         "equal_inconclusive": equal[Finding.INCONCLUSIVE],
@@ -216,10 +217,10 @@ def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) 
 
 
 def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """The canary's findings while servers change their numbers of draft tokens.
+    """Return the canary's findings while servers change their numbers of draft tokens.
 
-    One canary is in a fleet, and one is a server of its own, compared with itself before. The pace
-    always speaks against the truth.
+    One canary is in a fleet. The other is a single server, which is compared with itself before the
+    change. The pace always works against the truth.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(PACES.items(), (True, False), (28, 400), (1, 8))
@@ -324,9 +325,9 @@ def _simulate_polls(
         for domain, is_of_domain_TN in enumerate((is_easy_TN, ~is_easy_TN)):
             total_TNK = ((drafts_TN * is_of_domain_TN)[..., None] * reached_TNK).cumsum(1)
             for trial, position in itertools.product(range(trials), powers_K):
-                # A request's drafts come evenly over time. So the running total at a border of
-                # polls lies on the line between two ends of requests, and a poll is the difference
-                # of two totals.
+                # A request's drafts are spread evenly over time. So the running total at a boundary
+                # between polls lies on the line between the ends of two requests, and a poll is the
+                # difference of two totals.
                 at_border = np.interp(
                     border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TNK[trial, :, position]]
                 )
@@ -376,7 +377,7 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
         rates = {}
         for name, gain in gains.items():
             rng = np.random.default_rng(seed)
-            # This rate is near its limit: it takes more trials to tell on which side.
+            # This rate is near its limit, so it takes more trials to show on which side it is.
             count = 10 * trials if name == "at_bar_promoted" else trials
             campaigns = [_run_campaign(rng, gain, num_requests, policy) for _ in range(count)]
             rates[name] = sum(look > 0 for look in campaigns) / count
@@ -393,10 +394,10 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, dict[str, float]]:
-    """Share of campaigns that promote a candidate which gains 0.3 in one domain.
+    """Return the share of campaigns that promote a candidate that gains 0.3 in one domain.
 
-    They differ in its change in a domain without new traffic: none, a loss of `max_domain_loss`,
-    and twice that.
+    The campaigns differ in the candidate's change in a domain without new traffic: none, a loss of
+    `max_domain_loss`, and twice that loss.
     """
     changes = {
         "equal": 0.0,
@@ -418,11 +419,10 @@ def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, 
 
 
 def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
-    """Distinct requests until a candidate can be judged, with the learner's defaults.
+    """Count the distinct requests until a candidate can be judged, with the learner's defaults.
 
-    Median and 99th percentile.
-
-    It takes `records_per_candidate` requests to train on and `min_requests` held-out ones.
+    Returns the median and the 99th percentile. A verdict takes `records_per_candidate` requests to
+    train on and `min_requests` held-out ones.
     """
     rng = np.random.default_rng(seed)
     is_held_out_TN = rng.random((max(trials, 1000), 1000)) < BufferConfig().held_out_fraction
@@ -444,11 +444,11 @@ def _run_campaign(
     policy: Policy,
     abandoned: tuple[float, int] = (0.0, 0),
 ) -> int:
-    """The look at which a candidate is promoted; 0 if none is.
+    """Return the number of the look at which a candidate is promoted; 0 if none is.
 
-    From one look to the next a quarter of the held-out requests is replaced by new ones. Candidates
-    differ in the request they are good at, for half of the spread. `abandoned` is the gain in a
-    domain without new requests, and the number of its requests.
+    From one look to the next, new requests replace a quarter of the held-out ones. Candidates
+    differ in the requests that they are good at, which explains half of the spread. `abandoned` is
+    the gain in a domain without new requests, and the number of its requests.
     """
     requests = _make_requests(rng, num_requests)
     abandoned_gain, num_abandoned = abandoned
@@ -503,13 +503,12 @@ def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
 
 
 def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Records until a sleeping learner wakes, by the true loss of tau in one of two domains.
+    """Count the records until a sleeping learner wakes, by the true loss of tau.
 
-    The loss is that since the promotion.
-
-    `unchanged_woken` is the share of the longest pauses that a false alarm ends. `steps_saved` is
-    the share of the optimizer steps that a learner does not take in the long run if its traffic
-    does not change; it still tries to find a gain after every pause.
+    The loss is that of one of two domains, measured from the promotion. `unchanged_woken` is the
+    share of the longest pauses that a false alarm ends. `steps_saved` is the share of the optimizer
+    steps that a learner saves in the long run if its traffic does not change; it still looks for a
+    gain after every pause.
     """
     policy, gate, training = SleepPolicy(), Policy(), Training()
     delays: dict[float, list[float]] = {loss: [] for loss in (0.0, 0.2, 0.4, 0.8)}
@@ -546,12 +545,12 @@ def _or_none(value: float) -> float | None:
 def _count_records_to_alarm(
     rng: np.random.Generator, loss: float, policy: SleepPolicy, gate: Policy, training: Training
 ) -> float:
-    """Training records after the drift until it is noticed.
+    """Count the training records between the drift and the alarm.
 
-    Infinite if the longest pause ends before.
+    The count is infinite if the longest pause ends first.
     """
     fraction = BufferConfig().held_out_fraction
-    # With a share f held out, n training records come with n f / (1 - f) held-out ones.
+    # If a share f is held out, n training records come with n f / (1 - f) held-out ones.
     per_look = round(training.records_per_candidate * fraction / (1 - fraction))
     then = _make_rows(rng, 100, 0.0)
     now: list[Row] = []
@@ -581,9 +580,9 @@ def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
 
 
 def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Share of comparisons of two reports that list a fall, by the true loss of tau.
+    """Return the share of comparisons of two reports that list a fall, by the true loss of tau.
 
-    2 domains, 2 numbers of tokens.
+    The reports have 2 domains and 2 numbers of tokens.
     """
     rates = {}
     for name, loss in {
@@ -643,9 +642,10 @@ def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tu
 def simulate_intervals(
     trials: int, seed: int = 0, sizes: Sequence[int] = (16, 32, 64)
 ) -> dict[str, Any]:
-    """Share of 95% intervals that hold the truth, by number of prompts, for lengths of three kinds.
+    """Return the share of 95% intervals that contain the truth, by number of prompts.
 
-    tau is a ratio over prompts; the gain is the difference of two drafts over the same prompts.
+    The lengths of answers are of three kinds. tau is a ratio over prompts; the gain is the
+    difference of two drafts over the same prompts.
     """
     lengths = {"equal": 0.15, "unequal": 0.6, "heavy_tailed": 1.0}
     cases: list[dict[str, Any]] = []
@@ -654,7 +654,7 @@ def simulate_intervals(
         _, _, truth_tau, truth_gain = _sum_prompts(np.random.default_rng(99), 400_000, sigma)
         for num_prompts in sizes:
             rng = np.random.default_rng(seed)
-            num_trials = 5 * trials  # cheap, and 95% has to be told from 93%
+            num_trials = 5 * trials  # cheap, and 95% must be distinguishable from 93%
             held = np.zeros(2)
             for _ in range(num_trials):
                 accepted_N2, drafts_N2, _, _ = _sum_prompts(rng, num_prompts, sigma)
@@ -680,9 +680,9 @@ def simulate_intervals(
 def _sum_prompts(
     rng: np.random.Generator, num_prompts: int, sigma: float
 ) -> tuple[Array, Array, float, float]:
-    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1, its gain).
+    """Return (accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1, its gain).
 
-    tau and gain are those of the first draft.
+    tau and its gain are those of the first draft.
     """
     drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
     # gamma(4, 0.5) has mean 2 and standard deviation 1.

@@ -87,9 +87,9 @@ class Config:
 
 
 def count_queued(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:
-    """Bytes of one step's tensors in the queue, all requests recorded, with bfloat16 logits.
+    """Return the bytes of one step's tensors in the queue, all requests recorded, bfloat16 logits.
 
-    `bytes_per_step` is what a GPU's hook leaves, `bytes_by_reference` what the CPU's does.
+    `bytes_per_step` are left by a GPU's hook, and `bytes_by_reference` by the CPU's hook.
     """
     logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
     with open_capture() as capture:
@@ -121,7 +121,7 @@ def main(cfg: Config) -> None:
         measure_parts(cfg, report)
         print("\n".join(lines(report)))
     finally:
-        # A part that fails costs no other: each takes minutes.
+        # A part that fails must not lose the others: each takes minutes.
         write_results(cfg.output, report)
 
 
@@ -147,7 +147,7 @@ def measure_parts(cfg: Config, report: dict[str, Any]) -> None:
 
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The results, for people."""
+    """Yield the results as lines of text."""
     if records := report.get("records"):
         yield f"records of V1 and V2: {describe_records(records)}"
     capture = report.get("capture", {})
@@ -200,7 +200,7 @@ def compare_records() -> dict[str, Any]:
 
 
 def run_tests(file: Path, chosen: str) -> dict[str, Any]:
-    """The verdict of the chosen tests of a file that compare V1 and V2.
+    """Run the chosen tests of a file that compares V1 and V2, and return their verdict.
 
     None if one of them did not run.
     """
@@ -213,9 +213,9 @@ def run_tests(file: Path, chosen: str) -> dict[str, Any]:
 
 
 def judge_tests(suite: ET.Element) -> dict[str, Any]:
-    """The verdict of a run of pytest, from the JUnit file.
+    """Read the verdict of a pytest run from its JUnit file.
 
-    Equal if all tests passed and none was skipped.
+    The runners are equal if all tests passed and none was skipped.
     """
     cases = list(suite.iter("testcase"))
     failed = [
@@ -301,9 +301,9 @@ def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def serve(cfg: Config, registry: Path, *options: str) -> Iterator[Server]:
-    """A server with a prefix cache, of the draft in this registry.
+    """Start a server with a prefix cache and the draft of this registry.
 
-    `options` are those of `redraft serve`.
+    `options` are passed to `redraft serve`.
     """
     with start_server(
         cfg.target,
@@ -323,7 +323,7 @@ def serve(cfg: Config, registry: Path, *options: str) -> Iterator[Server]:
 
 
 def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
-    """Prompts of `length` tokens of the standard library's text, which all begin differently."""
+    """Return prompts of `length` tokens of the standard library, with different beginnings."""
     tokenizer = load_tokenizer(cfg.target)
     texts = (str(conversation["messages"]) for conversation in stdlib_conversations())
     # They are cut here, so a warning that they are long would mislead.
@@ -378,8 +378,8 @@ class Stream:
 
 def choose_texts(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to compare, and shorter ones of other texts for the requests that run during a swap."""
-    # One list of long texts: a running request that begins as a compared prompt would refill blocks
-    # counted as kept.
+    # One list of long texts: a running request that begins like a compared prompt would refill
+    # blocks that count as kept.
     texts = list_prompts(cfg, 8 + cfg.clients, 400)
     return texts[:8], [Prompt(token_ids=text.token_ids[:100]) for text in texts[8:]]
 
@@ -410,7 +410,7 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
 class Sent:
     """The answers to the same prompts.
 
-    The shares of accepted draft tokens and of tokens found in the cache come with them.
+    They come with the shares of accepted draft tokens and of tokens found in the cache.
     """
 
     answers: list[list[int]]
@@ -473,7 +473,7 @@ class SwapBench:
         return Sent(answers, counts.draft_acceptance_rate, hits)
 
     async def swap(self, version: str) -> Swapped:
-        """Swap while requests are answered; once they have ended, send the prompts again."""
+        """Swap while requests are answered, and send the prompts again after these are complete."""
         if not self.wanted:
             # Once, without a swap: both versions propose the same tokens, and the target decides.
             self.wanted = [
@@ -528,7 +528,7 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
             for earlier, later in pairwise(s.times_s)
         ]
         steps_ms.append(statistics.median(gap for later, gap in gaps if later < swap.began_s))
-        # A second longer than the request: streams show the pause when the next chunk comes.
+        # A second longer than the request: streams show the pause only when the next chunk comes.
         gaps_ms.append(max(gap for later, gap in gaps if swap.began_s < later < swap.ended_s + 1))
         for stream in swap.streams:
             earlier = [
@@ -545,8 +545,8 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
             by_age["before"] += earlier[1:]
             for name, ages in AGES.items():
                 if ages:
-                    # The first chunk may be of a step from before the swap ended, the last is cut
-                    # at max_tokens.
+                    # The first chunk may come from a step before the end of the swap, and the last
+                    # is cut at max_tokens.
                     by_age[name] += later[1:-1][slice(*ages)]
     return {
         "blocks_kept": statistics.median(swap.after.hits / before.hits for swap in swaps),

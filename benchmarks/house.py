@@ -47,7 +47,7 @@ def list_sources(*packages: str) -> Iterator[Path]:
 
 
 def count_statements(tree: ast.AST) -> int:
-    """Statements of a module, docstrings and the strings below fields left out."""
+    """Count the statements of a module, without docstrings and the strings below fields."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
     return sum(
         not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes

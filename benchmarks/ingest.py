@@ -55,7 +55,7 @@ class Config:
     records: int = 600
     """Records to move each way in a round."""
     rounds: int = 5
-    """Rounds that count. One more round comes first as a warm-up."""
+    """Number of rounds that count. One more round runs first as a warm-up."""
     traffic: Traffic = field(default_factory=Traffic)
     folder: Path | None = None
     """Folder for the broker, the spool and the buffer. By default the system's temporary folder."""
@@ -307,7 +307,7 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
 
 
 def publish(url: str, count: int, traffic: Traffic, orders: Connection) -> None:
-    """The publisher's process: publish all records to wherever each order says."""
+    """Run the publisher's process: publish all records to the place that each order names."""
     from redraft.online.records.publisher import Publisher
 
     made = frames(count, traffic)

@@ -48,10 +48,10 @@ from redraft.recipes.cli.run import run_recipe
 
 FamilyName = Literal["standalone", "eagle3", "dflash", "dspark"]
 LAYERS = (2, 4, 6)
-"""Those of the presets, without the last, which llama.cpp does not serve."""
+"""The same layers as in the presets, except for the last, which llama.cpp does not serve."""
 
 Answers = tuple[list[list[int]], AcceptanceCounts | None, float]
-"""Token ids, what the engine counted, and tokens/s."""
+"""Token ids, the engine's counts, and tokens/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Config:
     drafts: Path = Path("outputs/bench/llama_cpp")
     """Folder with a run, `draft` in it, for each family. Families without one are trained."""
     steps: int | None = None
-    """Training steps; by default those of the presets."""
+    """Number of training steps; by default that of the presets."""
     num_prompts: int = 30
     """Number of prompts."""
     max_tokens: int = 64
@@ -71,11 +71,13 @@ class Config:
     num_speculative_tokens: int = 3
     """Draft tokens per step."""
     rounds: int = 6
-    """Rounds in which all engines answer the prompts; an interval takes 6. 1 compares counts only."""
+    """Number of rounds in which all engines answer the prompts; an interval needs 6. With 1, only
+    counts are compared.
+    """
     vllm: bool = True
     """Measure vLLM too."""
     mode: Mode = "compiled"
-    """vLLM's mode. `eager` starts sooner, and says nothing about speed."""
+    """vLLM's mode. `eager` starts faster, but its speed is not representative."""
     output: Path = Path("outputs/bench/llama_cpp.json")
     """File that receives the results."""
 

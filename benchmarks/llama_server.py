@@ -23,10 +23,12 @@ CONTEXT = 2048
 def serving(
     target: Path, *, draft: Path | None = None, kind: str = "", tokens: int = 3, threads: int = 1
 ) -> Iterator[httpx.Client]:
-    """A client of a server in a process of its own: llama.cpp ends the process if an assertion fails.
+    """Start a server in a process of its own, and yield a client for it.
+
+    The process is separate because a failed assertion of llama.cpp ends it.
 
     Raises:
-        ChildProcessError: the server did not start; the message is the last line that it wrote.
+        ChildProcessError: the server did not start; the message is its last line of output.
     """
     command = [sys.executable, "-m", "benchmarks.llama_server", str(target), f"--threads={threads}"]
     if draft is not None:

@@ -58,7 +58,7 @@ from redraft.recipes.cli.run import run_recipe
 TESTS = Path("tests/engine/test_lookup_on_v2.py")
 DEVICE_TESTS = Path("tests/engine/test_lookup_on_device.py")
 DRAFTS = {"live": 6, "suffix": 24}
-"""Draft tokens of a step at most, as each is recommended."""
+"""Maximum number of draft tokens per step, as recommended for each draft."""
 PROBES = 2000
 """Lookups that are timed."""
 
@@ -77,7 +77,7 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     parts: tuple[Part, ...] = ("tests", "counts", "suffix")
-    """What to measure."""
+    """Parts to measure."""
     short: bool = False
     """Compare the runners without an engine, count answers of 8 tokens, and take 6 rounds after 32
     questions."""
@@ -86,7 +86,7 @@ class Config:
     answer_tokens: int = 16
     """Length of these answers, in tokens."""
     rounds: int = 12
-    """Rounds of each draft per load; at least 6, for an interval."""
+    """Number of rounds of each draft per load: at least 6, for an interval."""
     clients: tuple[int, ...] = (1, 8)
     """Requests in flight."""
     questions: int = 8
@@ -158,7 +158,7 @@ def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
         "bytes": base,
         "bytes_per_run_of_the_most": base / Options().max_entries,
         "count_us_per_token": 1e6 * count_s / (num_answers * num_tokens),
-        # A lookup that finds nothing ends each draft.
+        # Each draft ends with a lookup that finds nothing.
         "draft_us_per_step": 1e6 * draft_s / PROBES,  # of one request
         "draft_us_per_lookup": 1e6 * draft_s / (drafted + PROBES),
         "device": count_device(draft, num_tokens),
@@ -173,10 +173,10 @@ def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
 
 
 def count_device(draft: Live, num_tokens: int) -> dict[str, Any]:
-    """Memory and work of the same counts on a GPU: counted, not run.
+    """Count the memory and work that the same counts would need on a GPU; nothing runs on one.
 
-    A lookup reads a bucket of hashes and at most a row for each length, and the text once, in which
-    a run of the longest length ends the search.
+    A lookup reads one bucket of hashes and at most one row for each length. It reads the text once,
+    in which a run of the longest length ends the search.
     """
     runs = DeviceRuns(draft, torch.device("cpu"))
     runs.update(1, [b""])  # the whole table
@@ -253,7 +253,7 @@ def serve(cfg: Config, draft: str, target: Path, dtype: str, kv_bytes: int) -> I
     command += ["--num-speculative-tokens", str(DRAFTS[draft])]
     command += ["--", *list_arguments(url, dtype, kv_bytes)]
     log = folder / f"{draft}.log"
-    # suffix decoding is on V1 alone
+    # vLLM runs suffix decoding on V1 only
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     with process_group(command, log=log, env=env) as process:
         wait_until_healthy(url, process, log, name=f"redraft serve --draft {draft}")

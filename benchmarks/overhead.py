@@ -82,7 +82,7 @@ Name = Literal[
 class Part:
     title: str
     against: Name = "plain"
-    """The server that lacks this part alone."""
+    """The server that lacks only this part."""
 
 
 PARTS: Mapping[Name, Part] = {
@@ -117,14 +117,15 @@ class Config:
     parts: tuple[Name, ...] = tuple(PARTS)
     """Parts to measure."""
     rounds: int = 12
-    """Blocks of each workload per server; at least 6, for an interval."""
+    """Number of blocks of each workload per server: at least 6, for an interval."""
     questions: int = 4
     """Requests in a block of questions."""
     prefix: int = 1425
-    """Tokens that the requests of a session share, at most half of the target's context."""
+    """Number of tokens that the requests of a session share, at most half of the target's context.
+    """
     max_tokens: int = 48
-    """Length of each answer, in tokens: a model that ends a session at once would leave nothing to
-    time.
+    """Length of each answer, in tokens. It is fixed, because a model that ends a session at once
+    would leave nothing to time.
     """
     output: Path = Path("outputs/overhead")
     """Folder for the report, the results of each part and the logs."""
@@ -133,12 +134,14 @@ class Config:
         if self.rounds < 6:
             raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
         if "plain" in self.parts:
-            raise ValueError("--parts plain is what all parts are compared with: leave it out")
+            raise ValueError(
+                "--parts plain: every part is compared with the plain server, so leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Requests of one workload, answered one after the other."""
+    """Requests of one workload, answered one after another."""
 
     speed: float
     """Tokens/s."""
@@ -208,7 +211,7 @@ def main(cfg: Config) -> None:
 def make_loads(
     cfg: Config, questions: Sequence[Prompt], context: int
 ) -> dict[str, list[list[Prompt]]]:
-    """The requests of each block, by workload."""
+    """Return the requests of each block, by workload."""
     some = iter(questions)
     single = [[next(some) for _ in range(cfg.questions)] for _ in range(cfg.rounds)]
     text = [token for question in questions for token in question.token_ids]
@@ -257,7 +260,7 @@ class Servers:
         return stack.enter_context(started)
 
     def describe(self, name: Name) -> tuple[list[str], dict[str, str]]:
-        """Arguments and variables of a server, beside those that all have."""
+        """Return a server's own arguments and environment variables, without the common ones."""
         own_wait = write_settings({"engine_wait": False})
         if name in ("plain", "scheduling", "graphs"):
             return (["--no-async-scheduling"] if name == "scheduling" else []), own_wait
@@ -342,7 +345,7 @@ def count_cpu(process: psutil.Process) -> float:
 def measure_part(
     name: Name, servers: Servers, cfg: Config, loads: Mapping[str, Sequence[Sequence[Prompt]]]
 ) -> Blocks:
-    """Blocks of the plain server, of the one without this part, and of the one with it."""
+    """Measure blocks of the plain server, and of the servers without and with this part."""
     names = list(dict.fromkeys(("plain", PARTS[name].against, name)))
     found: Blocks = {load: {each: [] for each in names} for load in loads}
     with contextlib.ExitStack() as stack:

@@ -55,13 +55,13 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     num_speculative_tokens: int = 3
-    """Most draft tokens of a step."""
+    """Maximum number of draft tokens per step."""
     fixed: tuple[int, ...] = (1, 2, 3)
     """Fixed numbers of draft tokens to compare with; empty for a useless draft."""
     loads: tuple[str, ...] = tuple(LOADS)
     """Clients: `1`, `4`, `8` or `moving`."""
     rounds: int = 8
-    """Rounds of each mode per load; at least 6, for an interval."""
+    """Number of rounds of each mode per load: at least 6, for an interval."""
     max_tokens: int = 48
     """Maximum length of an answer, in tokens."""
     output: Path = Path("outputs/bench/pace.json")
@@ -148,16 +148,16 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
 
     def ask(clients: Sequence[int]) -> list[list[Prompt]]:
-        """A block for each number of clients.
+        """Return a block for each number of clients.
 
-        Too few questions would leave most of 8 clients idle.
+        With too few questions, most of 8 clients would be idle.
         """
         return [list(itertools.islice(waiting, 8 if count < 4 else 16)) for count in clients]
 
     async def answer(clients: Sequence[int], asked: Sequence[Sequence[Prompt]]) -> float:
-        """Geometric mean of the tokens/s of the blocks.
+        """Return the geometric mean of the tokens/s of the blocks.
 
-        A slow one with one client counts as much as a fast one.
+        A slow block with one client counts as much as a fast one.
         """
         speeds = [
             await measure_tokens_per_s(

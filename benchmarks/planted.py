@@ -66,9 +66,9 @@ class Fault:
     plant: Callable[[Path], None]
     """Damages the folder of a head."""
     ours: str
-    """Part of the problem told of a head with provenance."""
+    """Part of the problem reported for a head with provenance."""
     theirs: str
-    """Part of the problem told of a head without."""
+    """Part of the problem reported for a head without provenance."""
     unseen: str = ""
 
 
@@ -79,7 +79,7 @@ def edit_config(folder: Path, *removed: str, **changed: Any) -> None:
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
-    """Write the tensors that `change` returns beside those it leaves alone."""
+    """Replace the tensors that `change` returns, and keep the others."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors |= change(tensors)
@@ -195,7 +195,7 @@ def age_layer(folder: Path) -> None:
 
 
 def claim_other_target(folder: Path) -> None:
-    """Trained for another revision of the target: the provenance says so, if there is one."""
+    """Claim in the provenance, if any, that the head's target had another revision."""
     path = folder / PROVENANCE
     if path.is_file():
         path.write_text(
@@ -366,7 +366,10 @@ class Examiner:
         )
 
     def examine(self, fault: Fault | None, kind: Kind) -> Row:
-        """The doctor's findings in a head of this kind with the fault; None is the sound head."""
+        """Return the doctor's findings in a head of this kind with the fault.
+
+        None instead of a fault is the sound head.
+        """
         folder = self.work / f"{kind}-{fault.name if fault else 'sound'}".replace(" ", "-")
         shutil.copytree(HEAD, folder)
         if kind == "ours":
@@ -383,7 +386,7 @@ class Examiner:
         pair = Pair.read(TargetFolder.open(TARGET), folder)
         checked, _ = check_folder(pair, None, NUM_TOKENS)
         findings = list(checked.findings)
-        # As the doctor does: acceptance of a head with broken files would say nothing new.
+        # Like the doctor: acceptance of a head with broken files would say nothing new.
         if not checked.problems:
             findings += self._judge(pair)
         expected = "" if fault is None else getattr(fault, kind)
@@ -426,9 +429,9 @@ def examine_all(work: Path) -> list[Row]:
 
 
 def measure_doctor() -> dict[str, Any]:
-    """`planted` and `named` faults over both kinds of head, and false alarms.
+    """Return the faults `planted` and `named` over both kinds of head, and the false alarms.
 
-    The faults that were not named come with them.
+    The faults that were not named are listed too.
     """
     with tempfile.TemporaryDirectory() as work:
         rows = examine_all(Path(work))

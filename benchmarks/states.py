@@ -79,7 +79,7 @@ def count_bytes(cfg: Config, states_format: str) -> int:
 
 
 def measure(cfg: Config, storage: str, states_format: StatesFormat, name: str) -> float:
-    """Tokens per second through a storage, from the first text asked for to the last one read."""
+    """Return tokens per second through a storage, from the first request to the last text read."""
     asked: Any
     asked, theirs = multiprocessing.get_context("spawn").Pipe()
     writer = multiprocessing.get_context("spawn").Process(
@@ -87,7 +87,7 @@ def measure(cfg: Config, storage: str, states_format: StatesFormat, name: str) -
     )
     writer.start()
     try:
-        asked.recv()  # it has started, which takes seconds
+        asked.recv()  # the process has started, which takes seconds
         read = torch.empty(cfg.tokens, cfg.layers, cfg.hidden, dtype=torch.bfloat16)
 
         def use(first: int, states_tLD: torch.Tensor, _: Any) -> None:
@@ -105,7 +105,7 @@ def measure(cfg: Config, storage: str, states_format: StatesFormat, name: str) -
 
 
 def write(asked: Any, cfg: Config, states_format: StatesFormat) -> None:
-    """Write the states of a text under every URL that comes, until the other side closes."""
+    """Write the states of a text under every URL received, until the other side closes."""
     torch.manual_seed(0)
     states_TLD = torch.randn(cfg.tokens, cfg.layers, cfg.hidden).bfloat16()
     asked.send("ready")

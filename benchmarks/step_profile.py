@@ -101,7 +101,7 @@ def main(cfg: Config) -> None:
     """Profile each case in a process of its own.
 
     Raises:
-        ValueError: a case fails, after it has printed the reason.
+        ValueError: a case failed, after it printed the reason.
     """
     target = cfg.target or str(make_target(cfg.parts))
     rows = []
@@ -189,7 +189,7 @@ def profile(case: Case) -> dict[str, Any]:
 
 
 def begin(engine: Any, num_tokens: int) -> Callable[[], object]:
-    """A request that runs, and the function that takes a step of the engine."""
+    """Start a request, and return the function that takes one step of the engine."""
     from vllm import SamplingParams
 
     from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
@@ -272,13 +272,13 @@ def count(step: Callable[[], object], steps: int) -> dict[str, Any]:
 
 
 def read_calls(profiler: cProfile.Profile) -> tuple[int, Counter[str]]:
-    """(all Python calls, those of functions in redraft by file and name)."""
+    """Return (number of Python calls, calls of redraft's functions by file and name)."""
     stats: Any = pstats.Stats(profiler)
     root = Path(__file__).resolve().parents[1]
     calls, own = 0, Counter[str]()
     for (path, _, name), (_, number, *_) in stats.stats.items():
         calls += number
-        place = Path(os.path.realpath(path))  # `redraft` holds links to the packages
+        place = Path(os.path.realpath(path))  # `redraft` contains links to the packages
         if place.is_relative_to(root) and place.relative_to(root).parts[0] in PACKAGES:
             own[f"{place.relative_to(root)}:{name}"] += number
     return calls, own

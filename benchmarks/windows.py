@@ -37,7 +37,7 @@ from redraft.recipes.demo.parts import make_target
 
 HELD_OUT = 8  # One file in so many is for prompts only.
 QUESTION = "Continue this Python file:\n\n"
-GIVEN = 16  # Tokens of a file that the question of a training row holds.
+GIVEN = 16  # Number of a file's tokens in the question of a training row.
 FULL, WINDOW = "full", "window"
 
 
@@ -46,13 +46,13 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     parts: Path = Path("outputs/parts")
-    """Folder for the model that the word stands for."""
+    """Folder for the downloaded model, if `target` is the word `smollm2`."""
     lengths: tuple[int, ...] = (1024, 4096)
     """Tokens of a training row, in ascending order."""
     contexts: tuple[int, ...] = (512, 2048, 4096, 7936)
     """Tokens before the first drafted one."""
     window: int = 512
-    """Positions that the layer of a windowed head sees."""
+    """Number of positions that the layer of a windowed head sees."""
     steps: int = 24
     """Training steps of each head."""
     tokens_per_step: int = 8192
@@ -135,7 +135,10 @@ def make_training(length: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _around(tokenizer: Any) -> int:
-    """Tokens of the question and the chat template, and a few for what is split anew at the cuts."""
+    """Count the tokens of question and chat template, with a few spare ones.
+
+    The tokenizer splits a few tokens differently at the cuts.
+    """
     asked = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     return len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 8
@@ -156,7 +159,7 @@ def make_prompts(cfg: Config, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 def write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    # A training continues on the same file only, by its time of writing.
+    # A training continues only on the same file, which its modification time identifies.
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
 
@@ -181,7 +184,7 @@ def train(cfg: Config, target: Path, length: int, kind: str) -> Path:
 def forecast(
     cfg: Config, target: Path, heads: dict[tuple[int, str], Path]
 ) -> dict[tuple[int, str, int], dict[str, Any]]:
-    """Tau with its interval, by length of training, kind and context."""
+    """Return tau with its interval, by training length, kind and context."""
     folder = cfg.output / "eval"
     drafts = [
         part
@@ -207,7 +210,7 @@ def forecast(
 
 
 def by_context(taus: dict[tuple[int, str, int], dict[str, Any]], length: int) -> dict[str, Any]:
-    """Tau and its interval of the heads trained on rows of `length`, by kind and context."""
+    """Return tau with its interval by kind and context, for heads trained on rows of `length`."""
     found: dict[str, Any] = {}
     for (trained, kind, context), tau in sorted(taus.items()):
         if trained == length:
@@ -218,7 +221,7 @@ def by_context(taus: dict[tuple[int, str, int], dict[str, Any]], length: int) ->
 
 def run_redraft(*arguments: str) -> None:
     done = subprocess.run([sys.executable, "-m", "redraft.recipes.cli", *arguments])
-    if done.returncode:  # the command has said why
+    if done.returncode:  # the command has printed the reason
         raise SystemExit(done.returncode)
 
 

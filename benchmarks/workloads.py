@@ -20,7 +20,7 @@ from redraft.distill.data.corpus import stdlib_conversations
 from redraft.engine.prompts import Prompt
 
 PREFIX, DOCUMENTS, RESULT = 1500, 4000, 150
-"""Tokens of the agents' prefix, of a prompt with documents, and of a tool's result at most."""
+"""Tokens of the agents' prefix, of a prompt with documents, and the maximum of a tool's result."""
 
 TURNS = 4
 
@@ -29,7 +29,7 @@ MARK = "REDRAFT-ANSWER"  # In place of an answer, to find the text around it.
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The turns of one client, one after the other."""
+    """The turns of one client, one after another."""
 
     prompt: Prompt
     results: tuple[list[int], ...] = ()
@@ -51,7 +51,8 @@ class Workload:
 
 def extend(prompt: Prompt, answer: Sequence[int], result: Sequence[int]) -> Prompt:
     """The prompt of the next turn of a session."""
-    # A result begins with the end of the answer's message, which a whole answer has already.
+    # A result begins with the end of the answer's message, which a complete answer already
+    # contains.
     rest = result[1:] if answer and answer[-1] == result[0] else result
     return Prompt(token_ids=[*prompt.token_ids, *answer, *rest], domain=prompt.domain)
 
@@ -59,9 +60,10 @@ def extend(prompt: Prompt, answer: Sequence[int], result: Sequence[int]) -> Prom
 def list_workloads(
     tokenizer: Any, questions: Iterable[Prompt], longest: int, seed: int = 0
 ) -> list[Workload]:
-    """All workloads, for a server of texts of at most `longest` tokens.
+    """Return all workloads, for a server of texts of at most `longest` tokens.
 
-    Shorter servers get shorter texts. `questions` are single ones, each of which is used once.
+    Servers with shorter texts get shorter workloads. `questions` are single questions, each of
+    which is used once.
     """
     asked = iter(questions)
     texts = Texts(tokenizer, seed)
@@ -96,7 +98,7 @@ class Texts:
         self._code, self._prose = iter(pairs["code"]), iter(pairs["prose"])
 
     def agents(self, prefix: int, result: int) -> Iterator[Session]:
-        """Sessions behind one system prompt of about `prefix` tokens, until the texts end."""
+        """Yield sessions with one system prompt of about `prefix` tokens, while texts are left."""
         tools = "\n\n".join(f"{name}\n{text}" for name, text in self._take(prefix))
         system = f"You write Python and may use these tools:\n\n{tools}"
         for task, source in self._code:
@@ -128,7 +130,7 @@ class Texts:
             yield Session(prompt=Prompt(token_ids=ids, domain="retrieval"))
 
     def _take(self, size: int) -> list[tuple[str, str]]:
-        """Documents of about so many tokens; none once they are used up."""
+        """Return documents of about that many tokens; none once they are used up."""
         found, left = list[tuple[str, str]](), size
         for name, text in self._prose:
             num_tokens = len(self._ids(f"{name}\n{text}\n\n"))

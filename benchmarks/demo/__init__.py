@@ -1,1 +1,1 @@
-"""The online demo: a learner beside two real servers."""
+"""The online demo: a learner next to two real servers."""

@@ -20,7 +20,7 @@ PARTS = ("waiting", "training", "judging", "publishing", "canary", "swap", "idle
 """In seconds; `canary` is the phase until the swap, `swap` the swap itself."""
 
 GIVEN_UP = "training begins again from"
-"""First words of the learner's reason if it starts anew from the served version."""
+"""First words of the learner's reason when it starts again from the served version."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def account(journal: Sequence[Entry]) -> dict[str, Any]:
             pending = []
         elif isinstance(entry, SwapEntry) and entry.outcome == "swapped" and pending:
             if entry.version not in _list_candidates(states):
-                continue  # a person or the reconciler swapped to an earlier version
+                continue  # a person or the reconciler swapped back to an earlier version
             last_s = max(swap.time_s for swap in swaps if swap.version == entry.version)
             versions.append(_account_version(entry, pending, states, last_s - entry.time_s))
             pending = []

@@ -51,7 +51,7 @@ never trained on.
 """
 
 MAX_NUM_SEQS = 16
-"""Most requests that a server answers at once."""
+"""Maximum number of requests that a server answers at once."""
 
 KV_CACHE_BYTES = 128 << 20
 """Enough for 16 requests of 512 tokens to the small target."""
@@ -60,7 +60,7 @@ Runner = Literal["v1", "v2"]
 """vLLM's model runners."""
 
 TRITON = Path(sys.prefix) / "triton-for-v2"
-"""Triton, which only the processes of V2 may see: where V1 sees it, standalone drafts break."""
+"""Triton, visible only to the processes of V2: standalone drafts break if V1 finds it."""
 
 TRITON_BACKEND = Path("tests/helpers/triton_on_cpu")
 """With this backend, Triton's interpreter runs the kernels of V2 on a CPU."""
@@ -70,18 +70,18 @@ def clear(folder: Path, reads: object = None, *, overwrite: bool) -> None:
     """Make an empty folder. With `overwrite`, an older demo in it is deleted.
 
     Raises:
-        FileExistsError: the folder holds anything else, or a path in `reads`, the settings.
+        FileExistsError: the folder contains other files, or a path in `reads` (the settings).
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / SETTINGS).is_file():
             raise FileExistsError(
-                f"{folder} holds files that do not belong to a demo: move them away first"
+                f"{folder} contains files that do not belong to a demo: move them away first"
             )
         if obstacle := find_obstacle([folder], reads, lambda _: None):
             raise FileExistsError(f"{obstacle}: choose another --output")
         if not overwrite:
             raise FileExistsError(
-                f"{folder} holds another demo: choose another --output, or pass --overwrite"
+                f"{folder} contains another demo: choose another --output, or pass --overwrite"
             )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,14 +97,15 @@ def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[
         FileExistsError: as `clear`.
         ValueError: the demo to resume has other settings.
     """
-    # Through JSON: paths become strings and tuples lists, as a reader of the report sees them.
+    # Convert to JSON and back, so that paths become strings and tuples become lists, as in the
+    # report.
     settings = json.loads(json.dumps(asdict(cfg), default=str))
     for flag in ("overwrite", "resume"):
         settings.pop(flag, None)
     if resume and (cfg.output / SETTINGS).is_file():
         if json.loads((cfg.output / SETTINGS).read_text()) != settings:
             raise ValueError(
-                f"{cfg.output} holds a demo with other settings: repeat those, or give --overwrite"
+                f"{cfg.output} contains a demo with other settings: repeat those settings, or pass --overwrite"
             )
     else:
         clear(cfg.output, cfg, overwrite=cfg.overwrite)
@@ -213,10 +214,8 @@ def start_server(
 ) -> Iterator[Server]:
     """Start `redraft serve` with the registry's current draft.
 
-    The server is not ready yet: see `Server.ready`.
-
-    `options` are further ones of `redraft serve`, `arguments` those of vLLM, `environment` further
-    variables.
+    The server is not ready yet: see `Server.ready`. `options` are further options of `redraft
+    serve`, `arguments` are arguments of vLLM, and `environment` has further environment variables.
     """
     command = [
         *(
@@ -274,17 +273,18 @@ async def start_learner(folder: Path) -> AsyncIterator[None]:
     ]
     log, socket = folder / "logs" / "learner.log", folder / "learner" / control.SOCKET
     socket.unlink(missing_ok=True)  # of a learner that was killed
-    # One thread: the servers leave about one of two cores.
+    # One thread: the servers leave about one of two cores free.
     with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:
-        # The socket is there once the learner answers; before, `control.ask` would find nobody.
+        # The socket exists once the learner answers; before that, `control.ask` would fail to
+        # connect.
         while not socket.exists():
             if process.poll() is not None:
                 raise ChildProcessError(f"the learner did not start: see {log}")
             await asyncio.sleep(0.2)
         yield
         if process.poll() is not None:
-            # A dead learner must not pass for one with nothing to do.
-            raise ChildProcessError(f"the learner ended early: see {log}")
+            # A dead learner must not be mistaken for one with nothing to do.
+            raise ChildProcessError(f"the learner stopped early: see {log}")
 
 
 def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -> dict[str, str]:
@@ -330,10 +330,10 @@ class Answer:
 
 
 class Traffic:
-    """`clients` streaming from the servers. A client pauses for `pause_s` after every answer.
+    """`clients` that stream from the servers. A client pauses for `pause_s` after every answer.
 
-    Each prompt is asked once, and without a further one a client stops. A workload that repeats
-    its questions gives `itertools.cycle`.
+    Each prompt is asked once, and a client stops when no prompts are left. A workload that repeats
+    its questions passes `itertools.cycle`.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class Traffic:
                 await asyncio.gather(*running)
 
     def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
-        """The longest wait for a chunk in any stream of this server.
+        """Return the longest wait for a chunk in any stream of this server.
 
         Only waits that ended within the given time count.
         """
@@ -404,13 +404,13 @@ async def stream(
 
     Raises:
         httpx.HTTPError: if the request fails.
-        ValueError: if the stream holds an error or no token.
+        ValueError: if the stream contains an error or no token.
     """
     body = {
         "model": "m",
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
-        # All of them: a server takes what is not set from the target's generation_config.json.
+        # All fields: a server takes any that is not set from the target's generation_config.json.
         **asdict(GREEDY),
         **PENALTIES,
         "stream": True,
@@ -426,7 +426,8 @@ async def stream(
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
-            # The status was 200 long ago: a later failure can only be told in the stream.
+            # The status 200 was sent long ago, so a later failure can only be reported in the
+            # stream.
             if "error" in event:
                 raise ValueError(str(event["error"]))
             times_s.append(time.monotonic())
@@ -455,7 +456,7 @@ async def measure_tokens_per_s(
 
     It covers the time in which no client is without a request.
     """
-    # One iterator for all clients: nobody idles while prompts are left.
+    # One iterator for all clients: no client idles while prompts are left.
     waiting, answers = iter(enumerate(prompts)), list[Answer]()
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
@@ -479,9 +480,9 @@ async def measure_tokens_per_s(
 async def measure_rates(
     urls: Sequence[str], prompts: Sequence[Prompt], *, rounds: int, clients: int, max_tokens: int
 ) -> dict[float, list[float]]:
-    """Tokens/s with none, a tenth and all of the requests captured.
+    """Return tokens/s while none, a tenth and all of the requests are captured.
 
-    Rounds begin with another share each.
+    Each round begins with a different share.
     """
     rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
     for number in Progress(range(rounds), desc="cost of capture", unit="round"):

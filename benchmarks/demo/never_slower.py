@@ -1,10 +1,10 @@
-"""`redraft up` beside a plain `vllm serve`: the same sessions, in interleaved blocks.
+"""`redraft up` next to a plain `vllm serve`: the same sessions, in interleaved blocks.
 
     workload ─► a block of sessions ─┬─► plain vLLM, while the learner rests
                                      └─► redraft up, as it serves           in turn, one computes at a time
 
-Both servers have vLLM's prefix cache. A block is new to both, beyond the prefixes that its sessions
-share by design.
+Both servers have vLLM's prefix cache. A block is new to both, except for the prefixes that its
+sessions share by design.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Block:
 
 @dataclass(kw_only=True)
 class Beside:
-    """Two servers, and what is needed to measure them in turn."""
+    """Two servers, and the settings to measure them in turn."""
 
     plain: str
     up: str
@@ -104,7 +104,7 @@ class Beside:
     async def _measure(
         self, url: str, workload: Workload, sessions: Sequence[Session]
     ) -> Block | None:
-        """None if a request failed: then its pair says nothing."""
+        """Measure a block; None if a request failed, because then its pair says nothing."""
         failed = len(self.failures)
         with self.resting() if url == self.plain else nullcontext():
             await asyncio.sleep(IDLE_S)  # the worker of the one before spins
@@ -199,9 +199,9 @@ def estimate_ratio(ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def describe_counts(counts: Counted, plain: Counted) -> dict[str, Any]:
-    """Prefix-cache hits, tau, and by what the accepted tokens were drafted.
+    """Return the prefix-cache hits, tau, and the accepted tokens by kind of draft.
 
-    The shares are None if a version was swapped in meanwhile, which sets the head's count to 0.
+    The shares are None if a version was swapped in meanwhile, which resets the head's count to 0.
     """
     is_known = counts.accepted > 0 and counts.by_head >= 0
     head = min(1.0, counts.by_head / counts.accepted) if is_known else None
@@ -216,7 +216,7 @@ def describe_counts(counts: Counted, plain: Counted) -> dict[str, Any]:
 
 @contextmanager
 def learner_stopped(up: int) -> Iterator[None]:
-    """Stop the learner of the `redraft up` with this process id meanwhile."""
+    """Stop the learner of the `redraft up` with this process id for the duration of the block."""
     learners = [
         process
         for process in psutil.Process(up).children(recursive=True)

@@ -145,7 +145,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
             records_at_shift = count_trained_records(cfg_learner)
 
             def is_learned() -> bool:
-                # `records` of a version counts those of A too.
+                # `records` of a version includes those of A.
                 served = read_provenance(stage.registry, stage.registry.current() or "")
                 return int(served.get("records", 0)) - records_at_shift >= cfg.records_b
 
@@ -167,7 +167,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         }
         report["tau"] = {name: read_tau(run) for name, run in moments.items()}
         report["tokens_per_s"] = {name: run.tokens_per_s for name, run in moments.items()}
-        # The learner has ended, and with it the lock on the buffer.
+        # The learner has stopped, and with that released its lock on the buffer.
         report["gap"] = await asyncio.to_thread(replay, cfg, stage)
         minutes = find_minutes(journal, shifted_s)
         report["versions"] = [
@@ -200,7 +200,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
 
 @asynccontextmanager
 async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
-    """Run `redraft learner` beside the servers."""
+    """Run `redraft learner` next to the servers."""
     stage.configure(servers)
     async with start_learner(stage.folder):
         yield stage.config
@@ -440,7 +440,7 @@ async def read_status(stage: Stage, server: Server) -> dict[str, Any]:
 
 
 def read_checksum(status: Mapping[str, Any]) -> str:
-    """The checksum of the target's weights, by a server's status."""
+    """Read the checksum of the target's weights from a server's status."""
     return str(status["target_checksum"]) if status["target_intact"] else "changed"
 
 

@@ -49,7 +49,7 @@ class Config:
     distil_steps: int = 60
     """Training steps of 4,096 tokens, offline on A, for the served draft."""
     seeds: int = 3
-    """Seeds of the offline replay of the learner's training, and of its ceiling."""
+    """Number of seeds for the offline replay of the learner's training and of its ceiling."""
     distil_lr: float = 1e-3
     """AdamW learning rate of the offline distillation on A."""
     num_anchors: int = 300
@@ -57,7 +57,9 @@ class Config:
     num_test_prompts: int = 48
     """Prompts per domain to measure tau on. They are never in the traffic."""
     checked_answers: int = 5000
-    """Most answers to compare with the target's greedy tokens, spread over the whole run."""
+    """Maximum number of answers to compare with the target's greedy tokens, spread over the whole
+    run.
+    """
     clients: int = 8
     """Number of streaming clients."""
     pause_s: float = 1.0
@@ -73,7 +75,7 @@ class Config:
     traffic_a_s: float = 45
     """Duration of the traffic of A, in seconds."""
     records_b: int = 360
-    """Number of records of B in the served draft's training after which the traffic of B ends."""
+    """The traffic of B ends once the served draft has learned from this many records of B."""
     traffic_b_s: float = 540
     """Maximum duration of the traffic of B, in seconds."""
     min_drafts: int = 400
@@ -83,15 +85,15 @@ class Config:
     max_loss: float = 0.2
     """Loss of tau that the canary may have. It must be less than a useless draft loses."""
     overhead_pairs: int = 16
-    """Number of rounds to measure the cost of capture in, each with capture of all, a tenth and
-    none of the requests. Many short rounds are best, because the speed of a shared machine
-    changes within seconds.
+    """Number of rounds that measure the cost of capture, each with all, a tenth and none of the
+    requests captured. Many short rounds are best, because the speed of a shared machine changes
+    within seconds.
     """
     overhead_prompts: int = 20
     """Requests per measurement of the cost of capture."""
     speed_rounds: int = 6
-    """Rounds to compare the speed with the first and with the adapted draft in, at least 6 for an
-    interval.
+    """Number of rounds that compare the speed with the first and with the adapted draft: at least
+    6, for an interval.
     """
     speed_prompts: int = 4
     """Prompts of B in such a round, for each of the two drafts."""

@@ -1,9 +1,9 @@
-"""The tokens that clients received, beside the target's greedy ones.
+"""Compare the tokens that clients received with the target's greedy ones.
 
-In float32 they are the same but for ties. In 16 bits, rounding chooses between more tokens, with or
-without a draft. So the target alone, computed here in its type, is compared with itself in float32
-on the same texts. The engine has other kernels and batches and rounds otherwise, so an answer may
-be twice as far off as the widest of these gaps.
+In float32 they are the same except for ties. In 16 bits, rounding chooses between more tokens, with
+or without a draft. So the target alone, computed here in its type, is compared with itself in
+float32 on the same texts. The engine has other kernels and batches and rounds differently, so an
+answer may be off by up to twice the widest of these gaps.
 
 T = tokens of an answer, V = vocabulary.
 """
@@ -20,24 +20,23 @@ from redraft.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
 from redraft.files.progress import Progress
 
 Text = tuple[Sequence[int], Sequence[int]]
-"""The tokens of a prompt, and those of its answer."""
+"""The tokens of a prompt, and the tokens of its answer."""
 
 
 def spread(texts: Sequence[Text], most: int) -> Sequence[Text]:
-    """At most `most` of the texts, at equal distances."""
+    """Return at most `most` of the texts, evenly spaced."""
     return texts[:: -(-len(texts) // most)] if texts else texts
 
 
 @torch.no_grad()
 def compare_with_target(texts: Sequence[Text], target: Any, exact: Any) -> dict[str, Any]:
-    """The answers with another token than the best one of `exact`.
+    """Count the answers with a token other than the best one of `exact`.
 
-    `exact` is the target in float32. The widest gap in logits comes with them.
-
-    The same of `target_alone`: the tokens that `target`, the same model in the type it is served
-    in, prefers after the same words. If `exact` is `target`, there is nothing to compare, and it
-    parts nowhere. `tie_gap` is the widest gap that counts as rounding, and `lossless` tells whether
-    all are within it.
+    `exact` is the target in float32. The widest gap in logits is reported too, and both also for
+    `target_alone`: the tokens that `target`, the same model in the type it is served in, prefers
+    after the same words. If `exact` is `target`, there is nothing to compare, and the counts of
+    `target_alone` are 0. `tie_gap` is the widest gap that counts as rounding, and `lossless` is
+    true if all gaps are within it.
     """
     gaps, alone = [0.0], [0.0]
     for prompt, answer in Progress(texts, desc="lossless", unit="answer"):
@@ -63,7 +62,7 @@ def compare_with_target(texts: Sequence[Text], target: Any, exact: Any) -> dict[
 
 
 def widest_gap(logits_TV: Tensor, ids_T: Tensor) -> float:
-    """The largest distance of a token's logit from the best one of its row.
+    """Return the largest distance of a token's logit from the best one of its row.
 
     0 if every token is a best one.
     """

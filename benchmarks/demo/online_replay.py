@@ -42,7 +42,7 @@ FIRST = "v000001"
 class Replayer:
     """Trains from the first version on the records in a learner's buffer.
 
-    The learner must have ended.
+    The learner must have stopped.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Replayer:
                 ):
                     self.candidate.begin(self.first)
                     for step, records in enumerate(batches):
-                        # The form of the learner's seeds (`Trainer.step`). No run has a million
-                        # steps, so two seeds never meet.
+                        # The same form as the learner's seeds (`Trainer.step`). No run has a
+                        # million steps, so two seeds never meet.
                         self.candidate.step(records, seed * 1_000_003 + step)
                         bar.update()
                     folder = Path(scratch) / f"{name}-{seed}"
@@ -117,7 +117,7 @@ class Replayer:
         }
 
     def _in_order(self, steps: int, seed: int) -> Iterator[list[Record]]:
-        """The records of every step as the learner takes them (`Trainer.step`)."""
+        """Yield the records of every step in the learner's order (`Trainer.step`)."""
         training, through = self.cfg.training, 0
         for _ in range(steps):
             fresh = self.buffer.fresh(through, training.fresh_per_step)
@@ -137,7 +137,7 @@ class Replayer:
     def _at_random(
         self, records: Sequence[Record], steps: int, seed: int
     ) -> Iterator[list[Record]]:
-        """Every step draws as many records as the learner takes, without order."""
+        """Yield as many random records for every step as the learner's steps have."""
         rng = np.random.default_rng(seed)
         count = min(
             len(records), self.cfg.training.fresh_per_step + self.cfg.training.replay_per_step
@@ -147,7 +147,7 @@ class Replayer:
 
     @torch.no_grad()
     def _judge(self, folder: Path) -> NDArray[np.float64]:
-        """Accepted draft tokens and drafts of every test prompt, by the forecast, [N, 2]."""
+        """Return the forecast's accepted draft tokens and drafts of every test prompt, [N, 2]."""
         draft = StandaloneDraft.load(folder, dtype=torch.float32).eval()
         found = forecast(
             draft, InProcessTarget(self.target), self.continuations, self.num_speculative_tokens

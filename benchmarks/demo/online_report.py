@@ -28,11 +28,11 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
     monotonic = time.monotonic() - time.time()
     around, before = [], []
     for swap in swaps:
-        # The journal notes a swap when it has ended.
+        # The journal notes a swap when it is complete.
         begin_s = swap.time_s + monotonic - (swap.duration_ms or 0) / 1e3 - 0.5
         end_s = swap.time_s + monotonic + 1.5
         around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
-        # As long a time, right before: (begin - (end - begin), begin].
+        # The same length of time, right before: (begin - (end - begin), begin].
         before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
     first_s = next(
         (e.time_s for e in journal if isinstance(e, GateEntry) and e.gain is not None), None
@@ -54,9 +54,9 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
 
 
 def count_records_to_adapt(report: dict[str, Any]) -> int | None:
-    """Records of B that the first version to close 70% of the gap had learned from.
+    """Count the records of B in the training of the first version to close 70% of the gap.
 
-    None if no version did.
+    None if no version closed it.
     """
     tau = report["tau"]
     wanted = tau["b_before"] + 0.7 * (tau["b_offline"] - tau["b_before"])
@@ -78,9 +78,9 @@ def find_minutes(journal: Sequence[Entry], shifted_s: float) -> dict[str, float]
 
 
 def count_minutes_to_adapt(report: dict[str, Any]) -> float | None:
-    """Minutes from the shift to the first version with 90% of the offline tau on B.
+    """Return the minutes from the shift to the first version with 90% of the offline tau on B.
 
-    None if no version has it.
+    None if no version reaches it.
     """
     wanted = ENOUGH * report["tau"]["b_offline"]
     served = [
@@ -109,18 +109,17 @@ def build_timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]
 def estimate_overhead(
     with_capture: Sequence[float], without: Sequence[float]
 ) -> tuple[float, tuple[float, float] | None]:
-    """Cost of capture as a share of tokens/s.
+    """Estimate the cost of capture as a share of tokens/s.
 
-    The median over interleaved pairs of runs, with its 95% interval.
-
-    None in place of an interval if there are too few pairs for one.
+    Returns the median over interleaved pairs of runs, with its 95% interval, or None instead of the
+    interval if there are too few pairs for one.
     """
     cost, interval = median_interval(1 - np.divide(with_capture, without))
     return cost, None if interval == UNBOUNDED else interval
 
 
 def describe_cost(cost: float, interval: Sequence[float] | None) -> str:
-    """The cost in words. A cost that the interval cannot tell from none is called equal."""
+    """Describe the cost in words. A cost whose interval includes 0 is called equal."""
     if interval is None:
         return "unknown, too few rounds"
     low, high = interval
@@ -129,9 +128,9 @@ def describe_cost(cost: float, interval: Sequence[float] | None) -> str:
 
 
 def estimate_speed(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Tokens/s of the draft `adapted` over those of `before`.
+    """Compare the tokens/s with the draft `adapted` and with the draft `before`.
 
-    The median over six rounds or more, with its interval.
+    The ratio is the median over six rounds or more, with its interval.
     """
     ratio, interval = median_interval(np.divide(rates["adapted"], rates["before"]))
     return {
@@ -164,12 +163,10 @@ def describe_outputs(outputs: Mapping[str, Any], dtype: str) -> str:
 
 
 def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> dict[str, Any]:
-    """Share of the gap between two drafts that learning closed.
+    """Estimate the share of the gap between two drafts that learning closed.
 
-    Its 95% interval is over seeds and prompts.
-
-    The arrays hold accepted draft tokens and drafts of every prompt. `share` and `interval` are
-    None if the ceiling is not above the draft before.
+    The arrays hold accepted draft tokens and drafts of every prompt. The 95% interval is over seeds
+    and prompts. `share` and `interval` are None if the ceiling is not above the draft before.
     """
     learned_S, ceiling_S, share_S = _share_by_seed(before_N2, learned_SN2, ceiling_SN2)
     report: dict[str, Any] = {
@@ -196,9 +193,9 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     prompt_error = np.sqrt(
         (num_prompts - 1) / num_prompts * np.square(left_out_N - share_S.mean()).sum()
     )
-    # One seed shows no spread: infinite, and then no interval is told.
+    # A single seed shows no spread: the error is infinite, and no interval is reported.
     seed_error = share_S.std(ddof=1) / np.sqrt(num_seeds) if num_seeds > 1 else np.inf
-    # Seeds and prompts vary independently, so their errors add up as those of a difference do.
+    # Seeds and prompts vary independently, so their errors add up like those of a difference.
     share = subtract_independent(
         Estimate(float(share_S.mean()), float(seed_error), max(1.0, num_seeds - 1.0)),
         Estimate(0.0, float(prompt_error), max(1.0, num_prompts - 1.0)),
@@ -210,7 +207,7 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
 def _share_by_seed(
     before_N2: Array, learned_SN2: Array, ceiling_SN2: Array
 ) -> tuple[Array, Array, Array]:
-    """tau of the learned drafts, tau of the ceilings, and the share of the gap; [S] each."""
+    """Return tau of the learned drafts, tau of the ceilings, and the share of the gap; [S] each."""
     before = _tau(before_N2)
     learned_S, ceiling_S = (
         np.array([_tau(counts_N2) for counts_N2 in runs]) for runs in (learned_SN2, ceiling_SN2)

@@ -43,7 +43,7 @@ from redraft.online.tokens import read_token, write_token
 from redraft.recipes.demo.parts import make_target, question, read_problems
 
 NUM_QUESTIONS = 2000
-"""Most questions of a domain. The clients begin again after the last one."""
+"""Maximum number of questions of a domain. After the last one, the clients start again."""
 
 ByDomain = Mapping[str, Sequence[Conversation]]
 
@@ -83,7 +83,7 @@ def make_scene(cfg: Config) -> Scene:
 
 
 def small_scene(target: Path, dtype: TargetDtype) -> Scene:
-    """The small target, asked about what it has learned: the standard library."""
+    """Set up the small target, with questions about its training text: the standard library."""
     check_model_folder(target)
     train, held_out = split_stdlib()
     return Scene(
@@ -101,7 +101,7 @@ def small_scene(target: Path, dtype: TargetDtype) -> Scene:
 
 
 def real_scene(target: Path, dtype: TargetDtype, parts: Path) -> Scene:
-    """A real model.
+    """Set up a real model.
 
     HumanEval's functions measure how well the draft learns to complete those of the library.
     """

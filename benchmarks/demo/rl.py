@@ -79,7 +79,7 @@ DRAIN_S = 600.0
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: Path = SMALL
-    """Folder of the target. The draft to begin with lies beside it, as tiny-eagle3."""
+    """Folder of the target. Its first draft is the neighbouring folder tiny-eagle3."""
     output: Path = Path("outputs/demo-rl")
     """Folder for the report, the policies and the logs."""
     overwrite: bool = False
@@ -141,7 +141,7 @@ class Play:
 
     @property
     def rows(self) -> dict[int, dict[str, Any]]:
-        """What was seen of each update; after a kill the later row counts."""
+        """Return the journal's row of each update; after a kill, the later row counts."""
         path = self.folder / "updates.jsonl"
         rows = (
             [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -301,7 +301,7 @@ class Play:
         bar.close()
 
     async def compare_pushes(self, url: str, config: LearnerConfig) -> dict[str, Any]:
-        """The pause of a push of the target alone, and of one with a draft, in turns."""
+        """Compare the pause of a push of the target alone with that of both target and draft."""
         registry, times = (
             Registry(config.registry),
             dict[str, list[float]]({"alone": [], "with_draft": []}),
@@ -380,7 +380,7 @@ def find_checkpoint(folder: Path) -> tuple[str | None, int]:
 
 
 def repeated_share(ids: list[int]) -> float:
-    """The share of 4-grams that stand in the same answer before."""
+    """Return the share of 4-grams that occur earlier in the same answer."""
     grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 

@@ -35,7 +35,7 @@ LINES = 24
 """Lines of a header in one answer."""
 
 OPTIM = Optim(lr=1e-3, schedule="constant", warmup_fraction=0.1)
-"""Constant: each point of a curve is then that of a training as long."""
+"""Constant, so that each point of a curve equals the end of a training of that length."""
 
 Answer = Callable[[Any, Sequence[Conversation], int, Sampling], list[Continuation]]
 """The answers of a model to the questions of up to so many conversations."""
@@ -101,9 +101,9 @@ def fine_tune(target: TargetFolder, conversations: Sequence[Conversation], steps
 def compare_starts(
     old: Path, target: TargetFolder, answer: Answer, *, tuning: int, steps: int, prompts: int
 ) -> dict[str, Any]:
-    """tau on a fine-tune by the labels that each draft has read.
+    """Return tau on a fine-tune by the number of labels that each draft has read.
 
-    The drafts are the old one, and it and a new one in training.
+    The drafts are the old one as it is, the old one in training, and a new one in training.
     """
     train, test = split_held_out(read_headers(), 0.15)
     model = fine_tune(target, train, tuning)
@@ -136,11 +136,10 @@ def compare_starts(
 
 
 def find_labels_ratio(adapted: Curve, new: Curve) -> float | None:
-    """Labels that the adapted draft needs for the last tau of the new one.
+    """Return the labels that the adapted draft needs for the last tau of the new one.
 
-    It is a share of the new one's labels.
-
-    Between two points the curve is a line. None if the adapted draft does not get there.
+    The number is a share of the new one's labels. Between two points the curve is a straight line.
+    None if the adapted draft does not reach that tau.
     """
     labels_new, wanted = new[-1]
     labels_before, tau_before = adapted[0]

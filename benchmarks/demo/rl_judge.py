@@ -1,9 +1,8 @@
-"""How three drafts follow a policy that reinforcement learning moves.
+"""Judge how three drafts follow a policy that reinforcement learning moves.
 
-They are judged by the records of its rollouts.
-
-Each record is judged under the weights that it names: which tokens would each draft have had
-accepted there, and are the recorded distributions those of these weights?
+They are judged on the records of its rollouts, each under the weights that the record names: which
+tokens of each draft would have been accepted there, and are the recorded distributions those of
+these weights?
 
 R = rows of a record, K = kept top-k ids.
 """
@@ -72,7 +71,7 @@ class Policy:
         self._start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def load(self, version: str) -> bool:
-        """Load a version; False if nobody kept it. Drafts that borrow from the model follow."""
+        """Load a version into the model that the drafts share; False if it was not kept."""
         path = self.weights / f"{version}.safetensors"
         if version and not path.is_file():
             return False
@@ -83,12 +82,10 @@ class Policy:
 
     @torch.no_grad()
     def measure_kl(self, record: Record) -> float:
-        """The largest KL of a row of the text, in nats, of the record from the model.
+        """Return the largest KL, in nats, of a row of the record's text from the model.
 
-        It covers the recorded tokens.
-
-        Its terms are p log(p / q) - p + q: none is below 0, so a part of the vocabulary shows a
-        difference too.
+        It covers the recorded tokens. Its terms are p log(p / q) - p + q: none is below 0, so even
+        a part of the vocabulary shows a difference.
         """
         text_R = record.branches == 0
         ids_T = [*record.context_ids.tolist(), *record.output_ids.tolist()]
@@ -162,7 +159,7 @@ def _add(pair: tuple[float, float], counts: AcceptanceCounts) -> tuple[float, fl
 
 def count_engine(record: Record) -> AcceptanceCounts:
     """Drafts of a record, and their tokens accepted by the engine."""
-    # The rows of a step are those of its draft tokens, and then one without.
+    # The rows of a step are those of its draft tokens, then one without a draft token.
     is_draft_R = record.draft_ids >= 0
     begins_R = is_draft_R & ~np.append(False, is_draft_R[:-1])
     return AcceptanceCounts(num_drafts=int(begins_R.sum()), num_accepted=int(record.accepted.sum()))
@@ -210,15 +207,15 @@ def _estimate_tau(counts: Sequence[AcceptanceCounts]) -> Estimate:
 
 
 def _describe(estimate: Estimate) -> dict[str, Any]:
-    """None in place of an interval if a single block shows no spread."""
+    """Describe an estimate, with None instead of an interval if a single block shows no spread."""
     interval = estimate.interval() if np.isfinite(estimate.error) else None
     return {"value": estimate.value, "interval": interval}
 
 
 def decide(gain: Mapping[str, Any]) -> str:
-    """The sentence that a user decides by.
+    """Return the sentence that answers the user's question.
 
-    A gain for which the gate would promote no candidate is none.
+    A gain for which the gate would promote no candidate counts as none.
     """
     if gain["interval"] is None:
         return f"too few updates to decide: learning gains {gain['value']:+.2f}"
@@ -233,7 +230,7 @@ def decide(gain: Mapping[str, Any]) -> str:
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """The charts of the page, by element id."""
+    """Build the charts of the page, by element id."""
     rows = [
         {**row, "series": name, "value": row[name]}
         for row in report["curve"]

@@ -66,24 +66,24 @@ from redraft.recipes.cli.run import run_recipe
 TEMPLATE = Path(__file__).parent / "templates" / "up.html.j2"
 
 LONGEST = 8192
-"""Longest text of the servers, in tokens, if the target takes so many."""
+"""Maximum length of the servers' texts, in tokens, if the target allows it."""
 
 CLIENTS = (1, 2, 4, 8)
 """Requests at once, in turn."""
 
 LEAST_BLOCK = 2
-"""Requests of a block; with more clients, one each. A short block sees one speed of the machine,
-and the first 200 requests have 25 pairs.
+"""Requests of a block; with more clients, one request each. A short block sees one speed of the
+machine, and the first 200 requests make 25 pairs.
 """
 
 WINDOW = 6
 """Pairs that show a gain if all do: the fewest with a 95% interval."""
 
 MOST_QUESTIONS = 6000
-"""The whole demo asks about 2,500."""
+"""Maximum number of questions; the whole demo asks about 2,500."""
 
 WARM_UP_S = 30.0
-"""Traffic before the head is measured alone, for the pace of a server that has just started."""
+"""Seconds of traffic before the head is measured alone, so that a new server finds its pace."""
 
 ROLLING_OUT = ("publishing", "canary", "rolling")
 """Phases of the learner in which drafts are counted, or about to be."""
@@ -104,9 +104,9 @@ class Config:
     overwrite: bool = False
     """Replace the demo in `output`."""
     workload_pairs: int = 8
-    """Pairs of blocks of each workload, beside a plain server; at least 6, for an interval."""
+    """Pairs of blocks of each workload, next to a plain server: at least 6, for an interval."""
     pairs: int = 24
-    """Pairs of blocks at the start, at the end for one client, and with the head alone; at least 6,
+    """Pairs of blocks at the start, at the end for one client, and with the head alone: at least 6,
     for an interval.
     """
     learn_s: float = 480
@@ -114,7 +114,7 @@ class Config:
     max_tokens: int = 48
     """Maximum length of an answer, in tokens."""
     checked_answers: int = 80
-    """Most answers to compare with the target's greedy tokens."""
+    """Maximum number of answers to compare with the target's greedy tokens."""
 
     def __post_init__(self) -> None:
         for flag, pairs in (("pairs", self.pairs), ("workload-pairs", self.workload_pairs)):
@@ -151,7 +151,7 @@ def main(cfg: Config) -> None:
     questions = held_out_prompts(
         scene.traffic[code], opened.tokenizer, num_prompts=MOST_QUESTIONS, max_length=160, day=day
     )
-    # Twice the longest text of the workloads: a cache of their prefixes fits in beside it.
+    # Twice the longest text of the workloads, so that a cache of their prefixes fits as well.
     kv_bytes = 2 * count_kv_bytes(opened.text_config, 1, scene.dtype)
     longest = min(LONGEST, opened.text_config.max_position_embeddings)
     play = Play(cfg, scene.target.absolute(), scene.dtype, kv_bytes, questions, longest)
@@ -287,7 +287,7 @@ class Play:
         return cut
 
     async def compare_with_plain(self) -> dict[str, Any]:
-        """Each workload beside a plain server of the same target: `never_slower` of the report."""
+        """Compare each workload with a plain server of the same target (`never_slower`)."""
         await self.settle()
         tokenizer = TargetFolder.open(self.target).tokenizer
         arguments = list_arguments("", self.dtype, self.kv_bytes, self.longest)
@@ -314,7 +314,7 @@ class Play:
         return float(sum(accepted))
 
     async def restart_without_counts(self) -> None:
-        """End the command, start it again with the head alone, and warm up."""
+        """Stop the command, start it again with the head alone, and warm up."""
         await self.settle()
         self._process.terminate()
         await asyncio.to_thread(self._process.wait)
@@ -350,7 +350,7 @@ class Play:
                 await self.measure(clients)
 
     async def measure(self, clients: int) -> None:
-        """One more pair of blocks; either kind begins for every number of clients in turn.
+        """Measure one more pair of blocks; for each client count, the two kinds start in turn.
 
         Raises:
             ValueError: all questions have been asked.
@@ -361,7 +361,9 @@ class Play:
         for name, pace in reversed(paces) if len(self.pairs) // len(CLIENTS) % 2 else paces:
             block = list(itertools.islice(self._waiting, max(LEAST_BLOCK, clients)))
             if not block:
-                raise ValueError(f"all {len(self.questions)} questions were asked: learn shorter")
+                raise ValueError(
+                    f"all {len(self.questions)} questions were asked: pass a smaller --learn-s"
+                )
             await self.ask("POST", "pace", {"pace": pace})
             rates[name] = await measure_tokens_per_s(
                 [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=1.0

@@ -36,7 +36,7 @@ from typing import Any, Literal
 PhaseName = Literal["facts", "tests", "train", "micro", "step", "loss", "engine"]
 
 LEFT_S = 8.0
-"""Seconds of the whole limit that a phase leaves, and fewer than which start none."""
+"""Seconds of the whole limit that remain after a phase; with fewer left, no phase starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Phase:
     limit_s: float
     needs_gpu: bool = False
     is_timed: bool = True
-    """Whether it measures time, so nothing runs beside it."""
+    """Whether it measures time, so that nothing may run at the same time."""
 
 
 PHASES = (
@@ -146,7 +146,7 @@ def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
     command = [sys.executable, "-m", "benchmarks.gpu.check", phase.name, settings]
     began_s = time.monotonic()
     with (cfg.output / f"{phase.name}.log").open("w") as log:
-        # A session of its own, so that the limit ends the phase's children too.
+        # A session of its own, so that the limit stops the phase's children too.
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )

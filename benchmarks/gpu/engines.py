@@ -39,9 +39,10 @@ NUM_TOKENS = 3
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Every draft in an engine of its own, with capture and without.
+    """Measure every draft in an engine of its own, with and without capture.
 
-    Raises: ValueError if one failed.
+    Raises:
+        ValueError: a draft failed.
     """
     failed = []
     for draft in cfg.drafts:
@@ -130,7 +131,7 @@ class Engine:
         return dict(status)
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """The greedy answers of this length, recorded as those of one server."""
+        """Return the greedy answers of this length, recorded as if one server had given them."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -225,7 +226,7 @@ def find_distance(
 
 
 def compare_records(model: Any, spool: Path) -> dict[str, Any]:
-    """The errors of the recorded log p of the four most probable tokens."""
+    """Return the errors of the recorded log p of the four most probable tokens."""
     time.sleep(2.5)  # a file of the spool is closed after two seconds
     errors, num_rows = [], 0
     for file in sorted(spool.glob("*.records"))[:6]:

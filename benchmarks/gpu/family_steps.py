@@ -1,7 +1,7 @@
-"""The steps that `redraft plan` counts, run on the card.
+"""Run the steps that `redraft plan` counts on the card.
 
-The benchmark's numbers, then the device's and the host's time of each part, the waits, and the
-kernels that take most of it.
+The results are the benchmark's numbers, then the time of each part on device and host, the waits,
+and the kernels that take most of it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def measure_parts(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 
 def measure_loss(cfg: Config, results: Results) -> None:
-    """The fused loss alone, by the benchmark's command."""
+    """Measure the fused loss alone, with the benchmark's command."""
     for case in LOSS_CASES:
         file = cfg.output / f"loss-{len(results.found)}.json"
         flags = ["--device", "cuda", "--rounds", "7", "--cases", case, "--output", str(file)]

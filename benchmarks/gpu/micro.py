@@ -1,4 +1,4 @@
-"""Kernels and attention by themselves beside their roofs, and the work of capture and swaps.
+"""Compare kernels and attention with their roofs, and measure the work of capture and swaps.
 
 B = batch, H = query heads, G = key heads, T = tokens, E = head size, M = draft rows, C = target
 rows, V = vocabulary.
@@ -30,7 +30,7 @@ from redraft.online.engine.swap import checksum
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Every measurement; those of kernels on a GPU only."""
+    """Take every measurement; kernels are measured on a GPU only."""
     device = torch.device(cfg.device)
     both: list[Callable[[torch.device], Any]] = [
         product_into_float32,
@@ -106,7 +106,7 @@ def rows_without_a_number(device: torch.device) -> dict[str, Any]:
 
 
 def attention(device: torch.device) -> dict[str, Any]:
-    """FlexAttention as drafts call it, beside PyTorch's own on one document of twice the work.
+    """Compare the drafts' FlexAttention with PyTorch's own on one document of twice the work.
 
     The first call compiles.
     """
@@ -189,9 +189,9 @@ def checksums(device: torch.device) -> dict[str, float]:
 
 
 def pinning(device: torch.device) -> dict[str, float]:
-    """The staged draft's buffer.
+    """Measure the staged draft's pinned buffer.
 
-    Time to make it, and the longest wait of another thread's launch meanwhile.
+    Returns the time to allocate it, and the longest wait of another thread's launch meanwhile.
     """
     num_bytes = 1 << (31 if device.type == "cuda" else 24)
     memory, done = HostMemory(pin_on(device)), threading.Event()
@@ -278,9 +278,9 @@ def beyond_2_to_31(device: torch.device) -> dict[str, Any]:
 
 
 def attention_in_compiled_layers(device: torch.device) -> dict[str, Any]:
-    """Attention stays outside of a layer's graph and is compiled by itself.
+    """Check attention inside compiled layers: it is compiled separately from a layer's graph.
 
-    It must not hold all scores.
+    It must not hold all scores in memory.
     """
     attend: Any = torch.compiler.disable(prefix.attend)  # type: ignore[no-untyped-call]
     linear = nn.Linear(256, 256, device=device, dtype=torch.bfloat16)

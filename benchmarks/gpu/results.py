@@ -15,7 +15,7 @@ from redraft.files.artifact import write_whole
 
 
 class Results:
-    """A JSON file that is whole after every result: a kill loses only what was not found yet."""
+    """A JSON file that is complete after every result, so that a kill loses only later ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Results:
         print(f"{name}: {said if len(said) < 600 else said[:600] + '...'}", flush=True)
 
     def measure(self, name: str, make: Callable[..., Any], *args: Any) -> None:
-        """Keep what `make(*args)` returns, or its error: each result stands alone."""
+        """Keep the result of `make(*args)`, or its error: no result depends on another."""
         began_s = time.perf_counter()
         try:
             value = make(*args)

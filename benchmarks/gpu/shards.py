@@ -21,7 +21,11 @@ TESTS = Path(__file__).parents[2] / "tests/gpu"
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Run the tests. Raises: ValueError if one did not pass, or none ran."""
+    """Run the tests.
+
+    Raises:
+        ValueError: a test did not pass, or none ran.
+    """
     on_cpu = cfg.device == "cpu"
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     if on_cpu:
@@ -64,7 +68,7 @@ def collect(cfg: Config, env: dict[str, str]) -> list[str]:
 
 
 def run_shard(env: dict[str, str], nodes: list[str]) -> Iterator[tuple[str, str, str]]:
-    """(test, outcome, "") as each test ends, then (test, outcome, message) of those that failed."""
+    """Yield (test, outcome, "") as each test ends, then (test, outcome, message) of failures."""
     command = [*PYTEST, "-v", "-rfE", "--color=no", *nodes]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -82,7 +86,7 @@ def run_shard(env: dict[str, str], nodes: list[str]) -> Iterator[tuple[str, str,
         yield (
             nodes[num_ended],
             "ERROR",
-            f"pytest ended with status {process.returncode} after {num_ended} tests",
+            f"pytest exited with status {process.returncode} after {num_ended} tests",
         )
 
 

@@ -30,7 +30,11 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Run the trainings, and resume the first one. Raises: ValueError if one failed."""
+    """Run the trainings, and resume the first one.
+
+    Raises:
+        ValueError: a training failed.
+    """
     on_gpu = cfg.device == "cuda"
     work = cfg.output / "trainings"
     shutil.rmtree(work, ignore_errors=True)

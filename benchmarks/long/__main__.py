@@ -33,7 +33,7 @@ class LongConfig:
     lengths: tuple[int, ...] = (8192, 32768, 131072)
     """Tokens per row."""
     cases: tuple[str, ...] = CASES
-    """Drafts to train; with `-window` layers see 512 positions."""
+    """Drafts to train. Those with `-window` have layers that see 512 positions."""
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of processes that share rows."""
     threads: int = 2

@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[Target], nn.Module]] = {
 }
 
 DOCUMENTS = ((41, 5, 18), (9, 30, 11))
-"""Tokens of the documents in each of two rows: the second row ends with padding."""
+"""Tokens of the documents in each of two rows. The second row ends with padding."""
 WIDTH = 64
 
 
@@ -129,7 +129,7 @@ def compare(case: str) -> float:
         return 0.0
     one = compute(draft, target, batch)
     assert one.keys() == ours.keys()
-    assert all(bool(value.any()) for value in one.values()), "every number takes part"
+    assert all(bool(value.any()) for value in one.values()), "every number matters"
     differences = [
         (ours[key] - value).abs().max() / value.abs().max() for key, value in one.items()
     ]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.long.rows eagle3 131072
 
-Prints as JSON the peak of memory above weights and optimizer, and tokens per second. The target
-runs in this process, activations are computed again in the backward pass, and all tokens but the
-first are labels.
+Prints, as JSON, the peak of memory above weights and optimizer, and tokens per second. The target
+runs in this process, activations are recomputed in the backward pass, and all tokens but the first
+are labels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ WARM_UP = 2048
 """Tokens of the first row, which is not measured: it makes the optimizer's state."""
 
 CASES = ("eagle3", "eagle3-window", "dflash", "dflash-window")
-"""With `-window` layers of target and draft see WINDOW positions, otherwise the whole row."""
+"""With `-window`, layers of target and draft see WINDOW positions; otherwise they see the whole
+row.
+"""
 
 
 def make_target(window: int | None) -> MistralForCausalLM:

@@ -1,4 +1,4 @@
-"""Make the pictures of README and docs, say which are stale, or record a terminal anew.
+"""Make the pictures of README and docs, list the stale ones, or record a terminal again.
 
 $ python -m benchmarks.pictures                      # make all
 $ python -m benchmarks.pictures --only speeds.svg    # or some
@@ -22,7 +22,7 @@ class PicturesConfig:
     check: bool = False
     """Make nothing. Print the stale pictures; the exit status is 1 if there are any."""
     record: Literal["terminal"] | None = None
-    """Recording to make anew first: runs its commands."""
+    """Make this recording again first, by running its commands."""
 
 
 def main(cfg: PicturesConfig) -> None:

@@ -41,7 +41,7 @@ class Picture:
     files: tuple[str, ...]
     """Code and data that it is made from, as patterns below the root."""
     rows: Callable[[], object] = lambda: None
-    """Figures of a table that it shows."""
+    """Function that returns the figures of a table shown in the picture."""
 
     def digest(self) -> str:
         """The SHA-256 of everything that it is made from."""
@@ -95,7 +95,7 @@ def read_manifest() -> dict[str, dict[str, str]]:
 
 
 def find_stale() -> list[str]:
-    """A line for each picture that is not what today's code and data make."""
+    """Return a line for each picture that differs from what today's code and data make."""
     kept, lines = read_manifest(), []
     for picture in PICTURES:
         path, entry = ROOT / picture.path, kept.get(picture.path, {})
@@ -109,7 +109,7 @@ def find_stale() -> list[str]:
 
 
 def make(names: tuple[str, ...] = ()) -> None:
-    """Make the named pictures, or all, and note what they were made from."""
+    """Make the named pictures, or all, and write down the digests of their sources."""
     kept = read_manifest() if MANIFEST.is_file() else {}
     for picture in PICTURES:
         path = ROOT / picture.path

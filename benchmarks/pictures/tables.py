@@ -14,14 +14,14 @@ FIGURE = re.compile(r"([\d.]+)x?(?:\s*\[([\d.]+), ([\d.]+)\])?")
 class Figure:
     value: float
     interval: tuple[float, float] | None
-    """95%; None if the table has none."""
+    """The 95% interval; None if the table has none."""
 
 
 def read_cells(text: str, label: str) -> list[str]:
-    """The cells after `label` in the only row of the page that begins with it.
+    """Return the cells after `label` in the only row of the page that begins with it.
 
     Raises:
-        ValueError: no row begins so, or several do.
+        ValueError: no row, or more than one, begins with the label.
     """
     rows = [line for line in text.splitlines() if line.startswith(f"| {label}")]
     if len(rows) != 1:

@@ -42,8 +42,8 @@ LOOK_S = 0.15
 """Time for the answer to a mutated request, which may wait for the rest."""
 
 ANSWER_S = 60.0
-"""Deadline of the answer to a complete request. Generous: a fault may stop the tap or all
-servers meanwhile.
+"""Deadline of the answer to a complete request. It is generous, because a fault may stop the tap or
+all servers meanwhile.
 """
 
 MAX_LOG_BYTES = 10_000
@@ -57,11 +57,11 @@ SECRET = b"draft_version"
 """A word of every /redraft/status page."""
 
 UNAVAILABLE = (502, 503)
-"""No server answers the tap: another fault's doing, and clearly told."""
+"""The tap has no server. Another fault caused this, and the status says so clearly."""
 
 KILLED = b"EngineCore encountered an issue"
-"""In vLLM's status 500 after a kill of the engine. A server that nobody killed is a failure of its
-own (judge.py).
+"""Part of vLLM's status 500 after a kill of the engine. If nobody killed the server, this counts as
+a failure of its own (judge.py).
 """
 
 
@@ -75,7 +75,7 @@ class Shot:
     """The bytes are one request, whose answer is awaited."""
     max_answers: int = BURST
     is_read: bool = True
-    """The answer is read; if not, it stays in the buffers until the burst ends."""
+    """Whether the answer is read; if not, it stays in the buffers until the burst ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Attack:
     requests: int = 0
     bursts: int = 0
     ended: int = 0
-    """Processes ended by an attack."""
+    """Number of processes that an attack ended."""
     honest_streams: int = 0
     honest_streams_cut: int = 0
     most_log_bytes: int = 0
@@ -123,7 +123,7 @@ class Attack:
                     await is_over.wait()
 
     async def burst(self, door: Door) -> None:
-        """One burst. A process ended by another fault meanwhile is not judged."""
+        """Send one burst. A process that another fault ended meanwhile is not judged."""
         process, began_s = door.process, time.monotonic()
         if not process.was_up(began_s):
             await asyncio.sleep(0.5)
@@ -140,7 +140,7 @@ class Attack:
         self.bursts += 1
         if process.pid != run.pid and not run.is_wanted:
             self.ended += 1
-            self._report(f"{process.name} ended in a burst")
+            self._report(f"{process.name} exited during a burst")
             return
         if not process.was_up(began_s):
             return
@@ -464,13 +464,16 @@ def _complete(content: bytes, headers: bytes = b"") -> bytes:
 
 
 async def _shoot(port: int, shot: Shot, slots: asyncio.Semaphore, held: AsyncExitStack) -> str:
-    """The broken rule; empty if there is none. The connection is left in `held`."""
+    """Send a shot, and return the broken rule; empty if there is none.
+
+    The connection is left open in `held`.
+    """
     async with slots:
         try:
             connection = await held.enter_async_context(connected(port))
             answer = await exchange(*connection, shot)
         except ConnectionError:
-            return ""  # the process has ended, which the caller sees
+            return ""  # the process has exited, which the caller notices
         except TimeoutError:
             return f"{shot.name}: no answer within {ANSWER_S:.0f} s"
         broken = find_broken_rule(answer, shot.max_answers)
@@ -488,11 +491,12 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shot: Shot) -> bytes:
-    """The answer, up to the end of the connection or a pause.
+    """Return the answer, up to the end of the connection or a pause.
 
-    One without an answer gives an empty one.
+    The result is empty if there was no answer.
 
-    Raises: TimeoutError if a complete request has no answer.
+    Raises:
+        TimeoutError: a complete request has no answer.
     """
     answer = b""
     try:
@@ -513,7 +517,7 @@ async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, s
 
 
 def find_broken_rule(answer: bytes, max_answers: int = 2) -> str:
-    """The broken rule; empty if there is none."""
+    """Return the broken rule; empty if there is none."""
     if SECRET in answer:
         return "it reached /redraft/status"
     statuses = [int(status) for status in STATUS.findall(answer)]

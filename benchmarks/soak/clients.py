@@ -25,8 +25,8 @@ import httpx
 from redraft.engine.prompts import Prompt
 
 SILENCE_S = 90.0
-"""Longest wait for a byte. No fault of the soak takes longer, so a longer silence is a request
-nobody told of.
+"""Maximum wait for a byte, in seconds. No fault of the soak takes longer, so after a longer silence
+nobody reported the failure to the client.
 """
 
 TENANTS = ("", "acme", "globex", "initech", "umbrella")
@@ -99,7 +99,7 @@ class Clients:
             is_silence = isinstance(error, httpx.TimeoutException) and not isinstance(
                 error, httpx.ConnectTimeout
             )
-            # A failed connect is no silence: a killed tap refuses, and the client knows.
+            # A refused connection is not a silence: a killed tap refuses, and the client notices.
             if is_silence or was_up(began_s):
                 return Verdict(
                     "untold", f"{name} of {path} stream={body['stream']} after {_since(began_s)}"
@@ -142,7 +142,7 @@ class Clients:
 
 
 def judge_refusal(status: int, body: bytes) -> Verdict:
-    """An error status tells if it comes with a message in the form that OpenAI's clients read."""
+    """Judge an error status: it must come with a message in the form that OpenAI's clients read."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -206,7 +206,7 @@ async def judge_stream(
             # Returning leaves the caller's `async with`, which closes the connection: so the client
             # hangs up.
             return Verdict("left")
-    return Verdict("untold", "a stream that ended without [DONE]")
+    return Verdict("untold", "the stream ended without [DONE]")
 
 
 def _since(began_s: float) -> str:

@@ -30,8 +30,8 @@ PIECES = (64 << 20, 1 << 20, 4 << 10)
 class Disk:
     folder: Path
     is_real: bool
-    """False if nothing could be mounted: then it is a plain folder, which can neither fill up nor
-    hang.
+    """False if nothing could be mounted: the disk is then a plain folder, which can neither fill up
+    nor hang.
     """
 
     def fill(self) -> None:
@@ -59,8 +59,8 @@ class Disk:
         It does so even if this process is killed.
         """
         assert self.is_real
-        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. A disk left
-        # frozen would hang all who touch it.
+        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. If a disk stayed
+        # frozen, everyone who touches it would hang.
         script = f'trap "" TERM; fsfreeze -f "$1" && sleep {seconds:.1f}; fsfreeze -u "$1"'
         return start_group(["sh", "-c", script, "freeze", str(self.folder)], log=log)
 
@@ -101,15 +101,15 @@ def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
 
 
 def unmount_below(folder: Path) -> None:
-    """Unmount the disks that a killed soak left in the folder."""
+    """Unmount the disks that a killed soak left behind in the folder."""
     for mount in psutil.disk_partitions(all=True):
         if Path(mount.mountpoint).is_relative_to(folder):
             _unmount(Path(mount.mountpoint))
 
 
 def _unmount(folder: Path) -> None:
-    # Thawed first: unmounting a frozen disk would wait. Lazily, because a killed process may still
-    # hold a file.
+    # Thaw first, because unmounting a frozen disk would wait. Unmount lazily, because a killed
+    # process may still have a file open.
     for command in (["fsfreeze", "-u"], ["umount", "--lazy"]):
         subprocess.run([*command, folder], capture_output=True, check=False)
 

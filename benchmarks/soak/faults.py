@@ -44,13 +44,13 @@ for minutes.
 """
 
 JUMPS = ("+1h", "-1h", "+1d", "-1d", "+8d")
-"""The longest is beyond the age at which the buffer deletes records: a learner does not believe so
-short a jump.
+"""The longest jump exceeds the age at which the buffer deletes records. A learner must not follow a
+jump that is undone so soon.
 """
 
 
 class NotSurvivedError(Exception):
-    """The target is not well after the fault. The message says why."""
+    """The target did not recover from the fault. The message says why."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +98,7 @@ async def inject(world: World, fault: Fault) -> Injected:
         await until_well(world, fault.target)
     except NotSurvivedError as error:
         problem = str(error)
-    except Exception as error:  # the soak goes on, and does not pass
+    except Exception as error:  # the soak continues, and does not pass
         problem = f"it could not be injected: {error!r}"
     return Injected(fault=fault, began=began, seconds=time.monotonic() - began_s, problem=problem)
 
@@ -135,7 +135,7 @@ async def find_problem(world: World, target: str) -> str:
             else:
                 async with httpx.AsyncClient() as http:
                     answer = await http.get(f"{stage.url(target)}/health")
-                # A tap is well without its server, too: it says that it has none.
+                # A tap is well without its server, too: it reports that it has none.
                 is_tap = target in stage.taps
                 if answer.status_code != 200 and not (is_tap and answer.status_code == 503):
                     return f"/health answers {answer.status_code}"
@@ -163,7 +163,7 @@ async def kill_engine(world: World, target: str) -> None:
 
 
 async def _until_ended(process: Supervised) -> None:
-    """Wait until the run that was killed has ended, so that a later look does not take it for well."""
+    """Wait until the killed run has exited, so that the next check does not take it for healthy."""
     run, end_s = process.run, time.monotonic() + 60
     while run.ended_s is None:
         if time.monotonic() > end_s:
@@ -211,7 +211,7 @@ async def until_flowing(world: World, target: str) -> None:
     while True:
         if target == "broker" and len(world.witness.acked) > before:
             return
-        # Not 0: the traffic goes on, so a few records are always on the way.
+        # Not 0: the traffic continues, so a few records are always on the way.
         if target != "broker" and await count_waiting(world, target) <= 16:
             return
         if time.monotonic() > end_s:
@@ -222,9 +222,9 @@ async def until_flowing(world: World, target: str) -> None:
 
 
 async def count_waiting(world: World, target: str) -> float:
-    """Records in the log, or files in the spool, that the learner has not taken yet.
+    """Count the records in the log, or files in the spool, that the learner has not taken yet.
 
-    Infinite if nobody answers.
+    The count is infinite if nobody answers.
     """
     if target == "spool-learner":
         return len(list(world.stage.spool.glob(f"*{SUFFIX}")))
@@ -242,7 +242,7 @@ async def count_waiting(world: World, target: str) -> float:
 async def offer_pipe(world: World, target: str) -> None:
     """Ask a server for a version with a pipe without a writer among its weights.
 
-    Nobody may wait for it.
+    The server must not wait for the pipe.
     """
     stage = world.stage
     registry = stage.registry
@@ -266,7 +266,7 @@ async def offer_pipe(world: World, target: str) -> None:
                     found, is_taken = f"{answer.status_code} {answer.text}", answer.is_success
                     if (
                         answer.status_code == 422
-                    ):  # others come while the server is busy with another swap
+                    ):  # other requests come while the server is busy with another swap
                         return
                 if is_taken or time.monotonic() > deadline_s:
                     raise NotSurvivedError(
@@ -292,7 +292,9 @@ async def poison_log(world: World, target: str) -> None:
     deadline_s = time.monotonic() + RECOVERY_S
     while not await _publish_hostile(world):
         if time.monotonic() > deadline_s:
-            raise NotSurvivedError("the log took no hostile record, so none reached the learner")
+            raise NotSurvivedError(
+                "the log accepted no hostile record, so none reached the learner"
+            )
         await asyncio.sleep(2)
     await until_flowing(world, "learner")
 
@@ -406,7 +408,7 @@ async def tear_fleet(world: World, target: str) -> None:
     """Tear fleet.toml for some seconds, as an editor that writes in place does."""
     path = world.stage.folder / "fleet.toml"
     whole = path.read_text()
-    # In place, not by a rename: readers are to see the torn file.
+    # In place, not with a rename: readers are to see the torn file.
     path.write_text(whole[: world.rng.randrange(len(whole))])
     try:
         await asyncio.sleep(world.rng.uniform(4, 10))

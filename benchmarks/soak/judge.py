@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WARM_UP_S = 120.0
-"""Seconds after a process is ready that are not measured: it fills its caches, and a learner begins
+"""Seconds that are not measured after a process is ready: it fills its caches, and a learner begins
 to train.
 """
 
 MIN_LIFE_S = 120.0
-"""Shorter lives say nothing about growth."""
+"""Seconds below which a life says nothing about growth."""
 
 MIN_TOLD = 6
 """Fewest changes of phase by which a learner's memory is judged."""
@@ -54,7 +54,7 @@ class RecordsSeen:
     stored: Collection[str]
     """Ids in the learner's files at the end."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Records that the learner counted as not kept, by reason: the hostile ones."""
+    """Records that the learner dropped, by reason: the hostile ones."""
 
     @property
     def lost(self) -> set[str]:
@@ -73,17 +73,17 @@ class LifeSeen:
     first training on: no optimizer existed before.
     """
     unwanted_exit: str = ""
-    """How it ended, if nobody had killed it."""
+    """How the process ended, if nobody had killed it."""
 
     def find_growth(self) -> Growth | None:
-        """The least memory of the last quarter against that of the first two, after the warm-up.
+        """Compare the least memory of the last quarter with the first two, after the warm-up.
 
-        The least, because a learner that trains holds more than one that waits; the larger of two
-        quarters, because it may begin to train in the second. A learner that trains reports the
-        memory it keeps at each change of phase, and is judged by the least of each half of these,
-        because gradients and optimizer states (87 MB for the draft here) come and go. Descriptors
-        are compared by their medians. None if the life was too short, or had too few changes of
-        phase.
+        The least is compared because a learner that trains uses more memory than one that waits,
+        and the larger of two quarters because it may begin to train in the second. A learner that
+        trains reports the memory it keeps at each change of phase. It is judged by the least of
+        each half of these values, because gradients and optimizer states (87 MB for the draft here)
+        come and go. Descriptors are compared by their medians. None if the life was too short, or
+        had too few changes of phase.
         """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
@@ -97,8 +97,8 @@ class LifeSeen:
         )
         least = [min(size for _, size, _ in part) for part in (first, second, last)]
         before, after = max(least[:2]), least[2]
-        # Measured after freed blocks were given back. A sample may lie in a training step, which
-        # takes 70 MiB more than is kept.
+        # Measured after freed blocks were returned. A sample may lie in a training step, which
+        # takes 70 MiB more than the learner keeps.
         if told := len(self.settled):
             if told < MIN_TOLD:
                 return None
@@ -148,7 +148,7 @@ class Seen:
 
     faults: Sequence[FaultSeen]
     num_planned: int
-    """Faults asked for."""
+    """Number of faults that were asked for."""
     records: Mapping[str, RecordsSeen]
     """By the way they took: log and spool."""
     served: Mapping[str, str]
@@ -160,7 +160,7 @@ class Seen:
     must_promote: bool = False
     """The soak is long enough for a rollout under fire."""
     requests: Mapping[str, int]
-    """Requests by verdict: answered, left, told, cut, untold."""
+    """Number of requests by verdict: answered, left, told, cut, untold."""
     untold: Sequence[str] = ()
     """The first of the requests that failed untold."""
     attack: Mapping[str, Any] = field(default_factory=dict)
@@ -234,7 +234,7 @@ def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
     if (num_sent := seen.attack.get("requests", 0)) < seen.must_attack:
         failures.append(f"{num_sent} requests of the attacker, {seen.must_attack} are needed")
     failures += [
-        f"{life.name} ended by itself: {life.unwanted_exit}"
+        f"{life.name} exited by itself: {life.unwanted_exit}"
         for life in seen.lives
         if life.unwanted_exit
     ]

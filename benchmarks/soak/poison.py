@@ -43,9 +43,9 @@ def make_record(number: int = 0, **changes: Any) -> Record:
         "sampling": Sampling(),
         "num_prompt_tokens": 3,
         "top_k": 2,
-        # The text: 5 6 n | 10 | 11 20 21 22 23 24, prompt, token of the prefill, output. Step 1
-        # reads up to 10 (place 3) and drafts 11 12 13: 11 is accepted, 20 comes instead of 12. Step
-        # 2 drafts 21 22 23, all accepted, and 24 is the bonus token.
+        # The text is 5 6 n | 10 | 11 20 21 22 23 24: prompt, token of the prefill, output. Step 1
+        # reads up to 10 (position 3) and drafts 11 12 13: 11 is accepted, and 20 replaces 12. Step
+        # 2 drafts 21 22 23, which are all accepted, and 24 is the bonus token.
         "context": i32(5, 6, number % VOCAB, 10),
         "output": i32(11, 20, 21, 22, 23, 24),
         # 4 rows a step: 3 draft tokens and the bonus. In step 1, rows 2 and 3 follow one and two
@@ -65,13 +65,13 @@ def make_record(number: int = 0, **changes: Any) -> Record:
 
 
 def unpack(record: Record) -> dict[str, Any]:
-    """The record as the map that its payload holds."""
+    """Decode the map in the record's payload."""
     found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
     return found
 
 
 def frame_around(payload: bytes, magic: bytes = MAGIC) -> bytes:
-    """A frame with the right length and CRC, whatever the payload."""
+    """Return a frame with the right length and CRC, whatever the payload."""
     return (
         magic
         + len(payload).to_bytes(4, "little")
@@ -202,9 +202,9 @@ STRINGS = (
 
 
 def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
-    """One frame or no frame.
+    """Return one frame, or bytes that are not a frame.
 
-    A mutation of a good one in a random place, most often with the right CRC.
+    They are a mutation of a good frame in a random place, usually with the right CRC.
     """
     fields = unpack(make_record(number, sequence=number, target_fingerprint=target))
     kind = rng.randrange(8)

@@ -73,8 +73,8 @@ version.
 """
 
 PROMOTING_MINUTES = 20.0
-"""A soak of this length must promote a version: a learner's first takes several minutes, and faults
-set it back.
+"""A soak of at least this many minutes must promote a version: a learner's first version takes
+several minutes, and faults set it back.
 """
 
 ATTACKS_PER_MINUTE = 10_000 / 30
@@ -94,8 +94,8 @@ class Config:
     minutes: float = 30
     """Duration of the traffic, in minutes. Starting and judging take a few more."""
     faults: int = 100
-    """Number of faults to inject, spread evenly. Fewer if all targets that are left are still
-    recovering at the end of the time: the table says how many.
+    """Number of faults to inject, spread evenly. There are fewer if all remaining targets are still
+    recovering when the time is up: the table shows how many.
     """
     seed: int | None = None
     """Seed of the faults and the traffic. By default a new one, which is printed."""
@@ -108,7 +108,8 @@ class Config:
 def main(cfg: Config) -> None:
     seed = secrets.randbelow(1 << 31) if cfg.seed is None else cfg.seed
     print(f"seed: {seed}", flush=True)
-    # Before `begin_report` empties the folder: a killed soak may have left disks mounted in it.
+    # Before `begin_report` empties the folder, because a killed soak may have left disks mounted in
+    # it.
     unmount_below(cfg.output.absolute())
     day = choose_day()
     report = begin_report(cfg, day) | {"seed": seed}
@@ -139,8 +140,8 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         print(
             f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True
         )
-        # A generator for the clients alone: the number of requests sent must not change the faults
-        # drawn.
+        # A separate generator for the clients, because the number of requests must not change the
+        # faults drawn.
         clients = Clients(
             {stage.url(name): world.processes[name].was_up for name in stage.taps},
             stage.prompts,
@@ -195,9 +196,9 @@ def build_processes(stage: Stage) -> dict[str, Supervised]:
 
 
 def build_doors(world: World) -> list[Door]:
-    """The processes under attack.
+    """Return the processes under attack.
 
-    The second server is left alone, for the requests the first one loses.
+    The second server is not attacked, so that it can answer the requests that the first one loses.
     """
     processes, ports = world.processes, world.stage.ports
     api = (b"/v1/completions", b"/v1/models", b"/v1/messages/", b"/health", b"/redraft/status")
@@ -238,7 +239,7 @@ async def running(world: World) -> AsyncIterator[None]:
 class Shipper:
     """A server's end of the spool.
 
-    It writes what the witness hands on, in a thread, because the disk may hang.
+    A thread writes the witness's records, because the disk may hang.
     """
 
     def __init__(self, writer: SpoolWriter) -> None:
@@ -247,8 +248,8 @@ class Shipper:
         self.shipped: set[str] = set()
         """Ids of the records that are in the spool, or were, and can be read there."""
         self.dropped: set[str] = set()
-        """Ids of the records that a full disk refused, and of those that continue one: the sender
-        counts the first, and the learner the others, so none is lost in silence.
+        """Ids of the records that a full disk refused, and of those that continue one. The sender
+        counts the refused ones, and the learner the others, so no loss is silent.
         """
         threading.Thread(target=self._ship_forever, name="shipper", daemon=True).start()
 
@@ -287,8 +288,8 @@ async def play_faults(
         traffic = tasks.create_task(clients.run(is_over))
         tasks.create_task(attack.run(is_over, 60 * BURST / (1.3 * ATTACKS_PER_MINUTE)))
         progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
-        # The inner group ends when every fault was survived or given up. Traffic and progress go
-        # on.
+        # The inner group ends when the service has survived every fault, or not. Traffic and
+        # progress continue.
         async with asyncio.TaskGroup() as faults:
             busy: set[str] = set()
             for number in range(cfg.faults):
@@ -355,11 +356,10 @@ def _clock(seconds: float) -> str:
 
 
 async def settle(world: World, shipper: Shipper) -> None:
-    """Wait until nothing is on the way.
+    """Wait until no record is on the way.
 
-    The log and the spool are empty, and all servers serve the current version.
-
-    After SETTLE_S it returns all the same, and the judge sees what is missing.
+    Then the log and the spool are empty, and all servers serve the current version. After SETTLE_S
+    seconds the function returns anyway, and the judge reports what is missing.
     """
     with suppress(TimeoutError, NotSurvivedError):
         async with asyncio.timeout(SETTLE_S):
@@ -377,7 +377,7 @@ async def _is_settled(world: World, shipper: Shipper) -> bool:
 
 
 async def read_version(stage: Stage, server: str) -> str:
-    """The version that the server says it serves; empty if it does not answer."""
+    """Return the version that the server reports as served; empty if it does not answer."""
     try:
         async with httpx.AsyncClient(
             timeout=30, headers={"Authorization": f"Bearer {stage.token}"}
@@ -404,9 +404,9 @@ def see_fault(one: Injected) -> FaultSeen:
 
 
 def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:
-    """The memory that a learner kept at each change of phase after its first training, by life.
+    """Return the memory that a learner kept at each change of phase, by life.
 
-    Empty for any other process.
+    Changes before its first training are left out. The list is empty for any other process.
     """
     lives: list[list[int]] = []
     for entry in Journal(cfg.folder / "journal").read().entries if cfg else ():
@@ -428,7 +428,7 @@ def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
             else ""
         )
 
-    # a life that ended while it started has no line in the journal: then they cannot be paired
+    # A life that ended during the start has no line in the journal, so the two cannot be paired.
     if len(settled) != len(process.runs):
         settled = [[] for _ in process.runs]
     return [
@@ -443,7 +443,7 @@ def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
 
 
 def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
-    """The records in the files of a learner that has ended, and those it counted as not kept."""
+    """Return the records in the files of a stopped learner, and those it counted as dropped."""
     folder = cfg.buffer_config.folder
     assert folder is not None
     return RecordsSeen(
@@ -452,10 +452,10 @@ def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
 
 
 def read_stored_ids(folder: Path) -> set[str]:
-    """Ids of all records in the buffer's files that can still be decoded.
+    """Return the ids of all records in the buffer's files that can still be decoded.
 
-    Not through `Buffer`: the judge must not believe the judged, and `Buffer` returns a prompt's
-    newest request only.
+    They are not read with `Buffer`: the judge must not rely on the code that it judges, and
+    `Buffer` returns only a prompt's newest request.
     """
     stored = set[str]()
     for path in folder.glob("records-*.db"):
@@ -470,7 +470,7 @@ def read_stored_ids(folder: Path) -> set[str]:
 
 
 def sum_dropped(journal: Path) -> Counter[str]:
-    """Records that were not kept, by reason, over all lives of a learner: each counts from 0."""
+    """Sum the dropped records by reason over a learner's lives, each of which counts from 0."""
     total, last = Counter[str](), Counter[str]()
     for entry in Journal(journal).read().entries:
         if isinstance(entry, BufferEntry):

@@ -46,8 +46,8 @@ DISK_BYTES = 1 << 30
 """Size of every small disk. Its file is sparse."""
 
 NOISE = 0.3
-"""Noise on every matrix of the draft, a copy of the target, in units of the matrix's standard
-deviation.
+"""Standard deviation of the noise on every matrix of the draft, a copy of the target, as a multiple
+of the matrix's own standard deviation.
 """
 
 NATS = Nats(fleet="soak")
@@ -61,13 +61,14 @@ class Stage:
     token: str
     prompts: Sequence[Prompt]
     disks: Mapping[str, Disk]
-    """By the name of the process whose files it holds: broker, learner, spool-learner."""
+    """Disks by the name of the process that stores its files there: broker, learner, spool-learner.
+    """
     ports: Mapping[str, int]
     """By the name of the process; `learner-page` is the learner's only one."""
     learners: Mapping[str, LearnerConfig]
     """learner and spool-learner."""
     faketime: Path | None
-    """The library that shifts the clock of a process; None if this machine has none."""
+    """Path of the library that shifts the clock of a process; None if this machine has none."""
 
     @property
     def registry(self) -> Registry:
@@ -267,7 +268,7 @@ def _write_settings(
             fresh_per_step=4, precision=fastest_precision(), page=ports["learner-page"],
         )
     )  # fmt: skip
-    # A step of 2^30 new records never comes: this learner stores, and does not train.
+    # A step of 2^30 new records never comes: this learner stores records, but does not train.
     (folder / "spool-learner.toml").write_text(
         _LEARNER.format(
             **shared, records=spool, registry="spool-drafts", folder=disks["spool-learner"].folder / "learner",

@@ -44,7 +44,7 @@ class Run:
     ended_s: float | None = None
     exit_status: int | None = None
     is_wanted: bool = False
-    """Whether the soak ended it, by a fault or by its liveness probe."""
+    """Whether the soak ended the process, with a fault or after a failed liveness probe."""
     samples: list[tuple[float, int, int]] = field(default_factory=list)
     """(time, resident bytes, descriptors) of all its processes together, from the time when it was
     ready.
@@ -77,7 +77,7 @@ class Supervised:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def supervise(self) -> None:
-        """Keep the process alive until cancelled; then it is asked to end."""
+        """Keep the process alive until the task is cancelled; then ask the process to stop."""
         tasks = [
             self._restart_forever(),
             self._sample_forever(),
@@ -92,7 +92,7 @@ class Supervised:
 
     @property
     def pid(self) -> int | None:
-        """The leader's id; None while the process is down."""
+        """Process id of the leader; None while the process is down."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
@@ -101,9 +101,9 @@ class Supervised:
         return self.runs[-1]
 
     def was_up(self, since_s: float) -> bool:
-        """Whether the present run was ready before that time and still goes on."""
+        """Whether the present run was ready before that time and is still running."""
         ready_s = self.run.ready_s if self.runs else None
-        # A killed process closes its connections before the system tells of its end.
+        # A killed process closes its connections before the system reports its end.
         is_alive = self.pid is not None and not self.run.is_wanted
         return is_alive and ready_s is not None and ready_s <= since_s
 
@@ -135,7 +135,7 @@ class Supervised:
         if self._process is not None:
             if self.runs:
                 self.run.is_wanted = True
-            # A stopped process would take SIGTERM only when it goes on.
+            # A stopped process would handle SIGTERM only after it continues.
             self.signal(signal.SIGCONT)
             stop_group(self._process)
 
@@ -153,7 +153,7 @@ class Supervised:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(
                     run.pid, signal.SIGKILL
-                )  # what is left of a container goes with its first process
+                )  # the rest of a container stops with its first process
             is_short = run.ended_s - run.began_s < SHORT_RUN_S
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s) if is_short else BACKOFF_S
             await asyncio.sleep(backoff_s)

@@ -1,13 +1,12 @@
 """A witness of the ingest log: which records did the broker acknowledge to their servers?
 
     server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N
-    ──► _INBOX.servers.X
-                └────────────────────────► witness ◄───────────────────────────┘
+                                                                     ──► _INBOX.servers.X
+      └────────────────────────► witness ◄───────────────────────────┘
 
-It only listens, so it knows neither what a server believes nor what a learner has stored. While the
-broker is down it hears nothing: then it may miss acknowledgements, and never invents one.
-
-Every acknowledged record is handed on, e.g. to a second learner that reads a spool.
+It only listens, so it is independent of the servers' and the learner's own counts. While the broker
+is down it receives nothing: it may then miss acknowledgements, but never invents one. Every
+acknowledged record is passed on, e.g. to a second learner that reads a spool.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Witness:
         """
 
     async def listen(self) -> None:
-        """Listen until cancelled, over as many connections as it takes."""
+        """Listen until the task is cancelled, and reconnect as often as necessary."""
         while True:
             with contextlib.suppress(BrokerError, NatsError, OSError):
                 client = await connect(self.ingest, self.config)
@@ -78,8 +77,7 @@ class Witness:
         if not is_acknowledgement(self._answers.pop(subject)):
             return
         record = next(iter(read_frames(data)), (b"", None))[1]
-        # A hostile message may carry any id: only what is a record, under its own id, has to be
-        # stored.
+        # A hostile message may carry any id: only a record under its own id has to be stored.
         if (
             isinstance(record, Record)
             and record.record_id == record_id

@@ -51,7 +51,7 @@ LOADS = (1, 8)
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: str
-    """Folder of a model that takes tens of milliseconds per step here."""
+    """Folder of a model with steps of tens of milliseconds on this machine."""
     rounds: int = 12
     """Rounds for each setting."""
     max_tokens: int = 48

@@ -48,7 +48,7 @@ NOTES: dict[HeadName, str] = {
     "mtp": "one MTP layer in the target's weights in the MiMo layout",
     "medusa": "",
 }
-"""The families, and what a reader has to know about one."""
+"""The families, each with a note for the reader."""
 
 FROM_ENGINE = (
     "tau", "forecast_error", "lossless", "decoder", "runner", "num_prompts", "drafts_by_prompt",
@@ -69,8 +69,8 @@ class Config:
     divergences: tuple[str, ...] = DIVERGENCES
     """Divergences to compare with EAGLE-3."""
     seeds: int = 3
-    """Seeds of EAGLE-3 with the first divergence, to tell how much tau differs from seed to seed.
-    All but the first are trained and forecast without an engine.
+    """Number of seeds for EAGLE-3 with the first divergence, to show how much tau differs between
+    seeds. All but the first seed are trained and forecast without an engine.
     """
     resume: bool = False
     """Keep the finished runs in `output`, whatever their settings."""
@@ -92,7 +92,7 @@ def main(cfg: Config) -> None:
         Divergence(name=name)  # report an unknown name now, not after the other runs
     if not any("v1" in find_family(name).decoders for name in cfg.heads):
         raise ValueError(
-            f"the engine here serves none of {', '.join(cfg.heads)}: add a head to compare with"
+            f"the engine on this machine serves none of {', '.join(cfg.heads)}: add a head that it serves"
         )
     # 1. a quarter of the standard library's conversations, more than a demo reads
     conversations = cfg.output / "conversations.jsonl"
@@ -102,8 +102,8 @@ def main(cfg: Config) -> None:
             "".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]),
         )
 
-    # 2. every head, and EAGLE-3 with every other divergence
-    # The run of the family `eagle3` stands for the first divergence too.
+    # 2. Train every head, and EAGLE-3 with every other divergence. The run of the family `eagle3`
+    # also counts for the first divergence.
     others = (
         [name for name in cfg.divergences if name != DIVERGENCES[0]]
         if "eagle3" in cfg.heads
@@ -188,12 +188,11 @@ def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ..
 def compare_with_best(
     entries: Mapping[str, Mapping[str, Any]], seed_taus: Sequence[float]
 ) -> dict[str, Any]:
-    """Every entry with the difference of its tau from the highest one.
+    """Return every entry with the difference of its tau from the highest one.
 
-    It is marked whether the 95% interval includes 0.
-
-    The interval is over prompts, in pairs, and over seeds: both of two runs have the spread of
-    `seed_taus`, taken to be the same for all entries. With a single seed nothing is told apart.
+    Each entry states whether the 95% interval of the difference includes 0. The interval is over
+    prompts, in pairs, and over seeds: both runs of a pair have the spread of `seed_taus`, which is
+    assumed to be the same for all entries. With a single seed there is no interval.
     """
     best = max(entries, key=lambda name: entries[name]["tau_engine"])
     spread = float(np.std(seed_taus, ddof=1)) if len(seed_taus) > 1 else math.inf
@@ -219,9 +218,9 @@ def compare_with_best(
 
 
 def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of one head's report for the comparison.
+    """Extract the numbers of one head's report for the comparison.
 
-    Those of the engine are None if none could serve it.
+    The engine's numbers are None if no engine could serve the head.
     """
     offline, train = report["offline"], report["train"]
     forecast = {"acceptance_per_position": offline["forecast_per_position"], "ties": []}

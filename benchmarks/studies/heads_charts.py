@@ -31,7 +31,7 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def title_divergence(name: str, entry: Mapping[str, Any]) -> str:
-    """The label of a bar: a divergence that the interval cannot tell from the best one says so."""
+    """Return the label of a bar, with a mark if the interval cannot tell it from the best."""
     words = name.replace("_", " ")
     return words if entry["is_best"] or not entry["equals_best"] else f"{words} (equal)"
 

@@ -118,7 +118,7 @@ class Config:
     family: Literal["eagle3", "dflash"] = "eagle3"
     """Family of the heads."""
     settings: tuple[str, ...] = ()
-    """Settings to measure, beside the default; by default all of the family."""
+    """Settings to measure, in addition to the default; by default all of the family."""
     minutes: float = 10.0
     """Length of each training."""
     seeds: int = 3
@@ -158,7 +158,7 @@ class Config:
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """The settings to measure, and what they are compared with, by name."""
+        """The settings to measure, and those that they are compared with, by name."""
         known = {DEFAULT: Setting(group=""), **SETTINGS[self.family]}
         names = self.settings or tuple(SETTINGS[self.family])
         wanted = {DEFAULT, *names, *(known[name].against for name in names)}
@@ -218,7 +218,7 @@ def make_course(cfg: Config, target: str, name: str, setting: Setting, seed: int
 
 
 def make_table(family: str, judged: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
-    """A row for each setting with a training: its tau, and the gain over what it is compared with."""
+    """Return a row for each trained setting: its tau, and the gain over its baseline."""
     curves = {name: [run.curve for run in runs] for name, runs in judged.items() if runs}
     known = {DEFAULT: Setting(group=""), **SETTINGS[family]}
     rows = []

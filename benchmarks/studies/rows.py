@@ -1,12 +1,10 @@
-"""What one document a row costs.
+"""Measure the time of a training step with one document per row, as a ratio to packed rows.
 
-The time of a training step as a ratio to that of packed rows, interleaved.
-
-$ python -m benchmarks.studies.rows                  # eight families, 10 minutes on two cores
+    $ python -m benchmarks.studies.rows                  # eight families, 10 minutes on two cores
 
 An EAGLE-3 head learns from the shipped answers of the demo, on random targets of eight layers with
-the layers of the released ones. For each batch the same target reads first packed rows and then one
-document a row, or the other way round. Packed rows are wrong for all but the first; only the time
+the layers of the released ones. For each batch, the same target reads packed rows and one document
+per row, in alternating order. Packed rows are wrong for all documents but the first; only the time
 is compared. `tokens` is the factor that training prints at the start. Ratios are medians over
 batches, with 95% intervals.
 """
@@ -73,7 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**EXPERTS, "sliding_window": 128},
 }  # fmt: skip
-"""Settings beside SIZES, by model type."""
+"""Settings in addition to SIZES, by model type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,7 @@ def load_data(sequence_length: int) -> PackedDataset:
 
 
 def measure(family: str, batches: list[Batch]) -> dict[str, Any]:
-    """Ratios of the whole step and of the target's pass, with the seconds of both forms."""
+    """Return ratios of the whole step and of the target's pass, with the seconds of both forms."""
     torch.manual_seed(0)
     settings = {**SIZES, **FAMILIES[family], "vocab_size": len(load_tokenizer(TOKENIZER))}
     if family == "nemotron_h":  # it counts `layers_block_type`

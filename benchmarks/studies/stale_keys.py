@@ -100,9 +100,9 @@ def main(cfg: Config) -> None:
 def run(
     head: Any, model: Any, batch: Any, size: int, keys: Keys | None = None
 ) -> tuple[tuple[float, float], Keys]:
-    """Draft tokens accepted in the answer and blocks, and the head's keys and values.
+    """Return the draft tokens accepted in the answer, the blocks, and the head's keys and values.
 
-    Those of the first `size` tokens are replaced by `keys`, if given.
+    `keys` replace those of the first `size` tokens, if given.
     """
     seen: dict[str, Tensor] = {}
     signal = InProcessTarget(model, head.aux_layer_ids)(batch)
@@ -116,9 +116,9 @@ def run(
 
 @contextmanager
 def replaced(head: Any, size: int, keys: Keys | None, seen: dict[str, Tensor]) -> Iterator[None]:
-    """Replace the keys and values of the first `size` tokens for the block, and note the head's own.
+    """Replace the keys and values of the first `size` tokens in the block, and note the head's.
 
-    Only those of the first draft step are the text's.
+    Only the keys of the first draft step belong to the text.
     """
 
     def watch(name: str) -> Any:

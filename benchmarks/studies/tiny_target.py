@@ -161,11 +161,10 @@ def learn_to_leave_loops(
 ) -> list[float]:
     """Run the second phase.
 
-    Returns the share of repeated tokens in the greedy answers of each step.
-
-    A small model trained on likelihood alone repeats one line forever. So each step samples greedy
-    answers, and trains every token that completes an already seen 4-gram with -log(1 - p)
-    (unlikelihood, arXiv 1908.04319), together with the true answers to the same questions.
+    Returns the share of repeated tokens in the greedy answers of each step. A small model that is
+    trained on likelihood alone repeats one line forever. So each step samples greedy answers, and
+    trains every token that completes a 4-gram already seen with -log(1 - p) (unlikelihood, arXiv
+    1908.04319), together with the true answers to the same questions.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.loop_lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(

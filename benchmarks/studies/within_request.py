@@ -57,7 +57,7 @@ from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target
 
 Tokens = NDArray[np.int64]
-"""[T - 1, K]: the tokens of the block begun after output token t; NOTHING for none."""
+"""Tokens of the block that begins after output token t, [T - 1, K]; NOTHING if there is none."""
 Rule = Literal["none", "bias", "low_rank"]
 WORTH = 0.10  # Gain over head and lookup from which an engine would be worth the code.
 
@@ -110,7 +110,7 @@ class Config:
     def __post_init__(self) -> None:
         require_least(self, "", num_requests=3, num_tuning=1, num_output_tokens=2, every=1, rank=1)
         if self.num_requests - self.num_tuning < 2:
-            raise ValueError("--num-requests must be above --num-tuning by 2 at least")
+            raise ValueError("--num-requests must exceed --num-tuning by at least 2")
 
 
 def main(cfg: Config) -> None:
@@ -129,7 +129,7 @@ def main(cfg: Config) -> None:
     found: list[dict[str, list[list[float]]]] = []
     for prompt in Progress(judge.prompts, desc="requests", unit="request"):
         text = answer(judge, prompt, cfg)
-        # Kept one by one: a killed run continues after the last whole request.
+        # Results are kept one by one: a killed run continues after the last complete request.
         key = [*identity, asdict(text), [asdict(way) for way in ways.values()]]
         found.append(
             compute_once(
@@ -208,7 +208,10 @@ def measure(
     ways: Mapping[str, Adaptation],
     cfg: Config,
 ) -> dict[str, list[list[float]]]:
-    """Accepted tokens and drafts by range of positions, for each way, alone and after a lookup."""
+    """Return accepted tokens and drafts by range of positions, for each way.
+
+    The ways draft alone, and after a lookup.
+    """
     known, steps = read(head, signal, text, cfg.num_speculative_tokens)
     looked_up_TK, text_TK = look_up(text, cfg), follow(text, cfg.num_speculative_tokens)
     is_found_T = looked_up_TK[:, 0] != NOTHING
@@ -245,7 +248,7 @@ def look_up(text: Continuation, cfg: Config) -> Tokens:
     """The tokens that n-grams find in the request's text."""
     first, num_rows = len(text.prompt.token_ids), len(text.output_ids) - 1
     tokens_TK = np.full((num_rows, cfg.num_speculative_tokens), NOTHING)
-    # The block begun after output token t follows the prefix that ends with it.
+    # The block that begins after output token t follows the prefix that ends with it.
     blocks = propose_ngrams(
         list_ids(text), first + 1, num_rows, cfg.ngram, cfg.num_speculative_tokens
     )
@@ -261,7 +264,7 @@ def propose(
     text: Continuation,
     way: Adaptation,
 ) -> Tokens:
-    """The head's tokens, while it adapts to what was verified before a block."""
+    """Return the head's tokens, while it adapts to the tokens verified before each block."""
     assert isinstance(known.distribution, ExactTarget)
     first, num_rows = len(text.prompt.token_ids), len(text.output_ids) - 1
     adapter = Adapter(head.head, way)
@@ -271,7 +274,7 @@ def propose(
         # it, and until `every` more are known.
         rows_N = torch.arange(max(0, learned - 1), min(learned + way.every - 1, num_rows))
         for j, step in enumerate(steps):
-            # Output token t stands at position first + t. The head's row before it has read it.
+            # Output token t is at position first + t. The head reads it in the row before.
             states_ND = step.hidden_BTD[0, first - 1 + rows_N]
             best_N = adapter.logits(states_ND).argmax(-1)
             token_N = best_N if step.draft_ids_W is None else step.draft_ids_W[best_N]
@@ -285,9 +288,10 @@ def propose(
 def learn(
     adapter: Adapter, step: DraftStep, target: ExactTarget, first: int, tokens: range
 ) -> None:
-    """Update by output tokens, of which token 0 stands at position `first`.
+    """Update with output tokens, of which token 0 is at position `first`.
 
-    The head proposes a token in the row two before it; the target's logits are in the row before.
+    The head proposes a token in the row two positions before it; the target's logits are in the row
+    one position before it.
     """
     rows_N = torch.tensor([row for i in tokens if (row := first + i - 2) >= 0])
     logits_NV = target.logits(rows_N + 1)
@@ -335,7 +339,7 @@ class Adapter:
 
 
 def count_blocks(matches_TK: NDArray[np.bool_], bin_tokens: int) -> list[list[float]]:
-    """[accepted tokens, drafts] of the blocks that begin in each range of positions."""
+    """Return [accepted tokens, drafts] of the blocks that begin in each range of positions."""
     begins_T, reach_TK = walk_blocks(matches_TK.astype(np.float64))
     accepted_T = begins_T * reach_TK.sum(1)
     starts = range(0, len(begins_T), bin_tokens)

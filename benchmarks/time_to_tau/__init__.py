@@ -1,1 +1,1 @@
-"""Acceptance over minutes of training, beside other trainers."""
+"""Acceptance over minutes of training, in comparison with other trainers."""

@@ -77,7 +77,7 @@ class Side:
     title: str
     trainer: str = OURS
     rows: int | None = None
-    """Rows of a step; None takes the trainer's default."""
+    """Rows per step; None uses the trainer's default."""
     flags: tuple[str, ...] = ()
 
 
@@ -106,7 +106,9 @@ SIDES: Mapping[str, Side] = {
     "speculators_small": Side(title="speculators, small steps", trainer="speculators", rows=1),
     "modelopt": Side(title="ModelOpt", trainer="modelopt"),
 }
-"""`best` and `speculators_small` take small steps, of which half an hour on a CPU holds more."""
+"""Settings by name. `best` and `speculators_small` take small steps, more of which fit into half an
+hour on a CPU.
+"""
 
 USUAL = (OURS, "best", "speculators", "speculators_small")
 """Those that need no further package."""
@@ -167,7 +169,7 @@ def main(cfg: Config) -> None:
     """Train, judge and report.
 
     Raises:
-        ValueError: a package is missing, a flag is wrong, or --output holds another comparison.
+        ValueError: a package is missing, a flag is wrong, or --output contains another comparison.
     """
     # 1. refuse what cannot work
     for name in cfg.trainers:
@@ -183,7 +185,7 @@ def main(cfg: Config) -> None:
         make_settings(course)
         require_same(course)
 
-    # 2. train one after the other, and judge what is there
+    # 2. train one after another, and judge the heads found
     judge = Judge(
         target=target,
         data=cfg.data,
@@ -229,10 +231,10 @@ def make_course(cfg: Config, target: str, name: str, seed: int) -> Course:
 
 
 def require_same(course: Course) -> None:
-    """Raise ValueError if its folder holds a finished course with other settings."""
+    """Raise ValueError if the folder contains a finished course with other settings."""
     if course.result.is_file() and read_course(course).course != course:
         raise ValueError(
-            f"{course.output} holds a training with other settings: give another --output"
+            f"{course.output} contains a training with other settings: pass another --output"
         )
 
 
@@ -241,10 +243,10 @@ def read_course(course: Course) -> Finished:
 
 
 def run_course(course: Course) -> Finished:
-    """The marks of a course, which runs in a process of its own unless it has run before.
+    """Return the marks of a course, which runs in a process of its own unless it is finished.
 
     Raises:
-        ValueError: it fails, after it has printed the reason.
+        ValueError: the course failed, after it printed the reason.
     """
     if course.result.is_file():
         print(f"{course.output} is already done")

@@ -45,7 +45,7 @@ TIMED_STEPS = 3  # Steps to measure the speed by, after one that also warms up.
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What a process is to train."""
+    """The settings of one training, for its process."""
 
     trainer: str
     """`redraft`, or the name of a peer."""
@@ -60,14 +60,14 @@ class Course:
     seed: int
     sequence_length: int
     rows: int | None = None
-    """Rows of a step; None takes the trainer's default."""
+    """Rows per step; None uses the trainer's default."""
     threads: int
     flags: tuple[str, ...] = ()
     """Flags of `redraft train`. For a peer, they only choose how the data is opened."""
     peers: str | None = None
     """Folder with packages of peers."""
     settings: tuple[str, ...] = ()
-    """NAME=VALUE of a peer, in place of its default."""
+    """Settings of another project's trainer as NAME=VALUE, in place of its defaults."""
     tokens: str
     """Folder of the tokenised data, which all courses share."""
     output: str
@@ -104,7 +104,7 @@ class Finished:
 
 
 class Clock:
-    """Seconds of the wall, and of all threads of this process."""
+    """Wall-clock seconds, and CPU seconds of all threads of this process."""
 
     def __init__(self) -> None:
         self.wall_s = self.cpu_s = 0.0
@@ -137,7 +137,7 @@ class Training:
         return InProcessTarget(self.run.model, layers)
 
     def plan(self, take_step: Callable[[int], object], per: int = 1) -> None:
-        """Take a few steps of a copy, and plan as many as fill the minutes at their speed.
+        """Take a few steps with a copy, and plan as many as fill the minutes at that speed.
 
         A call takes `per` steps.
         """
@@ -260,7 +260,7 @@ def train_redraft(training: Training) -> None:
 
 def main(text: str) -> None:
     course = msgspec.json.decode(text, type=Course)
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed benchmark leaves no training behind
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the benchmark is killed, its training is too
     torch.set_num_threads(course.threads)
     if course.peers is not None:
         sys.path.append(course.peers)

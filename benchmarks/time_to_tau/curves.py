@@ -49,14 +49,17 @@ class Curve:
         return float(self.labels_M[-1])
 
     def at_minute(self, minute: float) -> float:
-        """tau, on a straight line between two marks; at the ends the first and the last."""
+        """Return tau at this minute, on a straight line between two marks.
+
+        Before the first mark and after the last one, tau is constant.
+        """
         return float(np.interp(minute, self.minutes_M, self.taus))
 
     def at_label(self, label: float) -> float:
         return float(np.interp(label, self.labels_M, self.taus))
 
     def first_minute(self, tau: float) -> float:
-        """The first minute with this tau; infinite if there is none."""
+        """Return the first minute with this tau; infinite if there is none."""
         taus = self.taus.tolist()
         minutes = self.minutes_M.tolist()
         if taus[0] >= tau:

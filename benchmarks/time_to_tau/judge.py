@@ -1,4 +1,4 @@
-"""Heads on held-out questions, by redraft's forecast and in vLLM. Every result is kept on disk."""
+"""Judge heads on held-out questions, with redraft's forecast and in vLLM, and keep every result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Judge:
         return load_drafts(named, self.opened, Ngram(), "greedy")
 
     def forecast(self, heads: Sequence[Path]) -> list[Counts]:
-        """The expected counts of every head, after one pass of the target for all of them."""
+        """Return the expected counts of every head; one pass of the target serves all of them."""
         drafts = {draft.name: draft.forecast for draft in self._load(heads)}
         forecasts = {name: forecast for name, forecast in drafts.items() if forecast}
         layers = sorted({layer for each in forecasts.values() for layer in each.aux_layer_ids})

@@ -1,8 +1,8 @@
-"""Trainers of other projects on the rows of a course, with the settings that they have by default.
+"""Run the trainers of other projects on the rows of a course, with their default settings.
 
-Each side keeps its own model, start, loss, optimizer, schedule and precision. What all share is what
-is outside of a trainer: the rows, in one order, and the target's states, which are computed here and
-counted for all. A project's own pipeline would read the states from a server or a disk.
+Each side keeps its own model, start, loss, optimizer, schedule and precision. All share what is
+outside of a trainer: the rows, in one order, and the target's states, which are computed here and
+count for all. A project's own pipeline would read the states from a server or a disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class Peer:
     train: Callable[[Training], None]
 
     def require(self, family: str, folder: Path | None) -> None:
-        """Raise ValueError if it is neither installed nor in `folder`, or trains no such family."""
+        """Raise ValueError if the trainer is not installed, or does not train this family.
+
+        It may be installed in `folder`.
+        """
         if family not in self.families:
             raise ValueError(f"{self.distribution} is compared for {', '.join(self.families)} only")
         places = [str(folder)] if folder else []
@@ -77,7 +80,7 @@ def split_documents(batch: Batch, signal: TargetSignal) -> Iterator[Sample]:
 
 
 class _Rows:
-    """What speculators' trainer takes for a data loader: the planned batches, in order."""
+    """Replacement for the data loader of speculators' trainer: the planned batches, in order."""
 
     batch_sampler = None
 
@@ -96,10 +99,11 @@ class _Rows:
 
 
 def train_speculators(training: Training) -> None:
-    """speculators' `Trainer` with the defaults of `speculators train`.
+    """Train with the `Trainer` of speculators and the defaults of `speculators train`.
 
-    Different are what a CPU does not run: eager losses instead of Triton's, dense attention instead
-    of flex attention, and no timing of GPU queues. `--max-steps` gives its schedule the length.
+    The differences are what a CPU cannot run: eager losses instead of Triton's, dense attention
+    instead of flex attention, and no timing of GPU queues. `--max-steps` sets the length of its
+    schedule.
     """
     from speculators.model import SpeculatorModel
     from speculators.models.eagle3.data import shift_batch
@@ -179,11 +183,11 @@ def train_speculators(training: Training) -> None:
 
 
 def train_modelopt(training: Training) -> None:
-    """ModelOpt's EAGLE-3 model in the trainer of transformers, as its example does, by its recipe.
+    """Train ModelOpt's EAGLE-3 model in the trainer of transformers, as its example does.
 
-    A step is a document, padded to a row. The sizes of the head are the target's: its defaults are
-    those of a target of 8B. It is exported without YaRN, which it is not trained with, and not
-    compiled: choosing kernels takes longer than that saves in half an hour on a CPU.
+    A step is a document, padded to a row. The head's sizes come from the target, because the
+    defaults are for a target of 8B. It is exported without YaRN, which is not part of the training,
+    and is not compiled: on a CPU, choosing kernels takes longer than it saves in half an hour.
     """
     import modelopt.torch.speculative as speculative
     from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
@@ -269,7 +273,7 @@ def train_modelopt(training: Training) -> None:
         )
         return model, trainer, rows_of
 
-    per = 16  # A call of the trainer has a cost of its own.
+    per = 16  # Each call of the trainer has a fixed cost.
     _, trial, seen = build(per, 0, lambda: None)
 
     def take(step: int) -> None:
@@ -289,7 +293,7 @@ def train_modelopt(training: Training) -> None:
     def export(folder: Path) -> None:
         EagleExporter(model).export(folder, torch.bfloat16)
         described = json.loads((folder / CONFIG).read_text())
-        # vLLM reads the ids of V2 here alone, and ModelOpt counts layers otherwise.
+        # vLLM's V2 reads the ids only here, and ModelOpt counts layers differently.
         described["eagle_aux_hidden_state_layer_ids"] = list(layers)
         (folder / CONFIG).write_text(json.dumps(described))
 

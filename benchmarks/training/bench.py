@@ -72,9 +72,9 @@ class Config(gpu.Config):
     threads: int = 0
     """Threads for torch. 0 uses torch's default."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device to measure on; by default the GPU if torch sees one, else the CPU. Only the fused loss
-    has sizes for GPUs: launches limit the other cases there, and --gpu measures steps of real
-    sizes.
+    """Device to measure on; by default the GPU if torch finds one, else the CPU. Only the fused
+    loss has sizes for GPUs: kernel launches limit the other cases there, and --gpu measures steps
+    of real sizes.
     """
     cases: str = ""
     """Only cases whose name contains this."""
@@ -186,7 +186,7 @@ def make_report(
 
 
 def find_side(case: Case, result: Measurement, peer: str) -> str | None:
-    """The measured side of a peer: the compiled one if there is one. None if the case has none."""
+    """Return the measured side of a peer, compiled if there is one; None if the case has none."""
     sides = [
         name for name, side in case.against.items() if side.peer == peer and name in result.sides
     ]
@@ -208,9 +208,9 @@ def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
 
 
 def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
-    """Peak memory, ours over the side's.
+    """Compare the peak memory of our side with that of the given side.
 
-    The peaks come from separate processes, so no two of them are a pair.
+    The peaks come from separate processes, so they do not form pairs.
     """
     ours, theirs = (
         result.sides[name].peaks_mib for name in (case.own_side(side, result.sides), side)
@@ -272,7 +272,9 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
 
 
 def _left_out(name: str, result: Measurement) -> str:
-    return f"    {name:<22} left out, because it does not run here: {result.left_out[name]}"
+    return (
+        f"    {name:<22} left out, because it does not run on this machine: {result.left_out[name]}"
+    )
 
 
 def _mib(side: Side) -> str:

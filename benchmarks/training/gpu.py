@@ -72,7 +72,8 @@ class GpuResult:
     flops_per_s: float
     """Counted FLOPs of the step over the time; nothing that is computed a second time counts."""
     mfu: float | None
-    """`flops_per_s` as a share of the data sheet's; None for a device that is not in `operations`."""
+    """`flops_per_s` as a share of the data sheet's; None for a device that is not in `operations`.
+    """
     peak_gb: float | None
     estimated_tokens_per_s: float | None
     estimated_peak_gb: float | None
@@ -152,12 +153,12 @@ def measure(
     sheet: Device | None,
     rounds: int,
 ) -> Iterator[GpuResult | LeftOut]:
-    """The result of each family, or the reason why it did not run: the others go on."""
+    """Yield the result of each family, or the reason why it did not run. The others continue."""
     for family in families:
         try:
             own = choose_sizes(cfg, family, sheet)
             yield measure_plan(own, make_plan(own), device, sheet, rounds)
-        # All of them: a compiler of kernels has a type of exception for every stage.
+        # All exceptions: a compiler of kernels has a different type for every stage.
         except Exception as error:
             yield LeftOut(
                 family=family, target=replace(cfg, family=family).target_name, reason=explain(error)
@@ -212,7 +213,7 @@ SHARES = {"product": 0.65, "attention": 0.4}
 """The part of a device's FLOP/s that large matrix products and fused attention kernels reach."""
 
 BANDWIDTH_SHARE = 0.85  # the part of the memory's bandwidth that kernels reach
-LAUNCH_S = 5e-6  # least time of an operation: eager PyTorch launches about 200,000 a second
+LAUNCH_S = 5e-6  # shortest time of an operation: eager PyTorch launches about 200,000 a second
 
 
 def estimate_s(operations: Counter[Operation], device: Device) -> float:
@@ -237,7 +238,7 @@ class Timed:
     seconds: float
     """The median."""
     peak_bytes: int | None
-    """Most memory of the device in use, weights included; None on a CPU."""
+    """Maximum memory of the device in use, weights included; None on a CPU."""
 
 
 class Unmarked:

@@ -244,10 +244,10 @@ def count_recurrent(attention_input: int, mix: Matmul) -> tuple[Matmul, ...]:
 
 def count_peagle() -> tuple[Matmul, ...]:
     sizes = sizes_of("P-EAGLE")
-    # Draft step k is trained on a share of the rows: 0.7^k, and 0.2 at least.
+    # Draft step k is trained on a share of the rows: 0.7^k, but at least 0.2.
     shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
     rows = round(TOKENS * sum(shares))
-    # The first layer reads the embedding beside the feature.
+    # The first layer reads the embedding together with the feature.
     first = Matmul(
         count=3, rows=rows, inner=sizes.hidden, columns=sizes.hidden + _count_key_columns(sizes)
     )

@@ -46,7 +46,8 @@ NUM_TOKENS = 1024
 HIDDEN = 512
 
 GPU_TOKENS, GPU_HIDDEN = 4096, 4096
-"""On a GPU, sizes of a target of 8B: smaller ones would measure the launches of kernels."""
+"""Sizes of a target of 8B on a GPU: with smaller ones, kernel launches would take most of the time.
+"""
 
 
 def fused_loss_cases(device: str) -> list[Case]:
@@ -215,8 +216,8 @@ def kl_step_case(thousands: int, precision: Precision, device: str) -> Case:
     A step is both models, loss, backward and AdamW.
     """
     vocabulary = 1024 * thousands
-    # One pass of the target; for the student one forward, and a backward of twice its cost. Without
-    # attention scores.
+    # One pass of the target. For the student, one forward pass, and a backward pass of twice its
+    # cost. Without attention scores.
     target, student = (
         _linears(target_config(vocabulary), passes=1),
         _linears(student_config(vocabulary), passes=3),
@@ -395,7 +396,7 @@ KL_PEERS = {
         recorded=("Liger: not measured", f"Liger, compiled, vocabulary 32k: 803 {ON_EPYC}"),
     ),
 }
-"""`build` takes the two models, the batch's ids and the autocast, and returns the loss."""
+"""`build` is called with the two models, the batch's ids and the autocast, and returns the loss."""
 
 
 def _normal(

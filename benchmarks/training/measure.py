@@ -40,8 +40,8 @@ OURS, OURS_COMPILED = "ours", "ours, compiled"
 FLOOR = "matmuls alone"
 
 FLOOR_ROWS, FLOOR_ROWS_GPU = 256, 4096
-"""Rows per product of the floor. On a CPU a larger result would leave the caches. Fewer rows would
-make a matmul slower, or leave most of a GPU idle.
+"""Rows per product of the floor. On a CPU, a larger result would not fit into the caches. Fewer
+rows would make a matmul slower, or leave most of a GPU idle.
 """
 
 MEMORY_RUNS = 3
@@ -123,7 +123,7 @@ class Against:
     """Name in the report: the peer's in lower case, the same for the peer as it ships and compiled.
     """
     is_compiled: bool = False
-    """`torch.compile` is applied to it. If that fails, the side is left out."""
+    """Whether `torch.compile` is applied. If compilation fails, the side is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class Case:
     required: Mapping[str, Required] = field(default_factory=dict)
     note: str = ""
     compiles: bool = False
-    """Our side has a compiled form, which `build` knows too."""
+    """Whether our side has a compiled form, which `build` supports too."""
 
     def own_sides(self, device: str) -> tuple[str, ...]:
         return (OURS, OURS_COMPILED) if self.compiles and can_compile(device) else (OURS,)
@@ -184,8 +184,8 @@ class Measurement:
     case: str
     sides: dict[str, Side]
     speed_ratio: dict[str, float]
-    """Median over rounds of the ratio of tokens/s, of our side (`Case.own_side`) to each other one
-    and to the floor.
+    """Ratio of our side's tokens/s (`Case.own_side`) to that of each other side and of the floor:
+    the median over rounds.
     """
     cpu_time_ratio: dict[str, float]
     """The same by CPU time, which is steadier on a busy machine."""
@@ -208,7 +208,7 @@ def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measuremen
     fresh = functools.partial(_in_fresh_process, threads=threads)
     timed = fresh(_time_case, case, rounds, device)
     wall, cpu = timed.wall_s, timed.cpu_s
-    # One process each: a freed block of one side would hide the peak of the next.
+    # One process for each: a freed block of one side would hide the peak of the next.
     peaks = {name: fresh(_measure_peaks, case, name, device) for name in timed.losses}
     sides = {
         name: Side(
@@ -245,12 +245,12 @@ def round_ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Times of a case's sides and its floor, by name."""
+    """Times of a case's sides and of its floor, by name."""
 
     wall_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
     losses: dict[str, float]
-    """Loss of the first run; the floor has none."""
+    """Loss of the first run; there is none for the floor."""
     left_out: dict[str, str]
     threads: int
     """Threads used by torch."""
@@ -276,7 +276,7 @@ def _time_case(case: Case, rounds: int, device: str) -> Timed:
 
 
 def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], dict[str, str]]:
-    """(runs, losses of the first run of each, errors of the peers that do not run)."""
+    """Return (runs, losses of the first run of each, errors of the peers that do not run)."""
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
     left_out: dict[str, str] = {}
@@ -284,8 +284,8 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
         try:
             run = case.build(name, device)
             losses[name] = float(run())  # warms up too
-            # a second time: what was made in the first run, such as gradients, may be compiled for
-            # again
+            # a second time, because the results of the first run, such as gradients, may cause
+            # another compilation
             run()
             runs[name] = run
         # All of them: a compiler has a type of exception for every stage, and so has a peer on
@@ -353,7 +353,7 @@ def _peak_bytes(run: Run, device: str) -> int:
 
 
 def _trim() -> None:
-    """Give freed memory back to the system: a run that filled it again would seem to take none."""
+    """Return freed memory to the system: a run that used it again would appear to need none."""
     with suppress(AttributeError):  # other C libraries than glibc have no such function
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,10 +1,8 @@
 """Trainers of other projects as sides of the heads' cases.
 
-The projects' modules and losses, with the same sizes.
-
-Each uses the same dtype of the weights, random features and AdamW as ours, and trains the same
-parts. A package that is not installed is left out, and a result recorded elsewhere is printed
-instead.
+They are the projects' modules and losses, with the same sizes as ours. Each uses the same dtype of
+the weights, random features and AdamW as ours, and trains the same parts. A package that is not
+installed is left out, and a result recorded elsewhere is printed instead.
 """
 
 from __future__ import annotations
@@ -71,9 +69,11 @@ class Peer:
     recorded: str
     """Result recorded elsewhere, in bfloat16, at the sizes of the cases."""
     build: Callable[..., Run]
-    """For a draft's step: takes the sizes, the type and the device, and returns a whole run."""
+    """Function that builds the run. For a draft's step, it is called with the sizes, the type and
+    the device, and returns a whole run.
+    """
     is_compiled: bool = False
-    """`torch.compile` is applied, by us or by the peer."""
+    """Whether `torch.compile` is applied, by us or by the peer."""
     needs_gpu: bool = False
 
     def can_run(self, device: str) -> bool:
@@ -182,7 +182,7 @@ def speculators_peagle(
 def _speculators(
     model: Any, sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool, **options: Any
 ) -> Run:
-    """A training step of a model of speculators, by KL, on random features.
+    """Return a training step of a model of speculators, with KL, on random features.
 
     The target's parts are frozen.
     """
@@ -203,7 +203,7 @@ def _speculators(
 def _losses(
     name: str, device: str, *, is_compiled: bool
 ) -> dict[str, tuple[Callable[..., Tensor], float]]:
-    """The losses of speculators, with weights, by name."""
+    """Return the losses of speculators, with weights, by name."""
     from speculators.losses import resolve_loss_config
 
     losses = resolve_loss_config(
@@ -347,11 +347,9 @@ def both_forms(
     descriptions: tuple[str, str],
     recorded: tuple[str, str],
 ) -> dict[str, Peer]:
-    """A peer as it ships and compiled, under `title` and `title, compiled`.
+    """Return a peer as it ships and compiled, under `title` and `title, compiled`.
 
-    Pairs are in this order.
-
-    `build` takes `is_compiled` too.
+    The pairs are in this order. `build` also accepts `is_compiled`.
     """
     return {
         name: Peer(

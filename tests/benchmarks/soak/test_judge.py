@@ -103,12 +103,12 @@ def test_a_soak_that_survived_everything_has_no_failure():
         ({"must_promote": True}, "no version was promoted, so no rollout was under fire"),
         ({"must_attack": 501}, "500 requests of the attacker, 501 are needed"),
         (
-            {"attack": SURVIVED.attack | {"problems": ["tap-1 ended in a burst"]}},
-            "attack: tap-1 ended in a burst",
+            {"attack": SURVIVED.attack | {"problems": ["tap-1 exited during a burst"]}},
+            "attack: tap-1 exited during a burst",
         ),
         ({"lives": [life(grown=2.0)]}, "tap-1 grew"),
         ({"lives": [life(descriptors=200)]}, r"tap-1 grew.*\+1\d\d descriptors"),
-        ({"lives": [life(unwanted_exit="status 1")]}, "tap-1 ended by itself: status 1"),
+        ({"lives": [life(unwanted_exit="status 1")]}, "tap-1 exited by itself: status 1"),
     ],
 )
 def test_each_planted_loss_is_found(planted, failure):
