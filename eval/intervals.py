@@ -5,7 +5,7 @@ The jackknife with Student's t.
 Leaving out each prompt in turn gives the standard error of a ratio of sums (Quenouille 1956; Tukey
 1958). A few long prompts may carry most of a sum, so the degrees of freedom count prompts by their
 weight, after Kish (1965): with plain N - 1, as with the percentile bootstrap, intervals over 16
-prompts of unequal length hold the truth in 88% to 92% of cases instead of 95%. `python -m
+prompts of unequal length contain the truth in 88% to 92% of cases instead of 95%. `python -m
 benchmarks.decisions` measures the coverage.
 
 N = prompts.

@@ -2,8 +2,7 @@
 
 Actions and observations as lines of JSON, for the page, the metrics and debugging.
 
-    learner ─ write ─► journal-<offset>.jsonl ─ full ─► next file ─ over budget ─► the oldest is
-    unlinked
+    learner ─ write ─► journal-<offset>.jsonl ─ full ─► next file ─ over budget ─► the oldest is unlinked
                  └───► observers: metrics, the process's log, wandb
     page ◄─ read(after) ─ any process, at any time
 
@@ -14,7 +13,7 @@ Actions and observations as lines of JSON, for the page, the metrics and debuggi
 | `training` | at every optimizer step |
 | `gate`, `swap`, `state`, `server` | when it happens; `state` also when the learner starts |
 | `staleness` | when the served draft is compared with itself at its promotion, and when the learner sleeps or wakes |
-| `fault` | when something failed and the learner carries on |
+| `fault` | when something failed and the learner continues |
 
 No entry can hold a user's text: fields are numbers, identifiers without spaces, and short labels.
 An unknown field is refused. Reasons are the learner's sentences.
@@ -42,7 +41,7 @@ from redraft.files.printable import printable
 
 logger = logging.getLogger("redraft.journal")
 
-NUM_FILES = 8  # Number of files of a full journal. Unlinking the oldest forgets an eighth of it.
+NUM_FILES = 8  # Number of files in a full journal. Deleting the oldest one removes an eighth of it.
 MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answer.
 _NOT_ASCII = re.compile(r"[^ -~]")
 

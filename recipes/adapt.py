@@ -4,16 +4,12 @@ $ redraft adapt outputs/eagle3/draft --target models/finetuned --data.source ans
 $ redraft adapt outputs/eagle3/draft --target models/finetuned             # the fine-tune answers OLD's questions
 
 Two starts are compared on held-out answers of the new target: the old draft, and a new one. The
-better start is
-trained, until the acceptance rises no more (--loop.stop-by, --loop.minutes). The result is
-published in
---output/draft if its gain over the old draft is proven: the 95% interval, over held-out prompts,
-lies above 0.
-Otherwise the old draft stays. --output/adapt.json has the verdict, the forecasts and the interval.
-The data are best
-answers of the new target; without --data.source it answers the questions of OLD's training data
-first. All other
-settings are those of `redraft train`. A killed run continues with the same command.
+better start is trained, until acceptance stops rising (--loop.stop-by, --loop.minutes). The
+result is published in --output/draft if its gain over the old draft is proven: the 95% interval,
+over held-out prompts, is above 0. Otherwise the old draft stays. --output/adapt.json has the
+verdict, the forecasts and the interval. The best data are answers of the new target; without
+--data.source it answers the questions of OLD's training data first. All other settings are those of
+`redraft train`. A killed run continues with the same command.
 """
 
 import functools
@@ -136,7 +132,7 @@ def _answer(old: Path, cfg: Any) -> Path:
     asking = RegenerateConfig(
         prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output
     )
-    # By target and questions: answers of another fine-tune lie beside it.
+    # By target and questions: answers of another fine-tune are stored next to it.
     who = hash_key([regenerate.identify(asking), asked.source, asked.split])[:8]
     asking = replace(asking, output=cfg.output.with_name(f"{cfg.output.name}-answers-{who}.jsonl"))
     print(f"{cfg.target} answers the questions of {asked.source}")

@@ -1,11 +1,11 @@
 """Train a standalone draft for Llama-3.1-70B-Instruct from Llama-3.2-3B-Instruct.
 
-It takes eight GPUs of 80 GB.
+It needs eight GPUs of 80 GB.
 
 $ recipes=$(python -c 'from redraft import recipes; print(*recipes.__path__)')
 $ accelerate launch --config_file $recipes/accelerate/zero2.yaml -m redraft.recipes.distill_llama3b
 
-A preset of `redraft train standalone`: every flag of it works here. The target is in shards over
+A preset of `redraft train standalone`: every flag of it works here. The target is sharded over
 the devices, which leaves no room for an engine: run `redraft eval` afterwards.
 """
 

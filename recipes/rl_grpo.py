@@ -1,6 +1,6 @@
-"""Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning.
+"""Train a policy with TRL's GRPO on answers of `redraft serve`, whose draft keeps learning.
 
-It needs TRL, which `make env` installs. docs/rl.md has the learner's settings, whose server is this:
+It needs TRL, which `make env` installs. docs/rl.md has the learner's settings for this server:
 
 $ redraft learner --config learner.toml &
 $ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
@@ -9,7 +9,7 @@ $ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --prompts
 
 After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`):
 on any device, and without vLLM's development mode. The learner swaps drafts meanwhile. Replace
-`reward` by that of your task.
+`reward` with the reward of your task.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GrpoConfig:
     lr: float = 1e-6
     """Learning rate."""
     max_tokens: int = 256
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -3,13 +3,12 @@
 $ redraft train eagle3 --target Qwen/Qwen3-8B --data.source answers.jsonl
 $ redraft train eagle3 --config eagle3.toml --optim.lr 3e-4        # settings from a file; flags win
 $ accelerate launch -m redraft.recipes.cli train dflash --target Qwen/Qwen3-8B           # on all GPUs
-$ redraft train standalone --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B \
---loop.batch-size 2
+$ redraft train standalone --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B --loop.batch-size 2
 
-The run folder receives the config, metrics, checkpoints, the exported draft and a report. The same
-command continues a killed run. Without --prove.no-engine, vLLM serves the target with the draft and
-without it at the end. `recipes/accelerate` of the package has configurations that share a draft out
-over GPUs.
+The run folder receives the config, metrics, checkpoints, the exported draft and a report. After an
+interruption, run the same command again to continue. At the end, vLLM serves the target with and
+without the draft, unless --prove.no-engine is set. `recipes/accelerate` in the package contains
+configurations that shard a draft over GPUs.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """The online learner on two real servers: the traffic moves to a new domain, and the draft adapts.
 
     $ make demo-online                                    # at most 20 minutes on two cores: outputs/demo-online/
-    $ python -m benchmarks.demo.online --overwrite --distil-steps 40 --records-b 200 \
-    --overhead-pairs 2
+    $ python -m benchmarks.demo.online --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
     $ python -m benchmarks.demo.online --preset smollm2      # SmolLM2-135M-Instruct in outputs/demo-online-smollm2/
     $ python -m benchmarks.demo.online --preset v2           # vLLM's V2 model runner, by Triton's interpreter on a CPU
 
@@ -10,9 +9,9 @@ The traffic has two domains, A and B. A draft distilled on A is served to 8 stre
 ask about A and later about B. The learner captures, trains, evaluates, publishes and swaps, on the
 defaults of learner.toml but for the few settings in `forced_settings`. Then a poisoned draft is
 offered to the gate, and a useless one is forced past it. Everything is measured in the engine, and
-no request may fail. At the end the training is replayed offline with several seeds, beside a
-ceiling: the same draft, trained for as many steps on the recorded answers to B alone. One server
-swaps between the first and the adapted draft, round by round, and tells the difference in speed.
+no request may fail. At the end the training is replayed offline with several seeds, and compared
+with a ceiling: the same draft, trained for as many steps on the recorded answers to B alone. One server
+swaps between the first and the adapted draft, round by round, to measure the difference in speed.
 
 The small target, the default, writes code and then prose. A real model answers questions about
 documentation, and then completes functions; prompts of HumanEval, on which nothing trains, measure

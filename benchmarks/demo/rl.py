@@ -295,7 +295,7 @@ class Play:
 
         client.update_named_params, client.generate = push_and_keep, generate_and_time
         trainer.add_callback(Watch())
-        # Half written by a kill, or linked from `weights`: never written over.
+        # A kill may have left it half-written, or `weights` may link to it: never overwrite it.
         shutil.rmtree(self.policies / f"step-{done + 1}", ignore_errors=True)
         trainer.train(resume_from_checkpoint=checkpoint)
         bar.close()

@@ -1,18 +1,17 @@
 """`redraft up`, from an empty folder to a draft that pays.
 
-Speed against the same server without drafts, over time.
+The speed is compared with the same server without drafts, over time.
 
     $ make demo-up                                # SmolLM2-135M-Instruct, 40 minutes on two cores: outputs/demo-up/
-    $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target \
-    tests/assets/tiny-target
+    $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target tests/assets/tiny-target
 
 One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard
 library, and the learner trains on the answers. No question is asked twice: counted answers would
 draft a repeated one whole. Speed is measured in pairs of blocks of further questions of this kind:
 one at the server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the
-server with itself at 0 draft tokens, the learner beside both: not with a plain vLLM. While a
-version is rolled out nothing is measured. In the middle SIGKILL ends all processes, and the same
-command continues. Then the workloads of `benchmarks.workloads` compare it with a plain `vllm serve`,
+server with itself at 0 draft tokens, with the learner running in both cases, not with a plain vLLM.
+Nothing is measured while a version is rolled out. In the middle, SIGKILL ends all processes, and
+the same command continues. Then the workloads of `benchmarks.workloads` compare it with a plain `vllm serve`,
 beside which the learner rests: `never_slower`. At the end the command starts again with
 `--draft head`, which measures the head without counted answers, and the answers are compared with
 the target's.

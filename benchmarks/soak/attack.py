@@ -3,11 +3,10 @@
 It sends bursts of requests to one door after the other.
 
 a burst    some well-known attacks, and mutations of the door's requests: bad lengths, upgrades, pipelining, half heads
-           and bodies, header lines of 9,000 bytes, trailers, chunk extensions, answers that nobody
-           reads, wrong keys, torn bytes; the connections stay open until it ends
+           and bodies, header lines of 9,000 bytes, trailers, chunk extensions, answers that nobody reads,
+           wrong keys, torn bytes; the connections stay open until it ends
 judged     the process is alive; an honest request that began before is answered whole; the log has hardly grown;
-           every answer is a status blaming the request, or the end of the connection; none is from
-           /redraft/...
+           every answer is a status blaming the request, or the end of the connection; none is from /redraft/...
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 They are measured all the time.
 
-start ─► runs ─ ends, or the liveness probe fails twice ─► the rest of its group is killed ─► 1 to 8
-s ─► start
+start ─► runs ─ ends, or the liveness probe fails twice ─► the rest of its group is killed ─► 1 to 8 s ─► start
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A witness of the ingest log: which records did the broker acknowledge to their servers?
 
-    server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N
-                                                                     ──► _INBOX.servers.X
-      └────────────────────────► witness ◄───────────────────────────┘
+    server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N ──► _INBOX.servers.X
+                └────────────────────────► witness ◄───────────────────────────┘
 
 It only listens, so it is independent of the servers' and the learner's own counts. While the broker
 is down it receives nothing: it may then miss acknowledgements, but never invents one. Every

@@ -25,9 +25,9 @@ report.json is written after every training:
 | `equal_labels` | `PEER`: the same after as many answer tokens as both have read |
 | `trainers` | by name: settings, runs, `curve` over minutes, and the last tau as `forecast` |
 
-The best recipe is compared likewise under `best_ratio_PEER` and `best_PEER`.
-Each figure has `value`, `low` and `high` (95%, over questions and seeds). A ratio with `reached`
-false is a lower bound: in some seed the head never reached the peer's tau.
+The best recipe is compared likewise under `best_ratio_PEER` and `best_PEER`. Each figure has
+`value`, `low` and `high` (95%, over questions and seeds). A ratio with `reached` false is a lower
+bound: in some seed the head never reached the peer's tau.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class RowReader:
         """
         found = self.row.get(TOKEN_IDS)
         first = found[0] if isinstance(found, list) and found else None
-        if not isinstance(first, dict) or first.keys() != KEYS:  # another's column of this name
+        # a column of this name from another tool
+        if not isinstance(first, dict) or first.keys() != KEYS:
             return []
         self.used.add(TOKEN_IDS)
         turns = read_turns(self.row[TOKEN_IDS])

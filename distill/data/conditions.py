@@ -140,7 +140,7 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
 def _is_rendered(
     turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None
 ) -> bool:
-    """Whether the turn is rendered, but for reasoning, which many templates drop from answers."""
+    """Whether the turn is rendered, except for reasoning, which many templates drop."""
     texts = (
         form.pattern.sub("", text) if form else text for text in (rendered, turn.prompt, written)
     )

@@ -412,7 +412,7 @@ def _decode(turn: StoredTurn, tokenizer: Any) -> str:
 
 
 def _has_written(text: str, answer: Message) -> bool:
-    """Whether a decoded answer is the one in the data, so that both use the same tokenizer."""
+    """Whether a decoded answer equals the one in the data, so both come from the same tokenizer."""
     said = [part for part in (answer["content"], answer.get("reasoning", "")) if part.strip()]
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     return bool(text) and all(is_in(part, text) for part in said or names)

@@ -172,7 +172,7 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
         "origin": origin,
         "kinds": list(kinds),
         "prompts": [asdict(prompt) for prompt in content.prompts()],
-        # Of the files just written, because the samples were a stream.
+        # The hash of the files just written, because the samples were a stream.
         "hash": data_hash(MappedSamples(folder, PARTS[0], list(kinds))),
         "stats": vars(content.stats),
         "said": content.say(),
@@ -230,7 +230,8 @@ def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
         "the chat template": _digest([json.dumps(tokenizer.chat_template)]),
         "the tokenizer": _digest(_spelling(tokenizer)),
         "the date": day if writes_date(tokenizer) else None,
-        # Any edit of this folder counts, comments too: rather tokenised twice than wrong.
+        # Any edit in this folder counts, even of a comment: tokenising twice is better than wrong
+        # tokens.
         "redraft": _digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
         "the libraries": [
             f"{name} {importlib.metadata.version(name)}"

@@ -40,9 +40,8 @@ WAYS: tuple[Way, ...] = ("from the prompt", "after an empty thought", "alone", "
 - the rendering after the generation prompt;
 - the same, if the template, not the target, writes the tags of an empty thought first;
 - the rendering after a lone question, because an answer may change the turns before it: gpt-oss
-  drops
-  the reasoning before a tool call once the call has led to an answer, which the server did not have
-  when it made the prompt;
+  drops the reasoning before a tool call once the call has led to an answer, which the server did not
+  have when it made the prompt;
 - the answer's own text, because some templates drop the reasoning even of the last answer
   (DeepSeek-R1).
 """

@@ -47,7 +47,8 @@ DEFAULT_MAX_TOKENS = 64
 # length of a prompt with which a windowed head is compared, in addition to one of three windows
 LONG_TOKENS = 12_000
 CACHE_BLOCK = 128  # Tokens of a block of vLLM's cache on a CPU; on a GPU a block has fewer.
-COMPARED_PROMPTS = 4  # Prompts whose passes are compared; the others only count towards acceptance.
+# Minimum number of the published forecast's prompts available here to judge serving by it.
+COMPARED_PROMPTS = 4
 MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
 
 FALLBACK = (

@@ -106,5 +106,5 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _keep_attention_eager() -> None:
     for owner, name in EAGER:
-        # A second time it makes the same of the function inside.
+        # Safe to repeat: a function that is already wrapped is unwrapped and wrapped again.
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]

@@ -129,7 +129,7 @@ def count_step(
         count.begin("")
         return Counted(
             operations=count.operations,
-            # Unary plus drops the holders of nothing.
+            # Unary plus drops the holders with no bytes.
             memory=+count.memory.peak,
             signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
         )
@@ -335,7 +335,7 @@ def make_batch(plan: Plan) -> Batch:
     length = plan.sequence_length // plan.documents
     seeded = torch.Generator().manual_seed(
         0
-    )  # weights, where there are any, draw from the shared one
+    )  # weights, if there are any, draw from the shared generator
     ids_BT = torch.randint(
         plan.target.vocab_size, (plan.batch_size, plan.sequence_length), generator=seeded
     )

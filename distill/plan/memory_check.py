@@ -1,9 +1,8 @@
 """Whether a training fits into memory, answered before anything is loaded.
 
 every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
-                                4 of gradient, 8 of optimizer state (4 for a matrix under Muon), as
-                                far as the
-                                ranks do not share them out
+                                4 of gradient, 8 of optimizer state (4 for a matrix under Muon),
+                                unless the ranks shard them
 every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
                                 with --signal.shard once, for the process that reads it
 """

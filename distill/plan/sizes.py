@@ -61,7 +61,7 @@ def find_sizes(name: str) -> Any:
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)
-    # Of a config.json in a model folder, the folder: it may have further files.
+    # For a config.json in a model folder, use the folder, which may have further files.
     source = path.parent if path.name == CONFIG else path
     if path.exists():
         config = load_config(source)
@@ -86,5 +86,5 @@ def stored_bits(config: Any) -> int | None:
         return None
     about = json.dumps(section)
     bits = re.search(r'"weights": {[^{}]*"num_bits": (\d+)|"bits": (\d+)', about)
-    # mxfp4, NVFP4 and bitsandbytes name no bits.
+    # mxfp4, NVFP4 and bitsandbytes do not state a number of bits.
     return int(bits[1] or bits[2]) if bits else 4 if re.search("(?i)fp4|4bit.: true", about) else 8

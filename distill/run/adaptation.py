@@ -1,8 +1,7 @@
 """Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
 
     OLD ──────────────► forecast ─┐
-                                  ├─► train the better start ─► forecast ─► gain over OLD proven? ─►
-                                  publish
+                                  ├─► train the better start ─► forecast ─► gain over OLD proven? ─► publish
     a new start ──────► forecast ─┘                                                       no ─► keep OLD
 
 After a fine-tune, the head of the base model is the better start; a standalone draft of target

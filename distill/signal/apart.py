@@ -4,9 +4,10 @@
     apart, in 2 passes     c c c c c | a a a      b b .     rows of about one length; padding on the right, no mask
     back                   h h h h h h h h h h . .          the states of every token in the old place
 
-Padding on the right needs no mask: attention, convolutions and recurrences look to the left only. B
-= batch, T = tokens, b = documents of a pass, t = tokens of the longest of them, n = documents, N =
-rows, D = hidden.
+Padding on the right needs no mask: attention, convolutions and recurrences look to the left only.
+
+B = batch, T = tokens, b = documents of a pass, t = tokens of the longest of them, n = documents, N
+= rows, D = hidden.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,8 @@ import httpx
 
 from redraft.engine.proxies import describe_proxy, is_local_url
 
-RETRIED_STATUS = {408, 429, 500, 502, 503, 504}  # overloaded or restarting; others do not heal
+# overloaded or restarting; other statuses do not recover
+RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
 
 
 class RequestRefusedError(ValueError):

@@ -1,8 +1,7 @@
 """Several servers of one target, used as if they were one.
 
 request ──► the live server with the fewest tokens in flight, as soon as one has a free slot
-                no answer? ──► another server; the silent one gets no requests until it answers a
-                probe again
+                no answer? ──► another server; the silent one gets no requests until it answers a probe again
 """
 
 import asyncio

@@ -24,7 +24,7 @@ from redraft.distill.signal.features_store import WAIT_S, remove_states, write_s
 from redraft.files.folder import model_folder
 from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 
-COPY_POLL_S = 0.001  # Between two looks at a copy from the GPU.
+COPY_POLL_S = 0.001  # Seconds between two checks of a copy from the GPU.
 
 KEPT_S = 10 * WAIT_S
 """Age at which leftover states are removed: their trainer was killed or gave up."""

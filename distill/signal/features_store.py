@@ -8,8 +8,9 @@ copies a few rows at a time to the destination. Object storage has no locks, so 
 once its description exists.
 
 A reader takes files directly below its storage only. A server's answer names one of them, and
-cannot make the reader open another address, another folder, or a link. T = tokens, t = some of
-them, L = layers, D = hidden.
+cannot make the reader open another address, another folder, or a link.
+
+T = tokens, t = some of them, L = layers, D = hidden.
 """
 
 from __future__ import annotations

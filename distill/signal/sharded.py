@@ -3,14 +3,14 @@
 The layers are shared out over the ranks, and gathered one by one (FSDP2).
 
     rank 0   reads the files, once         every rank  embeddings, final norm and head whole, 1/ranks of each layer
-             └─ one tensor at a time ────►             a pass gathers a layer, computes, and lets go of it
+             └─ one tensor at a time ────►             a pass gathers a layer, computes, and frees it
 
 On several machines each machine holds all layers, if they leave enough memory: they are then
 gathered from neighbours, and not over the network.
 
-All ranks make a pass together. In training all of them make the same number. A forecast, and all
-else that rank 0 does by itself, is done in `leading`: the others then make a pass whenever it makes
-one.
+All ranks make a pass together. In training, all of them make the same number. A forecast, and
+everything else that rank 0 does by itself, runs in `leading`: the other ranks then make a pass
+whenever rank 0 makes one.
 """
 
 import os
@@ -202,7 +202,7 @@ def leading(model: Any) -> Iterator[bool]:
         # Entered again by rank 0: the hook is there already.
         yield True
     elif dist.get_rank() == 0:
-        # Before FSDP's hook: the others must hear of the pass before rank 0 waits in a gather.
+        # Before FSDP's hook: the others must learn of the pass before rank 0 waits in a gather.
         hook = language_model(model).register_forward_pre_hook(
             lambda *_: _tell(model, goes_on=True), prepend=True
         )
@@ -212,7 +212,7 @@ def leading(model: Any) -> Iterator[bool]:
         finally:
             _led.remove(id(model))
             hook.remove()
-            # After an error too, because the others wait for this word.
+            # After an error too, because the others wait for this signal.
             _tell(model, goes_on=False)
     else:
         # One token: rank 0 needs no more from this rank than the shards.

@@ -9,8 +9,10 @@ EndpointHiddenStates   a vLLM server's hidden states            exact          t
 CachedTarget           disk, written from any of the others     top-k          none
 CachedHiddenStates     disk, written from one with states       exact          the layers written
 
-The last three are in `distill.signal.features` and `distill.signal.cache`. B = batch, T = tokens, N
-= rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary layers.
+The last three are in `distill.signal.features` and `distill.signal.cache`.
+
+B = batch, T = tokens, N = rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary
+layers.
 """
 
 import asyncio
@@ -115,7 +117,8 @@ class InProcessTarget:
 
     def _pass(self, batch: Batch) -> Tensor:
         """Return the last hidden states for packed rows, [B, T, D]."""
-        # Else no mask, which would replace those of the layers: restarting positions separate.
+        # Otherwise no mask is passed, because it would replace the layers' own masks: positions
+        # that restart already separate the documents.
         within = prefix_arguments(batch) if self._takes_prefixes else {}
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 

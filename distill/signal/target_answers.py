@@ -2,8 +2,7 @@
 
 A draft must not learn another model's text.
 
-conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per
-finished conversation
+conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per finished conversation
 """
 
 import asyncio
@@ -331,7 +330,7 @@ class _Regeneration:
         if self.states is None or turn is None:
             return
         source, kept = self.states
-        # The last token of an answer was read by nobody, so it has no state.
+        # No pass has read the last token of an answer, so it has no state.
         read = np.concatenate(turn)[:-1]
         try:
             source.move(url, kept, read.tolist())

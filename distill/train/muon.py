@@ -68,11 +68,11 @@ def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     if dtype is None:
-        # The iteration corrects its own rounding, so 8 bits do.
+        # The iteration corrects its own rounding, so 8 bits are enough.
         is_fast = matrix_RC.device.type != "cpu" or this_machine().cpu_has_bfloat16
         dtype = torch.bfloat16 if is_fast else torch.float32
     x = (matrix_RC if wide else matrix_RC.mT).to(dtype)
-    # A matrix of zeros stays one.
+    # A matrix of zeros remains zero.
     x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
     for _ in range(ITERATIONS):
         square = x @ x.mT

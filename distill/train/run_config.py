@@ -156,7 +156,7 @@ class Signal:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """Length and rhythm of training."""
+    """Length of training, and the intervals of logs, evaluations and checkpoints."""
 
     steps: int = 2000
     """Number of optimizer steps."""

@@ -4,7 +4,7 @@ A checkpoint's optimizer state is a pickle, and a pickle may call any function. 
 
     accelerate     `torch.load(weights_only=True)`
     DeepSpeed      `torch.load(weights_only=False)`
-    FSDP           the same for what is no tensor, and `pickle.load` for the file .metadata
+    FSDP           the same for everything that is not a tensor, and `pickle.load` for the file .metadata
 
 Within `without_code` all three build tensors, numbers and the classes listed here, and refuse
 everything else.

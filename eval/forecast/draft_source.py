@@ -292,7 +292,7 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
 def _tensor_names(folder: Path) -> Collection[str]:
     if any(folder.glob("*.safetensors")) or not any(folder.glob(OLD_WEIGHTS)):
         return tensor_files(folder)
-    from redraft.files.tensors import list_tensors  # torch, to read the old files of weights
+    from redraft.files.tensors import list_tensors  # imports torch, which old weight files need
 
     return list_tensors(folder)
 

@@ -2,8 +2,9 @@
 
 The counts expected on each held-out prompt, without the prompts' text.
 
-A prompt is known by the SHA-256 of its token ids, so a draft may leave the house and its users'
-text stays. At temperature 0 an engine counts the same, so serving is held to it prompt by prompt.
+A prompt is identified by the SHA-256 of its token ids, so a draft can be published without its
+users' text. At temperature 0, an engine has the same counts, so serving is compared with the forecast
+prompt by prompt.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 One pass of the target per batch serves all of them, at any temperature.
 
-    prompts ─► the target's answers at a temperature ─► one pass of the target ─► every draft's
-    steps ─► PromptRows
+    prompts ─► the target's answers at a temperature ─► one pass of the target ─► every draft's steps ─► PromptRows
                cached on disk                           hidden states, no [T, V]                          cached on disk
 
 B = batch, T = tokens, N = labels, K = num_speculative_tokens.

@@ -6,6 +6,7 @@
     compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens, confidence
 
 Both are forced to the engine's draft tokens, so a difference does not cause others after it.
+
 B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
 """
 
@@ -69,7 +70,7 @@ def compare(
     for block in dump.recorded():
         trained = _trained(draft, parity, signal, dump.prefix(block), block.drafted, device)
         served = _served(block, parity, draft, trained.passes)
-        # later blocks also have rows of rejected tokens, batched as the engine likes
+        # later blocks also have rows of rejected tokens, batched in the engine's own way
         kinds = (
             _pass_differences(trained.passes, served, tolerance)
             if block.num_output == 1

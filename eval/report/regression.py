@@ -22,8 +22,10 @@ from redraft.eval.report.results import DIGITS
 from redraft.files.folder import read_as
 from redraft.heads.catalog import list_lookups
 
-FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
-MIN_PAIRED_SHARE = 0.5  # of the baseline's prompts, to pair them; below: two samples
+# probability that a report lists a fall of an equal draft, over all comparisons
+FALSE_ALARMS = 0.02
+# share of the baseline's prompts needed to pair them; below it, they are two samples
+MIN_PAIRED_SHARE = 0.5
 
 
 class Target(msgspec.Struct):

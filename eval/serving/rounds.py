@@ -212,7 +212,7 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
 def _measure(
     server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concurrency: int
 ) -> Measurement:
-    # The servers share the cores, and the worker of the one before still spins.
+    # The servers share the cores, and the previous server's worker is still spinning.
     time.sleep(IDLE_S)
     return measure(
         server,

@@ -5,8 +5,9 @@ Both folders are read once for all checks.
     Pair.read(target, draft)   configs, tensor names and shapes, family, provenance
 
 The checks read configs, headers and a few small tensors; nothing is computed. An engine loads a
-wrong head silently: verification keeps the output right, so only acceptance shows it. V =
-vocabulary, W = draft vocabulary, D = hidden.
+wrong head silently: verification keeps the output right, so only acceptance shows it.
+
+V = vocabulary, W = draft vocabulary, D = hidden.
 
 Standard library only until `Pair.read`, because `Finding` also reports a broken torch.
 """

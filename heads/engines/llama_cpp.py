@@ -62,18 +62,18 @@ GIVE_STREAMS = frozenset(
         *("minimax-m2", "bailingmoe3", "muse-glimmer"),
     }
 )
-"""Architectures of targets whose inner streams llama.cpp hands to a head (`t_layer_inp`, b10605);
-beside another, the server aborts.
+"""Architectures of targets whose inner streams llama.cpp passes to a head (`t_layer_inp`, b10605).
+With any other target, the server aborts.
 """
 
 CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 SAME_TOKENS = 0.99
-"""Least share of equal tokens; llama.cpp's converter renames padding and a few special ones."""
+"""Minimum share of equal tokens: llama.cpp's converter renames padding and a few special ones."""
 
 SAMPLED_ROWS, SAME_ROWS = 256, 0.9
-"""Embeddings to compare, and their least mean cosine. Those of the tiny target in 4 bits (Q4_0) keep
-0.996; another target's are near 0.
+"""Number of embeddings to compare, and their minimum mean cosine. The tiny target in 4 bits (Q4_0)
+keeps 0.996; for another target, the cosine is near 0.
 """
 
 OUTER = {
@@ -297,7 +297,7 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
     cosine = torch.cosine_similarity(ours_ND[used], theirs_ND[used], dim=-1).mean()
     if not cosine >= SAME_ROWS:
         raise ValueError(
-            f"{gguf.path} has the sizes of the target {target.name}, and other embeddings (cosine "
+            f"{gguf.path} has the sizes of the target {target.name}, but other embeddings (cosine "
             f"{float(cosine):.2f}): {other} the GGUF file of this target"
         )
 

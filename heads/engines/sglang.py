@@ -9,7 +9,7 @@ EAGLE-1 (`models/llama_eagle.py`)
 DFlash, DSpark (`models/dflash.py`, `models/dspark.py`, `speculative/dflash_utils.py`)
     the target's head and its whole vocabulary; the direction of attention only at the top level
 
-Unknown tensors and keys are dropped without a word.
+Unknown tensors and keys are silently dropped.
 """
 
 from collections.abc import Iterator

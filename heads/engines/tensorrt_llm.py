@@ -7,7 +7,7 @@ DFlash, DSpark (`modeling_dflash.py`, `modeling_dspark.py`)
     the target's head and its whole vocabulary; layers with a window are causal and the others are
     not; DSpark's keys only from sections
 
-Unknown tensors and keys are dropped without a word.
+Unknown tensors and keys are silently dropped.
 """
 
 import json

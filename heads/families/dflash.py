@@ -1,18 +1,17 @@
-"""DFlash: all draft tokens in one pass, in a block of masks beside the target's features (arXiv
+"""DFlash: all draft tokens in one pass, in a block of masks that reads the target's features.
 
-2602.06036).
+See arXiv 2602.06036.
 
-    c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every
-    known row r
-    block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a
-    + i], for i >= 1
-    every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and
-    of their own block
+    c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every known row r
+    block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a + i], for i >= 1
+    every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and of their own block
 
 The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the
 anchor t + 1. A block has one slot more than the engine asks for tokens. Attention within it runs
-both ways, so its length changes every proposal. B = batch, T = tokens, A = anchors of a row, S =
-slots of a block, L = aux layers, D = hidden, W = draft vocabulary.
+both ways, so its length changes every proposal.
+
+B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layers, D = hidden, W =
+draft vocabulary.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from redraft.heads.nn.layers import LlamaShape, read_layer_config
 from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.target import Target
 
-TRAINING_OPTIONS = ("num_anchors", "gamma")  # read by no engine; kept by an export, to train on
+# no engine reads it; an export keeps it for further training
+TRAINING_OPTIONS = ("num_anchors", "gamma")
 
 Head = TypeVar("Head", bound=nn.Module)
 
@@ -40,7 +41,8 @@ def load_head(
     It raises the same errors as `DFlash.load`.
     """
     stored = read_config(folder)
-    trained_views(stored, folder)  # raises, before transformers does with fewer words
+    # raises an error with the cause, which transformers would shorten
+    trained_views(stored, folder)
     config = translate(stored, folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)

@@ -1,18 +1,19 @@
-"""DSpark: DFlash with a bias by the token before, and an estimate of acceptance.
+"""DSpark: DFlash with a bias that depends on the previous token, and an estimate of acceptance.
 
     base[k], h[k]   logits and hidden state of DFlash's slot for the draft token k = 1, 2, ...
     e[k]          = markov_w1[x[a + k - 1]]                     a is the anchor; the token before the one to predict
-    logits[k]     = base[k] + markov_w2 e[k]                    trained on the text, drafted one token after the other
+    logits[k]     = base[k] + markov_w2 e[k]                    trained on the text, drafted one token after another
     confidence[k] = sigmoid(proj [h[k]; e[k]])                  trained to be alpha = 1 - TV(target, draft)
 
-The slots of a block see each other, but not which token is drawn in the slot before: the bias
-brings this back at the price of two small products a token. An engine can verify fewer tokens where
-the confidence is low.
+The slots of a block attend to each other, but the token drawn in the previous slot is unknown to
+them. The bias adds this information at the cost of two small products per token. An engine can
+verify fewer tokens if the confidence is low.
 
 Two layouts of a block: with `sample_from_anchor` the anchor's slot proposes the first token, so a
-block has as many tokens as slots. Without, the anchor's slot proposes none, as in DFlash. B =
-batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = target vocabulary, W =
-draft vocabulary.
+block has as many tokens as slots. Without it, the anchor's slot proposes none, as in DFlash.
+
+B = batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = target vocabulary, W
+= draft vocabulary.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""EAGLE-1: one decoder layer to predict the target's next last hidden state (Li et al., arXiv
+"""EAGLE-1: one decoder layer that predicts the target's next last hidden state.
 
-2401.15077).
+See Li et al., arXiv 2401.15077.
 
     fc([embed(x[t+1]), f[t]]) -> layer without input norm -> f'[t+1], read by the target's head
 
 f is the target's hidden state after the final norm. The layer's output is fed back unchanged.
+
 B = batch, T = tokens, D = hidden, V = vocabulary.
 """
 

@@ -1,6 +1,6 @@
-"""EAGLE-3: a layer over the embedding and a mix of the target's layers (Li et al., arXiv
+"""EAGLE-3: a layer over the embedding and a mix of the target's layers.
 
-2503.01840).
+See Li et al., arXiv 2503.01840.
 
     g[t] = fc(concat of the target's residual stream after each aux layer)
     layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head
@@ -8,8 +8,9 @@
 
 g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm`
 and `norm_output`. In a head of several layers, each one after the first is a Llama layer that reads
-the output of the layer before. B = batch, T = tokens, L = aux layers, D = hidden, V = target
-vocabulary, W = draft vocabulary.
+the output of the layer before.
+
+B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         normed_BTD = self.hidden_norm(feature_BTD)
         x_BTD = normed_BTD if self._norm_before_residual else feature_BTD
-        # [B, T, 2 D], the embedding first. The other order has the same shapes, and would fail in
-        # silence.
+        # [B, T, 2 D], the embedding first. The other order has the same shapes, and would fail
+        # silently.
         attended = self.self_attn(
             torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory
         )
@@ -419,7 +420,8 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
             be read.
     """
     config = read_config(folder)
-    trained_views(config, folder)  # raises, before transformers does with fewer words
+    # raises an error with the cause, which transformers would shorten
+    trained_views(config, folder)
     tensors = read_tensors(folder, tensor_files(folder))
     # speculators' name for the layer. vLLM renames in the other direction.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

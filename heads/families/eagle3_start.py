@@ -5,8 +5,7 @@ They are fitted by least squares on the target's hidden states.
     hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t]
       A -> fc
       B -> attention heads that look at their own row
-      C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token
-      that followed there
+      C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token that followed there
 
 `hidden` is the state from which the target predicts x[t+2]. Training finds these maps slowly. The
 last one, attention that copies (an "induction head", Olsson et al., arXiv 2209.11895), forms late

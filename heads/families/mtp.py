@@ -8,7 +8,9 @@ It is applied once for every draft token.
 See DeepSeek-V3, arXiv 2412.19437, and MiMo, arXiv 2505.07608. The decoder layer is the target's
 class in transformers with its attention replaced by ours; `mtp_layouts` has the other differences
 between targets. Step 0 reads the target's feature, later steps the output of the step before, in
-training as in serving. B = batch, T = tokens, D = hidden.
+training as in serving.
+
+B = batch, T = tokens, D = hidden.
 """
 
 from __future__ import annotations

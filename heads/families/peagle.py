@@ -6,8 +6,9 @@
 
 No step reads the output of another, so an engine computes all of them in one pass over the prefix
 and the masks. In training, step k takes a part of the rows of step k - 1: the later a token, the
-more seldom it is reached ("conditional on distribution" sampling). B = batch, T = tokens, N = rows
-of a step, L = aux layers, D = hidden.
+less often it is reached ("conditional on distribution" sampling).
+
+B = batch, T = tokens, N = rows of a step, L = aux layers, D = hidden.
 """
 
 from __future__ import annotations

@@ -2,15 +2,12 @@
 
 The next token is one that followed the same tokens before (He et al., arXiv 2311.08252).
 
-    ... a b c ─┬─► the longest run of last tokens that stands earlier in the request ─► the token
-    after it ─┐
-               └─► the longest run that stands in the target's answers ─► the majority-vote token
-               after it ─┴─► the more
-                                                                                    probable of the
-                                                                                    two is drafted
+    ... a b c ─┬─► the longest run of last tokens that occurs earlier in the request ─► the token after it ─┐
+               └─► the longest run that occurs in the target's answers ─► the majority-vote token after it ─┴─► the more
+                                                                                    probable of the two is drafted
 
-Then the same again behind that token, as long as the probability that all tokens so far are
-accepted pays for one more row to verify. Answers are counted beforehand, or while serving. Nothing
+The same is repeated after that token, as long as the probability that all tokens so far are
+accepted pays for verifying one more row. Answers are counted beforehand, or while serving. Nothing
 is trained, and no model drafts.
 
 R = entries of the table, N = longest run.
@@ -36,7 +33,7 @@ from redraft.files.folder import CONFIG, WEIGHTS, read_config
 from redraft.heads.families.run_table import MOST_VOTES, Entries, Found, RunTable
 
 Ids = NDArray[np.int32]
-Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
+Run = tuple[int, ...]  # The last tokens of a text, in order.
 Row = int  # token << 5 | votes; in fewer than `min_texts` texts also texts * TEXTS
 
 LIVE = "live"  # name of the draft that counts its server's answers
@@ -48,11 +45,11 @@ TOKEN_BYTES = 4
 # maximum number of token ids that `as_text` can distinguish, a power of 2 minus 1
 MOST_IDS = (1 << 20) - 1
 WINDOW = 10_000
-"""Newest answers in live counts."""
+"""Default number of newest answers in live counts."""
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
 SHARD = 1 << 12  # maximum number of runs to drop, or to move in memory, at once
-# live predictions of a kind; then both sums halve, and the rate follows the traffic
+# number of live predictions of a kind after which both sums are halved, to follow the traffic
 REMEMBERED = 4096
 EXPECTED = (
     0.2,

@@ -1,15 +1,16 @@
 """Runs of tokens and the token that followed each, in little memory.
 
-`Entries` are those of a folder, and change no more. `RunTable` has those of live counts, 16 bytes a
-run in a table of bounded size:
+`Entries` are the runs in a folder, which no longer change. `RunTable` has the runs of live counts,
+16 bytes each, in a table of bounded size:
 
     hash of (owner, run) ─► a bucket of eight slots ─► epoch | votes | owner | token
 
 A lookup on the GPU has a copy of the slots (`redraft/engine/device_runs.py`).
 
-A full bucket drops the run that was confirmed least recently, and of those the one with the fewest
-votes. A run is valid while its token was confirmed in the window, which is counted in answers: two
-epochs. The hash is alike in all processes, so the ranks of a server count alike.
+A full bucket drops the run that was confirmed least recently, and among equally old ones the run
+with the fewest votes. A run is valid while its token was confirmed in the window, which is counted
+in answers: two epochs. The hash is the same in all processes, so the ranks of a server have the
+same counts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 A small causal LM with the target's vocabulary, which any engine serves as a draft model.
 
 See Leviathan et al., arXiv 2211.17192. It starts from a checkpoint, from layers of the target, or
-from random weights. B = batch, T = tokens, V = vocabulary, D = hidden.
+from random weights.
+
+B = batch, T = tokens, V = vocabulary, D = hidden.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Exact for all draft steps at once, and no mask of rows by keys in memory.
 
-Step 0 is a pass over the target's features, causal within each document. At step k, row t stands at
+Step 0 is a pass over the target's features, causal within each document. At step k, row t is at
 position t + k of a continuation that starts at row t. It sees the step-0 rows up to t, and the keys
 of row t at steps 1..k: the diagonal of each step. Serving does the same with a KV cache: first the
 prefix, then one token after another.

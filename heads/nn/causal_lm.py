@@ -45,8 +45,8 @@ RecurrentGemma.
 """
 
 LOGITS_WITHIN = 1e-2
-"""Largest relative difference of a class's logits and the rule's. Both are one product, and no key
-is a cap of 1%.
+"""Maximum relative difference between a class's logits and those of the rule. Both compute the same
+product, and any scale or cap changes it by more.
 """
 
 

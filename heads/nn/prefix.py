@@ -3,8 +3,7 @@
 A mask of rows by keys never exists in memory.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
-                           and its own ones: those of the same row at other draft steps, or those of
-                           its block
+                           and its own ones: those of the same row at other draft steps, or those of its block
     total                  one softmax over both: the parts are merged by log sum exp
 
 The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows)
@@ -340,7 +339,8 @@ class _Blocks:
 
 def _operations(prefixes: Prefixes) -> tuple[Any, Any]:
     """The (forward, backward) operations for the range."""
-    # On a GPU no operation of PyTorch: autograd, which FlexAttention needs, records nothing inside.
+    # On a GPU this is not a PyTorch operation, because autograd, which FlexAttention needs, would
+    # record nothing inside it.
     return (_flex, _flex_backward) if prefixes.uses_flex else (_flash, _flash_backward)
 
 

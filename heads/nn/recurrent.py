@@ -7,8 +7,9 @@ Unrolled for training, decoded as in an engine.
 
 Training feeds the true tokens (Li et al., EAGLE-3, arXiv 2503.01840, "training-time test"),
 decoding the drafted ones. If the target's answers to refused drafts are known, training feeds these
-drafts too. B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W = draft
-vocabulary.
+drafts too.
+
+B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
 from __future__ import annotations

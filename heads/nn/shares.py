@@ -2,15 +2,15 @@
 
     rows of the whole batch    | 0 | 1 | 2 | 3 |      2 pieces of equal length a rank, here of 2 ranks
     rank 0 computes            | 0 |+| 3 |+|          causal attention costs each rank the same
-    rank 1 computes            | 1 |+| 2 |+|          +: the rows behind a piece, which its labels lie in
+    rank 1 computes            | 1 |+| 2 |+|          +: the rows after a piece, which contain its labels
 
 Every rank has the token ids of all rows, and computes states for its own. Only attention reads
 those of other ranks: it gathers their keys and values, and the backward pass adds up the gradients
-(all-gather and reduce-scatter). The rows behind a piece belong to another rank, which trains them.
+(all-gather and reduce-scatter). The rows after a piece belong to another rank, which trains them.
 PyTorch's `context_parallel` replaces SDPA, for one document without windows; the attention here is
-none.
+not SDPA.
 
-B = batch, T = rows of the whole batch, t = rows here, n = rows of a piece, h = rows behind it,
+B = batch, T = rows of the whole batch, t = rows here, n = rows of a piece, h = rows after it,
 R = ranks, H = heads, E = head size.
 """
 

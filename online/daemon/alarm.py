@@ -77,7 +77,7 @@ class Alarm:
                 await cycle.rollouts.go_back(reason, is_automatic=True)
             elif not is_worse:
                 self._tell(f"stays on {version}, although {server} hardly accepts it: {why}")
-        except (OSError, ValueError):  # the version before is gone or damaged
+        except (OSError, ValueError):  # the previous version is missing or damaged
             self._fault("nothing_to_go_back_to", version)
 
     def _tell(self, sentence: str) -> None:

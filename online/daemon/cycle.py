@@ -1,6 +1,6 @@
-"""The learner's way round the phases.
+"""The learner's cycle through the phases.
 
-The work of each, and the event it ends with (`state` has the table).
+Each phase has its work, and ends with an event (`state` has the table).
 
     phase        work                                            ends with
     idle         waits for new records or a request to swap, or  begin, swap requested
@@ -12,8 +12,8 @@ The work of each, and the event it ends with (`state` has the table).
     rolling      the other servers in waves                      rolled out and current, rolled back, recalled
     halted       waits until the servers serve our target        resume
 
-The work of every phase can be repeated from the start, and is after a kill. While a disk cannot be
-written, the phase waits. A finding of the watch or the request of a person waits in the `inbox`
+The work of every phase can be repeated from the start, and is repeated after a kill. While a disk
+cannot be written, the phase waits. A finding of the watch or a user's request waits in the `inbox`
 until a phase can take it: `report_problem`, and `rollouts.request_swap` and `rollouts.go_back`.
 """
 
@@ -56,7 +56,7 @@ from redraft.online.learning.gate import Decision, Verdict
 from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
-POLL_S = 0.1  # Seconds between two looks at whether there is anything to do.
+POLL_S = 0.1  # Seconds between two checks for work.
 DISK_RETRY_S = 10.0
 GOES_ON = "training continues from"  # first words of the journal entry when a learner starts
 

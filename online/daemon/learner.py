@@ -2,8 +2,7 @@
 
 It learns from the traffic of a fleet of vLLM servers and keeps the draft up to date.
 
-    servers ─► spool ─► ingest ─► buffer ─► training ─► judging ─► publishing ─► canary ─► rolling
-    ─► servers
+    servers ─► spool ─► ingest ─► buffer ─► training ─► judging ─► publishing ─► canary ─► rolling ─► servers
        │                            └ held-out requests ──┘             └► registry           │
        └──────────── watch: versions, targets, acceptance ─► reconcile, halt, alarm ──────────┘
 
@@ -15,7 +14,7 @@ It learns from the traffic of a fleet of vLLM servers and keeps the draft up to 
     control   requests of a person         a connection              nothing
 
 One asyncio process owns the buffer. torch has a separate thread there, and other ranks follow it.
-Serving goes on whatever happens here: the learner only reads records that the servers leave behind,
+Serving continues whatever happens here: the learner only reads records that the servers leave behind,
 and takes back every swap that does not prove itself. It may be killed at any moment and continues
 where it was.
 
@@ -158,7 +157,7 @@ class Learner:
             cycle.rollouts,
         )
         self.members, self.account, self.guard = members, account, guard
-        # With half a poll for the servers that hang, looks at the others keep their pace.
+        # Servers that hang get half a poll, so that polls of the others stay on schedule.
         self.watch = Watch(members.servers, min(STATUS_TIMEOUT_S, max(1.0, cfg.fleet.poll_s / 2)))
         self.alarm = Alarm(cycle, account, guard)
         self.vocab_size = read_vocab_size(cfg.target)
@@ -166,7 +165,7 @@ class Learner:
         self._lost = Counter[str]()
         self._intake = asyncio.Lock()
         self._laggards: set[FleetServer] = set()
-        # Arrivals and ages are by this clock. Only the event loop's thread reads it. A gap above
+        # Arrivals and ages use this clock. Only the event loop's thread reads it. A gap above
         # half the maximal age may expire half of the buffer at once: such a clock is doubted first.
         self.clock = SteadyClock(
             last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2

@@ -1,6 +1,6 @@
 """When the learner sleeps.
 
-The served draft against itself at the promotion, measured here and saved over kills.
+The served draft is compared with itself at its promotion; the measurement survives kills.
 """
 
 from dataclasses import asdict

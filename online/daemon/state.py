@@ -1,16 +1,12 @@
 """The learner's state: the phase, the candidate in it, and the table of possible events.
 
-Pure.
-
-    idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─
-    passed ─► rolling
+    idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─ passed ─► rolling
      ▲                 │ failed              │ rejected,      │ rejected           │ rolled back,        │ rolled out,
-     └─────────────────┴─────────────────────┴ inconclusive, ─┴ begin again ───────┴ inconclusive,
-     ──────┴ rolled back,
+     └─────────────────┴─────────────────────┴ inconclusive, ─┴ begin again ───────┴ inconclusive, ──────┴ rolled back,
                                                begin again                           recalled              recalled
-The state is saved at every event, and a killed learner continues where it was. The work of every
-phase can be
-repeated from the start: after a restart, load the state and enter its phase.
+
+The state is saved at every event, and a killed learner continues where it stopped. The work of every
+phase can be repeated from the start: after a restart, load the state and enter its phase.
 """
 
 from dataclasses import asdict, dataclass

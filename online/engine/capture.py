@@ -1,8 +1,7 @@
 """Capture: a background thread turns the references left by the engine thread into records.
 
     engine thread                                background thread
-    hook ──► EngineStep (references) ──► StepQueue ──► reduce_steps ──► RequestLog ──► encode_frame
-    ──► Outlet
+    hook ──► EngineStep (references) ──► StepQueue ──► reduce_steps ──► RequestLog ──► encode_frame ──► Outlet
              on a GPU top-k and          bounded       top-k and        one per request,
              log-sum-exp instead                       log-sum-exp      steps become
              of logits                                                  segments

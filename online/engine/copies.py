@@ -1,18 +1,17 @@
 """Copies of weights that vLLM makes when a draft is loaded, and reads instead of the weights.
 
-A load through vLLM's loaders leaves them as they were: the new draft would propose by a part of the
-old one. Each is refilled in place, because captured CUDA graphs hold its address. The values come
-from the checkpoint where the CPU build packs the weights away.
+A load through vLLM's loaders leaves them as they were: the new draft would propose with a part of
+the old one. Each is refilled in place, because captured CUDA graphs hold its address. The values come
+from the checkpoint if the CPU build packs the weights away.
 
 - DFlash and DSpark compute the context keys of all layers in one product. It reads
-  `_fused_kv_weight`, which holds the
-  key and value projections of all layers, and `_k_norm_weights`.
+  `_fused_kv_weight`, which holds the key and value projections of all layers, and
+  `_k_norm_weights`.
 - DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's
   vocabulary.
 - P-EAGLE: the state in the slots to fill. The load itself writes it to a tensor without memory.
 - On a CPU, a head tied to the embeddings: vLLM packs it at start. A load brings it no weights, so
-  vLLM does not pack it
-  again, after its own reload of the target neither.
+  vLLM does not pack it again, not even after its own reload of the target.
 
 I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft
 vocabulary.

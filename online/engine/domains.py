@@ -2,10 +2,8 @@
 
 They are counted in the engine where vLLM counts all of them.
 
-    scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the
-    learner's canary
-    worker: the step's output names the requests whose drafts are another proposer's: these do not
-    count
+    scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
+    worker: the step's output names the requests whose drafts came from another proposer: they do not count
 
 vLLM's own counters name no domain, and count lookups and padding too. A canary with more of an easy
 domain than the other servers, or more lookups, would look better than it is. They are also off with

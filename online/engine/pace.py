@@ -38,7 +38,7 @@ CHANGING = (
     "finish_weight_update",
     "reload_weights",
 )
-"""Calls of the workers after which a draft or the target is another one."""
+"""Worker calls that change the draft or the target."""
 
 READ = 0.9  # Share of a request's text that the draft must have read, for its acceptance to count.
 

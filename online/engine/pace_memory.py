@@ -27,7 +27,7 @@ from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
 
-SAVE_S = 30.0  # Between two files; a kill loses so much.
+SAVE_S = 30.0  # Seconds between two saves; a kill loses at most this much.
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,9 @@ def make_key(vllm_config: Any) -> str:
     Raises:
         OSError, ValueError: if the target cannot be read.
     """
-    from vllm.platforms import current_platform  # not above: tests of the files need no engine
+    from vllm.platforms import (
+        current_platform,
+    )  # imported here, because tests of the files need no engine
 
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     facts = {

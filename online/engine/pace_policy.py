@@ -4,19 +4,19 @@ It reads no clock.
 
 An arm is a number of draft tokens per request; 0 is "off". The speed against off is tau / x: tokens
 per step, tau, from the acceptance by position; x is the time of a step with the arm relative to one
-without. Both are known by cell: by decoding requests and the mean length of their texts.
+without. Both are measured by cell: by decoding requests and the mean length of their texts.
 
     base base base | arm arm arm arm arm | base base base
     └─ residuals ─┘ └────── probe ──────┘ └─ residuals ─┘
     log x[arm] - log x[base] = mean residual of the probe - mean residual around it
 
-A residual is the log of a step's time less the mean for this cell and base. So a probe may run
-while requests come and go, and a machine whose speed drifts misleads nobody. A probe in one cell
+A residual is the log of a step's time minus the mean for this cell and base. So a probe may run
+while requests come and go, and a drift in the machine's speed cancels out. A probe in one cell
 tells nearly as much about the next ones, and a little about those further off (`pace_evidence`).
 
 Time lost in probes is paid from an account, which gets SHARE of all busy time, and no more when a
-draft or target changes: a draft that never pays costs no more. Knowledge fades, so a question opens
-again after a change of load or machine.
+draft or target changes: a draft that never pays costs no more. Evidence fades, so arms are
+probed again after a change of load or machine.
 """
 
 import math

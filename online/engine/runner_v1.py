@@ -195,7 +195,7 @@ class _Hooks:
         self._request_removed(request_id, state)
         with self.capture.reporting("hook"):
             self.feed.end(request_id)
-            # Check even if this request was not recorded: it may be the last to go.
+            # Check even if this request was not recorded: it may be the last one to be sent.
             if not self.runner.requests:
                 self.feed.flush()
 

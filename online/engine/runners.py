@@ -19,7 +19,7 @@ MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
 
 
 LOSSLESS = ("standard", "block")
-"""vLLM's ways to verify after which an answer is the target's. Later releases have lossy ones."""
+"""vLLM's methods of verification that preserve the target's answers. Later releases have lossy ones."""
 
 
 def find_runner(runner: object) -> Runner | None:

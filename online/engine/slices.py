@@ -1,14 +1,14 @@
 """The part of a checkpoint's tensor that one tensor-parallel rank loads.
 
-Its tensors have no more than that part.
+Its tensors contain only that part.
 
     at start   vLLM's own loaders run on a copy of the draft without memory ─► trace_slices: which rows or columns
                of each tensor they copy on this rank
     staging    reads these rows or columns only
     load       `Sliced`, a tensor of the whole shape: the loaders cut their part out of it as they would of any other
 
-A tensor that is cut in another way than by rows or columns is read whole, and so are all if a
-loader does not run so.
+A tensor that is cut in another way than by rows or columns is read whole. If a loader does not run
+on such a copy, all tensors are read whole.
 """
 
 from __future__ import annotations

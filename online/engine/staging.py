@@ -2,8 +2,7 @@
 
 A thread reads it, so a storage that hangs stops nothing else.
 
-    stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files
-    ─► done, or an error
+    stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files ─► done, or an error
     load  ─► copies from memory into the draft, while the engine is paused
     discard ─► frees the memory, at once or when the thread ends
 
@@ -125,7 +124,7 @@ def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
         return None
 
     def pin(buffer: Tensor) -> None:
-        # Not `pin_memory`: its blocks have a power of 2 of bytes, 2 GiB for 1.05.
+        # Not `pin_memory`, which rounds sizes up to a power of 2: 1.05 GiB would take 2.
         with torch.cuda.device(device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
@@ -135,7 +134,7 @@ def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
 
 def _anonymous(num_bytes: int) -> Tensor:
     """Allocate bytes that return to the system with the tensor and its views."""
-    # mmap refuses to make nothing.
+    # mmap refuses a length of 0.
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
 
 

@@ -138,7 +138,7 @@ class EngineStep:
         return [row[:count] for row, count in zip(rows, self.num_sampled_B.tolist(), strict=True)]
 
     def read_parts(self) -> list[StepPart]:
-        """The parts with exact starts and ranges. Waits for the device."""
+        """Return the parts with exact starts and ranges, after waiting for the device."""
         if self.starts_B is None:
             return self.parts
         starts = self.starts_B.tolist()

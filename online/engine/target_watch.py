@@ -3,10 +3,8 @@
 Records carry the version, LABEL@DIGEST; empty for the weights of the start.
 
     reload_weights, load_weights, a weight update, sleep at level 2 ─► has_moved
-    the end of an update, else the next engine step ─► settle: tied heads, digest, version ─►
-    records, status
-    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: another sum, e.g.
-    after `param.copy_`
+    the end of an update, else the next engine step ─► settle: tied heads, digest, version ─► records, status
+    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: another sum, e.g. after `param.copy_`
                                                 ─► settle
     a trainer names its weights (EngineCore.set_weight_version) ─► label
 

@@ -1,4 +1,4 @@
-"""Why a server cannot be reached, and the cure, in a line."""
+"""Explain in one line why a server cannot be reached, with the remedy."""
 
 import errno
 import socket

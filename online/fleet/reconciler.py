@@ -1,9 +1,9 @@
 """Pushes the current version to servers with another, in the background.
 
-A slow server delays nobody.
+A slow server does not delay the others.
 
-push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else
-remembered stop ─► ends all of them, before a rollout or a rollback swaps the servers itself
+    push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else remembered
+    stop ─► cancels all tasks, before a rollout or a rollback swaps the servers itself
 """
 
 import asyncio

@@ -15,7 +15,7 @@ published, but never current. A copy without links, as object storage makes it, 
 version of promoted.json.
 
 `repair` restores a registry from its intact files: the versions name their parents, both JSON files
-hold the id, and a damaged current version gives way to the one before.
+contain the id, and a damaged current version is replaced with the previous one.
 """
 
 import hashlib
@@ -114,7 +114,7 @@ class Registry:
         for path in missing:
             path.chmod(0o755)
         self.mended: list[str] = []
-        """A sentence for every damage that the owner found and mended."""
+        """A sentence for every damage that the owner found and repaired."""
 
     @contextmanager
     def owned(self) -> Iterator[None]:

@@ -3,11 +3,9 @@
 It is proven on live traffic first, and taken back if it fails.
 
                      ┌─ control group, still on the incumbent ─┐
-    candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─►
-    ... ─► whole fleet
+    candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─► ... ─► whole fleet
                      │                                             │                  │
-                     └──────────────── any failure ────────────────┴──────────────────┴─► every
-                     server to the incumbent
+                     └──────────────── any failure ────────────────┴──────────────────┴─► every server to the incumbent
 
     stage        consumes                 waits for                              unblocked by
     align        list of servers          every answering server                 all of them on the incumbent
@@ -15,32 +13,32 @@ It is proven on live traffic first, and taken back if it fails.
     warm-up      nothing                  caches and running requests to turn    a fixed time
     window       counters of both groups  an interval of the loss that decides   counts, or the timeout: inconclusive
     waves        the other servers        every server of the wave to swap       their status, and no alarm that
-                                                                                 the remaining
-                                                                                 servers lack
+                                                                                 the remaining servers lack
 
 The interval comes from the spread between polls, not between drafts: all drafts of a request are
-alike, so 2000 drafts of 70 requests say far less than 2000 separate ones. The groups are compared
-domain by domain, so a canary with more code than the control group looks neither better nor worse
-for it. Servers that miscount domains are compared by their totals. Nor does the number of draft
-tokens matter, which follows the load with `--pace auto`: tau is compared as if both groups had
-drafted equally many.
+similar, so 2000 drafts of 70 requests are much weaker evidence than 2000 separate ones. The groups
+are compared domain by domain, so the share of code in the canary's traffic makes no difference.
+Servers that miscount domains are compared by their totals. The number of draft tokens, which follows
+the load with `--pace auto`, makes no difference either: tau is compared as if both groups had
+drafted equally many tokens.
 
-With adaptive verification no number is free of the load, because vLLM leaves out the tokens that are
-least likely to be accepted: tau falls with the load, the accepted share rises, and an estimate from
-the verified tokens alone does too. So such servers are compared within a domain and a load, the
-number of requests in a step to within half an octave.
+With adaptive verification, every number depends on the load, because vLLM leaves out the tokens that
+are least likely to be accepted: with the load, tau falls, and the accepted share of the verified
+tokens rises. So such servers are compared within a domain and a load, which is the number of
+requests in a step to within half an octave.
 
-A trainer may move the target's weights meanwhile. A poll counts if all servers have the
-same weights at both ends, so a fleet that moves together is compared as any other.
+A trainer may change the target's weights during the comparison. A poll counts if all servers have
+the same weights at its start and at its end, so a fleet that changes together is compared normally.
 
-Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not
-enough until time is up, the candidate passes: a server drafts with it only while that is faster.
-So it does if someone sets another pace for a moment (`POST /redraft/pace`): one reading with the
-server's own pace is enough. A server that is told to draft nothing counts as one that paces itself.
+Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not enough
+before time is up, the candidate passes, because a server drafts with it only while that is faster.
+It also passes if someone sets another pace for a moment (`POST /redraft/pace`): one reading with the
+server's own pace is enough. A server that was set to draft nothing counts like one with
+`--pace auto`.
 
-With a control group, before and after are never compared: traffic changes by the minute, and harder
-traffic would be held against the candidate. Neither function raises for a server's failure; both
-can be repeated after a kill.
+With a control group, the time before the swap is never compared with the time after it: traffic
+changes by the minute, and the candidate would be blamed for harder traffic. Neither function raises
+an error for a server's failure; both can be repeated after a kill.
 """
 
 import asyncio

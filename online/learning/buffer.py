@@ -2,8 +2,7 @@
 
 Records in rolling SQLite files, limited in bytes and age, sampled for training.
 
-    append(read_frames(...)) ─► newest file ─ full or old ─► older files ─ over budget or age ─►
-    unlinked
+    append(read_frames(...)) ─► newest file ─ full or old ─► older files ─ over budget or age ─► unlinked
                                      └────────────┬─────────────┘
                     fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
 
@@ -15,8 +14,8 @@ order, and commits the number it has reached together with a checkpoint's name. 
 resumes the checkpoint of the newest commit and continues after this number. A checkpoint without a
 commit does not count: no record is trained twice by accident.
 
-A record is usable if it is of the learner's target, by fingerprint, and of no version that was left
-behind. The others are stored in the same files but never returned. After an upgrade of the target
+A record is usable if it belongs to the learner's target, by fingerprint, and not to an abandoned
+version. The others are stored in the same files but never returned. After an upgrade of the target
 the old records are foreign, and stay until they expire.
 """
 

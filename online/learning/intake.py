@@ -9,7 +9,7 @@ Removing a file acknowledges it: the records are on the buffer's disk by then.
 
 A kill between commit and unlink delivers the file twice; the buffer recognises the records by id.
 
-Nothing that lies in the spool may end or stall the learner, or fill its memory: records are read
+Nothing in the spool may stop or stall the learner, or fill its memory: records are read
 one by one and stored in batches of bounded size, a bad record is counted and set aside, and a file
 that cannot be read is passed over.
 

@@ -39,7 +39,7 @@ from redraft.online.records.record import CorruptRecordError, Record, decode_rec
 T = TypeVar("T")
 
 NUM_FILES = 16
-"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth."""
+"""Number of files in a full buffer. Deleting the oldest one removes about a sixteenth of it."""
 
 MAX_LATER_RECORDS = 1 << 24
 """More records than a file can contain: numbers after a file of a later release, which this one
@@ -47,7 +47,7 @@ cannot read, start beyond it.
 """
 
 WRITTEN_AGAIN = "rewritten.db"
-"""Name of a file while it is written again; one that is there at the start was not finished."""
+"""Name of a file while it is rewritten. One that exists at the start is incomplete."""
 
 REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 

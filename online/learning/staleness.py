@@ -1,6 +1,6 @@
 """Is the served draft still as good as it was?
 
-Acceptance on new held-out requests against that at its promotion.
+Acceptance on new held-out requests is compared with that at its promotion.
 
     then   the draft on the held-out requests of the time it became current
     now    the same draft on held-out requests that arrived since, so the two are independent

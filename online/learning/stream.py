@@ -2,8 +2,7 @@
 
 A record is acknowledged, and leaves the log, once it is on the buffer's disk.
 
-    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite,
-    acknowledge
+    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite, acknowledge
                   │ of a later layout                         │ disk full
                   └─► given back, delivered again later       └─► closed: all delivered again, in order
 

@@ -3,12 +3,11 @@
 The records of each step, the progress through them, and checkpoints to survive a kill.
 
     buffer.fresh(through) ─┐
-    buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint,
-    through)
+    buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint, through)
     anchors ───────────────┘
 
 A checkpoint counts once the buffer has committed it together with the sequence number training had
-reached. So every record is trained as new exactly once, also over a kill: before the resumed
+reached. So every record is trained as new exactly once, even across kills: before the resumed
 checkpoint, or after it.
 """
 

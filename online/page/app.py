@@ -9,7 +9,7 @@ It only reads the journal.
 | `/metrics` | Prometheus text, if a registry was given |
 
 There is no login, and the page shows addresses and numbers: serve it on a loopback address, or
-behind a proxy that authenticates users. It answers under addresses and local names alone, so that
+behind a proxy that authenticates users. It answers only under IP addresses and local names, so that
 no web site can read it from the operator's browser (`online.traffic.sockets`).
 """
 

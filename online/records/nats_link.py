@@ -5,7 +5,7 @@ Each has a separate inbox, the subject of the answers to it. Records reach the l
 inbox, so a user that may subscribe to `_INBOX.>` reads them all.
 
 The owner of a connection reconnects by itself: nats-py's own reconnection is off, because it would
-resend in secret.
+resend silently.
 """
 
 import asyncio

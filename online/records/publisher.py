@@ -70,8 +70,8 @@ class Publisher:
             self._num_bytes += sum(map(len, frames))
             self._make_room()
         if not self._thread.ident:
-            # Started by the first writer, to inherit its cores: capture's thread has given up those
-            # of the engine.
+            # Started by the first writer, so that it inherits capture's cores, which exclude the
+            # engine's.
             self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Publisher:
     async def _publish(self, client: Any) -> None:
         """Publish until the connection is lost or nothing is left to do."""
         stream = client.jetstream()
-        window_bytes = 1  # one record, until the broker proves it stores
+        window_bytes = 1  # one record, until the broker has proven that it stores
         while not (client.is_closed or self._is_done()):
             frames = self._take(window_bytes)
             if not frames:

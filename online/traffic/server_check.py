@@ -5,9 +5,8 @@
                         parameters a bare request is sampled
 
 A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config,
---override-generation-config,
---watermark-config.
-The check is repeated after the server was down, because it may have come back with other flags.
+--override-generation-config, --watermark-config. The check is repeated after every outage of the server,
+because it may have come back with other flags.
 
 It generates up to 1,026 answers of one token, at most once a minute. They are asked for with the
 operator's key if there is one, else with that of the first client that the server has answered.
@@ -29,7 +28,7 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 
 logger = logging.getLogger("redraft.tap")
 
-CHECK_S = 0.5  # Seconds between two looks whether the server is to be checked.
+CHECK_S = 0.5  # Seconds between two decisions whether to check the server.
 # minimum seconds between two checks that generated answers, or were refused with a key
 COST_PAUSE_S = 60.0
 TIMEOUT_S = 60.0

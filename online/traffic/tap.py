@@ -39,7 +39,7 @@ logger = logging.getLogger("redraft.tap")
 MAX_WAITING_RECORDS = 1024
 SHIP_INTERVAL_S = 1.0
 COMPLETE_S = 5.0  # for answers under way at the end
-MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other streams move on
+MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread, so that other streams continue
 
 
 @dataclass(frozen=True, kw_only=True)

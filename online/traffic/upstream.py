@@ -32,9 +32,11 @@ logger = logging.getLogger("redraft.upstream")
 CONNECT_TIMEOUT_S = 2.0  # to connect; the answer itself may take any time
 KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a connection closed at this moment would fail
 MAX_IDLE_CONNECTIONS = 128  # maximum number of idle connections per server; each uses a descriptor
-TIDY_S = 2.0  # Seconds between two looks for idle connections that have expired.
+TIDY_S = 2.0  # Seconds between two checks for expired idle connections.
 OUT_OF_FILES_TIMEOUT_S = 10.0
-RETRY_S = 0.05  # Without a free descriptor a request waits this long for one, and looks this often.
+RETRY_S = (
+    0.05  # Without a free descriptor a request waits this long for one, and checks this often.
+)
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 Header = tuple[bytes, bytes]  # name in lower case, value: raw, since values need not be text

@@ -71,7 +71,7 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let this process go on if its output ends: a closed pipe or terminal, or a full disk."""
+    """Let this process continue if its output closes: a closed pipe or terminal, or a full disk."""
     for name in ("stdout", "stderr"):
         now = getattr(sys, name)
         raw = _Outliving(now.fileno(), "w", closefd=False)
@@ -311,7 +311,7 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
 def find_config_type(module: ModuleType) -> type:
     """The type of a command's settings: the dataclass of its module whose name ends in `Config`.
 
-    It may stand in a module of its own (`MODULE_config`), and other commands' settings beside it.
+    It may be in a module of its own (`MODULE_config`), next to other commands' settings.
     """
     (found,) = (
         value

@@ -74,8 +74,8 @@ def main(cfg: RegenerateConfig) -> None:
         )
         if stats.already_there and cfg.target is None:
             print(
-                "those already there are taken for this model's, by its name: after a change, give "
-                "--overwrite"
+                "existing answers are attributed to this model by its name: if the model has "
+                "changed, pass --overwrite"
             )
         print(f"{stats} -> {cfg.output}")
 

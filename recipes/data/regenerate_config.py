@@ -4,11 +4,11 @@
           --split train_sft --output outputs/answers.jsonl
     $ redraft train standalone --target models/llama-8b --data.source outputs/answers.jsonl
 
-With --target, the engine is started here and stopped at the end. With --url, a server that runs
-already answers: any OpenAI-compatible one, e.g. `python -m vllm.entrypoints.launchers.api_server.entry
---model models/llama-8b`.
+With --target, the engine is started here and stopped at the end. With --url, a running
+server answers: any OpenAI-compatible one, e.g.
+`python -m vllm.entrypoints.launchers.api_server.entry --model models/llama-8b`.
 
-It can be interrupted at any time: the same command continues.
+After an interruption, run the same command again to continue.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Read recorded token ids again with the target, so that any engine's traffic trains a draft.
+"""Read recorded token ids again with the target, so that any engine's traffic can train a draft.
 
     $ redraft tap http://127.0.0.1:8080 --engine llama.cpp --target TARGET --spool ids --port 8001
     $ redraft data score ids --target TARGET --draft DRAFT --spool spool

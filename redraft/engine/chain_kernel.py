@@ -6,8 +6,8 @@ run.
 The input numbers of a step have 64 bits each. Floats are float64, so that products of probabilities
 equal those on the host to the last bit:
 
-    floor | least_first | oldest epoch | by length of a run in the request [N + 1] | by kind of a run
-    in the answers | (owner, hash of the owner) [B]
+    floor | least_first | oldest epoch | by length of a run in the request [N + 1] |
+    by kind of a run in the answers | (owner, hash of the owner) [B]
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     counts on the host ─► changed slots ─┐
     owners, floor, probabilities ────────┴─► one asynchronous copy per step ─► table ─► follow_chains
 
-The copy and the kernel are in one stream, so no chain reads a partly written slot. B = requests in
-a step, S = slots of the runner, T = tokens of the longest request, K = maximum number of draft
-tokens.
+The copy and the kernel are in one stream, so no chain reads a partly written slot.
+
+B = requests in a step, S = slots of the runner, T = tokens of the longest request, K = maximum
+number of draft tokens.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ the texts of finished requests:
     finish_requests ─► the text, copied ─► two steps later: counted ─► the table ─► propose
 
 Two steps later, the copy is complete, because vLLM plans no further ahead. All ranks of a server
-read a text in the same step, so their tables and draft tokens are identical. B = requests in a
-step, S = slots of the runner, K = maximum number of draft tokens.
+read a text in the same step, so their tables and draft tokens are identical.
+
+B = requests in a step, S = slots of the runner, K = maximum number of draft tokens.
 """
 
 from __future__ import annotations

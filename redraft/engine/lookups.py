@@ -5,8 +5,9 @@ without a head, because vLLM's kernel uses the last occurrence, and pads its dra
 it did not find.
 
 On V1, vLLM's `custom_class` would be enough for counted answers without a head. Using one way for
-both leaves vLLM's own statistics for n-grams in place. B = requests in a step, T = tokens of the
-longest request.
+both leaves vLLM's own statistics for n-grams in place.
+
+B = requests in a step, T = tokens of the longest request.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Small JSON files with a layout number and a CRC-32, which reveals damage.
 
-The two stand next to the other fields.
+Both are stored next to the other fields.
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 

@@ -1,7 +1,9 @@
 """Chains on the device against the lookup on the host, token by token, in Triton's interpreter.
 
-`test_lookup_on_device.py` runs this file in a process that has Triton. B = requests of a step,
-S = slots of the runner, T = tokens of the longest request, K = most draft tokens.
+`test_lookup_on_device.py` runs this file in a process that has Triton.
+
+B = requests of a step, S = slots of the runner, T = tokens of the longest request, K = most draft
+tokens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 Kernels, FlexAttention, streams, and a training step of each family beside the CPU's.
 
-`make test-gpu`. M = draft rows, W = draft vocabulary, D = hidden, R = rows of logits, V = target
-vocabulary, B = requests, J = draft tokens of a request.
+`make test-gpu`.
+
+M = draft rows, W = draft vocabulary, D = hidden, R = rows of logits, V = target vocabulary, B =
+requests, J = draft tokens of a request.
 """
 
 from __future__ import annotations

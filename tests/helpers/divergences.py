@@ -122,11 +122,9 @@ def neg_log_alpha(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
 
 
 def lk_hybrid(log_p_MX: Tensor, log_q_MX: Tensor, eta: float) -> Tensor:
-    """w KL(p || q) + (1 - w) TV(p, q), [M], where w = exp(-eta alpha) is held constant (arXiv
+    """w KL(p || q) + (1 - w) TV(p, q), [M], where w = exp(-eta alpha) is held constant.
 
-    2602.23881).
-
-    KL leads while the draft is poor, TV once it is good.
+    From arXiv 2602.23881. KL leads while the draft is poor, TV once it is good.
     """
     tv_M = total_variation(log_p_MX, log_q_MX)
     # eta = 3: KL weighs 1 at alpha 0, 0.22 at 0.5, 0.07 at 0.9.

@@ -3,8 +3,9 @@
 It decodes for `reference` and checks the forecast.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The output follows the target's
-distribution exactly, whatever the draft proposes. V = vocabulary, K = num_speculative_tokens. p =
-target, q = draft.
+distribution exactly, whatever the draft proposes.
+
+V = vocabulary, K = num_speculative_tokens. p = target, q = draft.
 """
 
 from __future__ import annotations

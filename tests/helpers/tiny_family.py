@@ -2,8 +2,9 @@
 
     h[t, k] = norm(fc(concat aux[t]) + embed(x[t+1]) + offset[k]),   k = 0, 1, ...,   predicts x[t+2+k]
 
-It predicts a whole block at once from some layers of the target. B = batch, T = tokens, K = draft
-tokens of a block.
+It predicts a whole block at once from some layers of the target.
+
+B = batch, T = tokens, K = draft tokens of a block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What speculators' trainer is fed: its own loss on it is the loss of our steps.
 
-The feed goes through its own collate function and its own shift. B = batch, T = tokens.
+The feed goes through its own collate function and its own shift.
+
+B = batch, T = tokens.
 """
 
 from __future__ import annotations

