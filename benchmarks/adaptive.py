@@ -1,4 +1,4 @@
-"""Decisions under adaptive verification, simulated: what do a canary and the alarm make of the load?
+"""Simulated decisions under adaptive verification: how do canary and alarm react to the load?
 
 One draft at several loads. vLLM's rule admits the tokens with the highest estimated survival, as many
 as the cost of rows is worth, so tau falls with the load and the accepted share of verified tokens
@@ -60,7 +60,7 @@ STEP_MS = price_rows()
 
 @dataclass
 class Server:
-    """Steps of a server; its requests differ, and each stays as it is for its life."""
+    """Steps of a server; its requests differ, and each keeps its properties until its end."""
 
     rng: np.random.Generator
     loss: float = 0.0

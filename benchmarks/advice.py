@@ -6,7 +6,7 @@ $ python -m benchmarks.advice    # with the draft of `make demo-tiny`; if there 
 
 A server without a draft and one for every number of draft tokens run at the same time and get their
 loads in turn, as in `redraft bench`. Speed-ups are medians of ratios to the server without a draft.
-The advice is given the rounds with the most draft tokens only; it has to predict the rest. A ratio
+The advice uses only the rounds with the most draft tokens, and has to predict the rest. A ratio
 below the requirement is printed, and is not an error.
 """
 

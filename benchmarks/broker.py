@@ -1,6 +1,6 @@
 """Find the nats-server that benchmarks, the soak and the tests run.
 
-The one that `make env` installs.
+`make env` installs it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ How often are they wrong, if the truth is known?
                 often does the load alone return an equal draft or raise the alarm? How often is a worse draft found?
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
-    sleep       a learner that sleeps: how often does it wake though nothing changed, how soon after a drift?
-    intervals   how often does a 95% interval over 16, 32 or 64 prompts hold the truth?
+    sleep       a learner that sleeps: how often does it wake although nothing changed, and how soon after a drift?
+    intervals   how often does a 95% interval over 16, 32 or 64 prompts contain the truth?
     doctor      how many faults planted into a sound head does `redraft doctor` name? (`benchmarks/planted.py`)
     served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
 
@@ -351,7 +351,7 @@ def _simulate_polls(
 
 
 def _find_chance(tau_TN: Array) -> Array:
-    """The chance of each token to be accepted, at which NUM_TOKENS have this tau."""
+    """The acceptance probability of each token with which NUM_TOKENS have this tau."""
     chances = np.linspace(0, 1, 1001)
     return np.interp(tau_TN, 1 + sum(chances**power for power in range(1, NUM_TOKENS + 1)), chances)
 

@@ -114,7 +114,7 @@ def main(cfg: Config) -> None:
     for model in (cfg.target, cfg.head):
         if not (model / "config.json").is_file():
             raise FileNotFoundError(
-                f"{model} is not there: give --target and --head, a head for it"
+                f"{model} does not exist: set --target, and --head to a head for it"
             )
     report: dict[str, Any] = {"config": asdict(cfg), "environment": environment()}
     try:
@@ -326,7 +326,7 @@ def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
     """Return prompts of `length` tokens of the standard library, with different beginnings."""
     tokenizer = load_tokenizer(cfg.target)
     texts = (str(conversation["messages"]) for conversation in stdlib_conversations())
-    # They are cut here, so a warning that they are long would mislead.
+    # They are cut here, so a warning about their length would be misleading.
     tokens = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
     long = (ids[:length] for ids in tokens if len(ids) >= length)
     return [Prompt(token_ids=list(ids)) for ids in islice(long, count)]
@@ -429,7 +429,7 @@ class Swapped:
     after: Sent
     """The prompts of before, sent at once after the swap."""
     texts_equal: bool
-    """Every answer that ran during the swap is as without a swap."""
+    """Whether every answer that ran during the swap equals the one without a swap."""
 
 
 class SwapBench:

@@ -297,7 +297,7 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
     publisher.start()
     with subprocess.Popen([executable, "-c", str(config)], stderr=subprocess.DEVNULL) as broker:
         try:
-            ours.recv()  # the publisher has made its records
+            ours.recv()  # the publisher has created its records
             yield Bench(
                 cfg.records, cfg.traffic.vocab_size, folder, f"nats://127.0.0.1:{port}", ours
             )

@@ -1,4 +1,4 @@
-"""Drafts of redraft in llama.cpp on a CPU, beside the forecast and beside vLLM.
+"""Compare redraft's drafts in llama.cpp on a CPU with the forecast and with vLLM.
 
 $ python -m benchmarks.llama_cpp                     # trains four drafts, a few minutes each
 $ python -m benchmarks.llama_cpp --drafts outputs/bench/llama_cpp --families eagle3 dflash
@@ -135,7 +135,7 @@ def find_draft(cfg: Config, name: FamilyName) -> Path:
 def write_target(target: TargetFolder, path: Path) -> Path:
     """The target in float32.
 
-    Its tokenizer has the right tokens and splits text otherwise: the prompts are token ids.
+    Its tokenizer has the right tokens but splits text differently, so the prompts are token ids.
     """
     architecture, keys, tensors = read_model(target.folder)
     tokens = target.tokenizer.convert_ids_to_tokens(list(range(target.text_config.vocab_size)))

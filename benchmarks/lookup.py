@@ -100,7 +100,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.rounds < 6:
-            raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
+            raise ValueError(
+                f"--rounds {self.rounds} is too few for a 95% interval: give at least 6"
+            )
 
 
 def main(cfg: Config) -> None:

@@ -1,17 +1,17 @@
 """What each part of redraft costs a server, against a plain `vllm serve` with vLLM's defaults.
 
 $ python -m benchmarks.overhead                          # SmolLM2-135M-Instruct, 90 minutes on two quiet cores
-$ python -m benchmarks.overhead --parts head states      # the same command goes on after a kill
+$ python -m benchmarks.overhead --parts head states      # after a kill, the same command continues
 $ python -m benchmarks.overhead --target tests/assets/tiny-target --parts waits --rounds 6 --max-tokens 8
 
-A part is one server, beside the plain one and beside the server that lacks this part alone. They
+A part is one server, compared with the plain one and with the server that lacks only this part. They
 answer the same requests in interleaved blocks, and only one of them computes at a time. Every block
 has a cache salt of its own, so a request is new to the prefix cache beyond the prefix that it shares
 by design. Draft tokens change the speed of an answer, so servers with a draft propose none, apart
 from vLLM's own speculation.
 
     questions   short prompts that share nothing
-    sessions    four turns: each prompt repeats the one before and goes on, after a long prefix
+    sessions    four turns: each prompt extends the previous one, after a long prefix
 
 Speeds and times are medians over rounds of the ratio within a round, with 95% intervals. `prefill` is
 by the engine's clock, and `first_token` by the client's. `cpu` is the CPU time of the server's
@@ -132,7 +132,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.rounds < 6:
-            raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
+            raise ValueError(
+                f"--rounds {self.rounds} is too few for a 95% interval: give at least 6"
+            )
         if "plain" in self.parts:
             raise ValueError(
                 "--parts plain: every part is compared with the plain server, so leave it out"
@@ -368,7 +370,7 @@ def measure_block(
 ) -> Block:
     port = httpx.URL(server.url).port
     assert port is not None
-    time.sleep(IDLE_S)  # the worker of the server before still waits for work
+    time.sleep(IDLE_S)  # the previous server's worker is still spinning
     tree = find_tree(port)
     learner = find_learner(port) if has_learner else None
     if learner:

@@ -69,9 +69,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.rounds < 6:
-            raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
+            raise ValueError(
+                f"--rounds {self.rounds} is too few for a 95% interval: give at least 6"
+            )
         if unknown := set(self.loads) - set(LOADS):
-            raise ValueError(f"--loads {' '.join(sorted(unknown))}: choose of {', '.join(LOADS)}")
+            raise ValueError(f"--loads {' '.join(sorted(unknown))}: choose from {', '.join(LOADS)}")
 
 
 Rates = dict[str, dict[str, list[float]]]
@@ -131,7 +133,7 @@ class Server:
         wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
 
     async def take(self, pace: str) -> dict[str, Any]:
-        """Change the pace; returns the status of the one before. Raises: httpx.HTTPError."""
+        """Change the pace, and return the status of the previous one. Raises: httpx.HTTPError."""
         async with httpx.AsyncClient(timeout=60, headers=self._headers) as http:
             status = await http.get(f"{self.url}/redraft/status")
             (await http.post(f"{self.url}/redraft/pace", json={"pace": pace})).raise_for_status()

@@ -4,7 +4,7 @@ One table for tests and documents.
 
 Every fault is planted twice: into a head as redraft publishes it, with provenance and without its
 manifest (with the manifest every changed byte is named), and into the same head as another trainer
-would hand it on, without a trace of its training. The engine is left out: it agrees with a damaged
+would publish it, without a trace of its training. The engine is left out: it agrees with a damaged
 head number by number, and counts what the forecast does, so acceptance is taken from the target's
 answers.
 """
@@ -320,7 +320,7 @@ class Row:
 
     @property
     def is_named(self) -> bool:
-        """A problem or a doubt has the expected words, and a cure."""
+        """Whether a problem or a doubt has the expected words, and a fix."""
         return bool(self.expected) and any(
             self.expected in each.problem and each.cure for each in self.findings
         )

@@ -7,7 +7,7 @@
     $ python -m benchmarks.states --storages /dev/shm/states s3://states/bench
 
 A storage is a folder, or any URL that fsspec knows: s3:// needs the package s3fs, and
-AWS_ENDPOINT_URL for a server of one's own. moto is a server for tests, written in Python: its MB/s
+AWS_ENDPOINT_URL for your own server. moto is a server for tests, written in Python: its MB/s
 are a lower bound for a real one. The writer is `write_states`, as in `redraft
 serve-features`, and the reader `Storage.take`, as in a training. Rounds are interleaved.
 
@@ -35,7 +35,7 @@ from redraft.distill.signal.storage import StatesFormat
 @dataclass(frozen=True, kw_only=True)
 class Config:
     storages: tuple[str, ...] = ("/dev/shm/redraft-states-bench",)
-    """Folders or URLs to send states through."""
+    """Folders or URLs through which states are sent."""
     tokens: int = 2048
     """Tokens of a text."""
     layers: int = 4
@@ -43,7 +43,7 @@ class Config:
     hidden: int = 4096
     """Numbers of a state."""
     texts: int = 8
-    """Texts of a round, one after the other."""
+    """Texts of a round, one after another."""
     rounds: int = 3
     output: Path = Path("outputs/states.json")
 

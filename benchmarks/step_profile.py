@@ -1,4 +1,4 @@
-"""Where does a drafted step of vLLM go, from scheduler to sampler, and what of it is redraft's?
+"""Where does the time of a drafted step of vLLM go, and which part of it is redraft's?
 
 $ python -m benchmarks.step_profile --draft outputs/eagle3/draft       # SmolLM2 on a CPU, 10 minutes
 $ python -m benchmarks.step_profile --draft HEAD --num-speculative-tokens 3 --steps 40
@@ -94,7 +94,7 @@ class Config:
     def __post_init__(self) -> None:
         require_least(self, "", steps=1, warm_up=1)
         if min(self.num_speculative_tokens, default=0) < 1:
-            raise ValueError("--num-speculative-tokens takes numbers of 1 or more")
+            raise ValueError("--num-speculative-tokens: give numbers of at least 1")
 
 
 def main(cfg: Config) -> None:

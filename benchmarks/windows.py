@@ -8,12 +8,12 @@ $ python -m benchmarks.windows --target tests/assets/tiny-target --lengths 64 12
 EAGLE-3 heads of one target are trained on files of the Python standard library: with a window and
 without, on rows of each of `lengths`, all on as many tokens. Their tau is forecast on other files,
 which the target continues from each of `contexts` tokens on. `tau_full_N` and `tau_window_N` are of
-the heads trained on the longest rows, at N tokens of context; those of the shorter rows stand below
+the heads trained on the longest rows, at N tokens of context; those of the shorter rows are below
 `trained_at`. Each tau has its 95% interval over prompts.
 
-The times are estimates from counted tokens: 4 heads x 24 steps x 8,192 tokens are 0.8 million tokens
-of training (the long form has 66 million), at 600 tokens/s of one thread. A killed run continues
-with the same command: heads that are done, and batches of prompts, are not computed again.
+The times are estimates from counted tokens: 4 heads x 24 steps x 8,192 tokens are 0.8 million
+tokens of training (the long form has 66 million), at 600 tokens/s of one thread. After a kill, the
+same command continues: heads that are done, and batches of prompts, are not computed again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Config:
     steps: int = 24
     """Training steps of each head."""
     tokens_per_step: int = 8192
-    """Tokens of a training step; by the length of a row, the batch has fewer rows or more."""
+    """Tokens of a training step. The number of rows in a batch follows from their length."""
     num_steps: int = 3
     """Draft tokens to train and to forecast."""
     num_prompts: int = 10

@@ -1,7 +1,7 @@
 """Traffic like that of a fleet, from texts of the Python standard library.
 
     questions    one question at a time, each on its own
-    agents       sessions of four turns with results of tools, behind one long prefix
+    agents       sessions of four turns with results of tools, after one long prefix
     retrieval    long prompts of documents, and short answers
     batch-8, batch-16    questions of as many clients
 

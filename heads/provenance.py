@@ -1,8 +1,8 @@
 """The origin of a published folder: the keys of provenance.json that a program reads.
 
-Each writer sets some of them, and adds others for human readers. Missing keys get their defaults; unknown
-ones, of a later release, are ignored. Sections of other packages stay raw; those packages convert
-them.
+Each writer sets some of them, and adds others for human readers. Missing keys get their defaults;
+unknown ones, of a later release, are ignored. Sections of other packages stay raw; those packages
+convert them.
 """
 
 import math

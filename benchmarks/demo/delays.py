@@ -3,9 +3,9 @@
     arrival ── waiting ──► its step ── training, judging, publishing ──► canary ── swap ──► first use
                                         and idle, over several candidates                   ── rollout ──► all servers
 
-By the journal alone. A step knows how long its fresh records have waited. From its end to the first
-swap to a version, the phases of the learner divide the time without a gap. A record that was trained
-into a draft that was given up is never served.
+The only source is the journal. A step's entry contains how long its fresh records have waited. From
+its end to the first swap to a version, the phases of the learner divide the time without a gap. A
+record that was trained into an abandoned draft is never served.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def distil_on(
 ) -> Iterator[int]:
     """Train the draft in steps of `rows` x 1,024 tokens.
 
-    Yields the number of labels read, also before the first step.
+    Yields the number of labels read so far, for the first time before the first step.
     """
     data, num_labels = PackedDataset(samples, sequence_length=1024), 0
     accelerator, signal = (

@@ -107,7 +107,7 @@ class Beside:
         """Measure a block; None if a request failed, because then its pair says nothing."""
         failed = len(self.failures)
         with self.resting() if url == self.plain else nullcontext():
-            await asyncio.sleep(IDLE_S)  # the worker of the one before spins
+            await asyncio.sleep(IDLE_S)  # the previous server's worker is still spinning
             answers = await self._answer(url, workload, sessions)
         if len(self.failures) > failed:
             return None
@@ -154,7 +154,7 @@ class Beside:
     async def _count(self, url: str) -> Counted:
         await asyncio.sleep(
             IDLE_S
-        )  # /metrics has the last step shortly after the client its tokens
+        )  # /metrics includes the last step shortly after the client has received its tokens
         async with httpx.AsyncClient(timeout=60) as http:
             page = (await http.get(f"{url}/metrics")).raise_for_status().text
         counts = find_counts(page) or AcceptanceCounts.zero()

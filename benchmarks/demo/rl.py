@@ -5,7 +5,7 @@
     $ python -m benchmarks.demo.rl --overwrite --updates 8
 
 TRL's GRPO trains the small target on answers of a real server with a draft, capture and learner
-(recipes/rl_grpo.py). Each update is pushed into the server, whose clients notice nothing. Three
+(recipes/rl_grpo.py). Each update is pushed into the server, whose clients do not notice. Three
 drafts are compared on the rollouts of each update: one that stays as it was, one that was trained
 on answers of the first policy, and the learner's, which begins as the second. No question is asked
 twice, so no draft has seen an answer. Records and forecasts are of the policy that they name, whose
@@ -70,7 +70,7 @@ from redraft.recipes import rl_grpo
 from redraft.recipes.cli.run import run_recipe
 
 QUESTIONS, GENERATIONS, MAX_TOKENS = 8, 4, 64
-"""Questions of an update, answers to each, and their greatest length."""
+"""Questions of an update, answers to each, and their maximum length in tokens."""
 TEMPLATE = Path(__file__).parent / "templates" / "rl.html.j2"
 DRAIN_S = 600.0
 """Deadline for the learner to store the last records."""
@@ -210,7 +210,7 @@ class Play:
         )  # fmt: skip
         with server as serving:
             await serving.ready()
-            # A bystander, whom no push may disturb. It is not recorded.
+            # An unrelated client, which no push may disturb. It is not recorded.
             prompts = {"code": itertools.cycle(self.ask(self.conversations[1]["code"], 100))}
             traffic = Traffic(
                 [serving.url], prompts, clients=1, max_tokens=MAX_TOKENS, pause_s=1, captured=False

@@ -1,6 +1,6 @@
 """The fine-tune case.
 
-How many labels does the old draft need on the new target, and how many a new draft?
+How many labels do the old draft and a new draft need on the new target?
 
 The small target learns C++, from headers that PyTorch brings along. Both drafts then train on its
 answers.

@@ -11,10 +11,10 @@ draft a repeated one whole. Speed is measured in pairs of blocks of further ques
 one at the server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the
 server with itself at 0 draft tokens, with the learner running in both cases, not with a plain vLLM.
 Nothing is measured while a version is rolled out. In the middle, SIGKILL ends all processes, and
-the same command continues. Then the workloads of `benchmarks.workloads` compare it with a plain `vllm serve`,
-beside which the learner rests: `never_slower`. At the end the command starts again with
-`--draft head`, which measures the head without counted answers, and the answers are compared with
-the target's.
+the same command continues. Then the workloads of `benchmarks.workloads` compare it with a plain
+`vllm serve`, beside which the learner rests: `never_slower`. At the end the command starts again
+with `--draft head`, which measures the head without counted answers, and the answers are compared
+with the target's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default bfloat16 if the target is stored so and this
+    """Dtype of the target. Default: bfloat16 if the target is stored so and this
     machine computes in it; for the small target float32.
     """
     parts: Path = Path("outputs/parts")
@@ -118,7 +118,7 @@ class Config:
     def __post_init__(self) -> None:
         for flag, pairs in (("pairs", self.pairs), ("workload-pairs", self.workload_pairs)):
             if pairs < 6:
-                raise ValueError(f"--{flag} {pairs} give no 95% interval: 6 or more")
+                raise ValueError(f"--{flag} {pairs} is too few for a 95% interval: give at least 6")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Pair:
     """Two blocks of as many questions."""
 
     s: float
-    """Seconds since the server was ready first."""
+    """Seconds since the server was first ready."""
     clients: int
     auto: float
     """Tokens/s at the server's own pace."""
@@ -176,7 +176,7 @@ def main(cfg: Config) -> None:
 
 @dataclass
 class Play:
-    """The command, its clients, and everything seen."""
+    """The command, its clients, and all observations."""
 
     cfg: Config
     target: Path
@@ -184,10 +184,10 @@ class Play:
     kv_bytes: int
     questions: Sequence[Prompt]
     longest: int = MAX_MODEL_LEN
-    """Longest text of the servers, in tokens."""
+    """Maximum length of the servers' texts, in tokens."""
     pairs: list[Pair] = field(default_factory=list)
     restarts_s: list[float] = field(default_factory=list)
-    """Moments of the kill and of the answer after it, in seconds since the server was ready first.
+    """Times of the kill and of the first answer after it, in seconds since the server was first ready.
     """
     _process: Any = None
 

@@ -1,6 +1,6 @@
 """Check everything that only a GPU runs, in fifteen minutes on one card.
 
-Without a GPU, all that needs none.
+Without a GPU, it runs everything that needs none.
 
     $ python -m benchmarks.gpu                       # every phase, the most valuable first
     $ python -m benchmarks.gpu --phases facts tests --tests "norm or attention"
@@ -13,8 +13,8 @@ Without a GPU, all that needs none.
     loss     the fused loss alone                                                               loss.json
     engine   vLLM: its model runner, CUDA graphs, capture and swaps                             engine.json
 
-Each phase is a process with a time limit and writes its file at every result, so that a kill loses
-one phase at most. Its log is beside the file. `tests` and `train` measure no time and run side by
+Each phase is a process with a time limit and writes its file after every result, so that a kill loses
+at most one phase. Its log is beside the file. `tests` and `train` measure no time and run side by
 side. On a CPU, step, loss and engine are left out.
 """
 

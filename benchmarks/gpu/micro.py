@@ -69,7 +69,7 @@ def product_into_float32(device: torch.device) -> dict[str, float]:
 def rows_without_a_number(device: torch.device) -> dict[str, Any]:
     """A NaN or an overflow in the target's state makes the loss NaN in every form.
 
-    Otherwise a step into nonsense would be taken.
+    Otherwise, a meaningless step would be taken.
     """
     hidden_MD, target_CD = (random(64, 64, device=device) for _ in range(2))
     head_WD, target_head_VD = (random(1000, 64, device=device) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Trainings end to end, by the product's command, on a small target of random weights.
+"""Trainings end to end, with the product's command, on a small target of random weights.
 
-The loss falls, the export is there, and a run that is resumed ends as the unbroken one.
+The loss falls, the export exists, and a resumed run has the same result as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Picture:
         for pattern in self.files:
             named = sorted(path for path in ROOT.glob(pattern) if path.is_file())
             if not named:
-                raise FileNotFoundError(f"{self.path} is made from {pattern}, which is not there")
+                raise FileNotFoundError(f"{self.path} is made from {pattern}, which does not exist")
             for path in named:
                 found.update(f"{path.relative_to(ROOT)} {sha256(path)}\n".encode())
         return found.hexdigest()

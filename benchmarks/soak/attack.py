@@ -1,6 +1,6 @@
 """The attacker: a raw-socket client that sends what no honest client sends.
 
-It sends bursts of requests to one door after the other.
+It sends bursts of requests to one door after another.
 
 a burst    some well-known attacks, and mutations of the door's requests: bad lengths, upgrades, pipelining, half heads
            and bodies, header lines of 9,000 bytes, trailers, chunk extensions, answers that nobody reads,
@@ -481,7 +481,7 @@ async def _shoot(port: int, shot: Shot, slots: asyncio.Semaphore, held: AsyncExi
 
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection without a farewell."""
+    """A connection that is closed without a shutdown."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer

@@ -86,7 +86,7 @@ class Injected:
     seconds: float
     """From the injection until its target was well again."""
     problem: str = ""
-    """The reason why it was not survived; empty if it was."""
+    """The reason why the service did not survive it; empty if it did."""
 
 
 async def inject(world: World, fault: Fault) -> Injected:
@@ -168,7 +168,7 @@ async def _until_ended(process: Supervised) -> None:
     while run.ended_s is None:
         if time.monotonic() > end_s:
             raise NotSurvivedError(
-                f"{process.name} runs on a minute after kill -9 of it or its engine"
+                f"{process.name} is still running a minute after kill -9 of it or its engine"
             )
         await asyncio.sleep(0.1)
 
@@ -318,7 +318,7 @@ async def _publish_hostile(world: World, count: int = 100) -> int:
 
 
 async def poison_spool(world: World, target: str) -> None:
-    """Write files of hostile records, and things that are no files, into the spool."""
+    """Write files of hostile records, and entries that are not files, into the spool."""
     number = world.rng.randrange(1 << 30)
     for i in range(20):
         content = b"".join(_draw_hostile(world, number + 5 * i + j) for j in range(5))
@@ -381,7 +381,7 @@ async def tear_learner(world: World, target: str) -> None:
 
 
 def _tear_journal(folder: Path) -> None:
-    """A last line without its end, and bytes that are no text."""
+    """A last line without its end, and bytes that are not text."""
     with (
         suppress(OSError),
         max((folder / "journal").glob("journal-*.jsonl"), default=folder / "none").open(

@@ -1,6 +1,6 @@
-"""The judge: was everything survived?
+"""The judge: did the service survive everything?
 
-Pure functions of what was seen.
+Its functions are pure functions of the observations.
 
 faults     every target was well again, and no process ended that nobody had killed
 records    every record that the broker, or the spool, acknowledged is stored, by id: no fault is long enough to let any
@@ -28,7 +28,7 @@ MIN_LIFE_S = 120.0
 """Seconds below which a life says nothing about growth."""
 
 MIN_TOLD = 6
-"""Fewest changes of phase by which a learner's memory is judged."""
+"""Minimum number of changes of phase to judge a learner's memory."""
 
 FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 64 << 20, 64
 """A process is flat if it grows by less than this share, or by less than these bytes: allocators
@@ -42,7 +42,7 @@ class FaultSeen:
     at: str = ""
     """Time of the injection, UTC, to find it in the logs."""
     problem: str = ""
-    """The reason why it was not survived; empty if it was."""
+    """The reason why the service did not survive it; empty if it did."""
     seconds: float = 0.0
     """From the injection until its target was well again."""
 
@@ -144,13 +144,13 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Everything the judge looks at."""
+    """All observations that the judge uses."""
 
     faults: Sequence[FaultSeen]
     num_planned: int
     """Number of faults that were asked for."""
     records: Mapping[str, RecordsSeen]
-    """By the way they took: log and spool."""
+    """By their route: log and spool."""
     served: Mapping[str, str]
     """Version that each server serves at the end; empty if it does not answer."""
     current: str
@@ -158,7 +158,7 @@ class Seen:
     num_promoted: int = 0
     """Versions that became current during the soak."""
     must_promote: bool = False
-    """The soak is long enough for a rollout under fire."""
+    """Whether the soak is long enough for a rollout under faults."""
     requests: Mapping[str, int]
     """Number of requests by verdict: answered, left, told, cut, untold."""
     untold: Sequence[str] = ()
@@ -166,7 +166,7 @@ class Seen:
     attack: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the attacker, `Attack.describe`."""
     must_attack: int = 0
-    """Fewest requests of the attacker."""
+    """Minimum number of the attacker's requests."""
     lives: Sequence[LifeSeen] = ()
 
 

@@ -104,7 +104,7 @@ ONE_ROW: dict[str, Any] = {
 
 
 def make_bomb(number: int = 0) -> bytes:
-    """About 2 kB that unpack to 60 MB of a record nothing else is wrong with."""
+    """About 2 kB that unpack to 60 MB of an otherwise valid record."""
     tokens = 60_000_000 // (4 + 2 * SHAPE[1])  # an id and a hidden state each
     return encode_record(
         make_record(number, context=bytes(4 * tokens), output=i32(1), row_positions=i32(tokens),

@@ -5,12 +5,12 @@ At the end, judge whether it survived all of them.
     $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
     $ python -m benchmarks.soak --overwrite --minutes 3 --faults 12 --seed 7
 
-Two real vLLM servers, a tap before each, a real nats-server and two learners run below a supervisor that
-starts them again whenever they end. Clients stream, hang up, ask for several answers and opt out.
-Meanwhile processes are killed and stopped, disks fill up and hang, clocks jump, hostile records
-arrive, and an attacker sends mutated requests. Everything stays on this machine. Full and hung
-disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without them
-these faults are left out. The exit status is 1 if anything was not survived.
+Two real vLLM servers, a tap before each, a real nats-server and two learners run below a supervisor
+that starts them again whenever they end. Clients stream, hang up, ask for several answers and opt
+out. Meanwhile processes are killed and stopped, disks fill up and hang, clocks jump, hostile
+records arrive, and an attacker sends mutated requests. Everything stays on this machine. Full and
+hung disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without
+them these faults are left out. The exit status is 1 if the service did not survive everything.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ several minutes, and faults set it back.
 """
 
 ATTACKS_PER_MINUTE = 10_000 / 30
-"""Fewest requests of the attacker."""
+"""Minimum number of the attacker's requests."""
 
 PROGRESS_S = 10.0
 
@@ -288,7 +288,7 @@ async def play_faults(
         traffic = tasks.create_task(clients.run(is_over))
         tasks.create_task(attack.run(is_over, 60 * BURST / (1.3 * ATTACKS_PER_MINUTE)))
         progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
-        # The inner group ends when the service has survived every fault, or not. Traffic and
+        # The inner group ends when every fault has a result. Traffic and
         # progress continue.
         async with asyncio.TaskGroup() as faults:
             busy: set[str] = set()
@@ -475,7 +475,7 @@ def sum_dropped(journal: Path) -> Counter[str]:
     for entry in Journal(journal).read().entries:
         if isinstance(entry, BufferEntry):
             now = Counter(entry.dropped)
-            # A fallen count belongs to a new life: the last one of the life before is final.
+            # A count that has decreased belongs to a new life: the last count of the previous life is final.
             if any(now[reason] < count for reason, count in last.items()):
                 total += last
             last = now

@@ -183,7 +183,7 @@ class Stage:
         return {
             "LD_PRELOAD": str(self.faketime),
             "FAKETIME_TIMESTAMP_FILE": str(self.clock_file(name)),
-            # The file is looked at once a second. The monotonic clock and the times of files stay
+            # The file is read once a second. The monotonic clock and the times of files stay
             # true: only the wall clock jumps.
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",

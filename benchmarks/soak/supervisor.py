@@ -37,9 +37,9 @@ class Run:
 
     pid: int
     began_s: float
-    """Monotonic time, as all times here."""
+    """Monotonic time, like all times in this module."""
     ready_s: float | None = None
-    """When it first listened on its port; its beginning for a process without a known port."""
+    """Time when it first listened on its port; the time of its start if it has no known port."""
     ended_s: float | None = None
     exit_status: int | None = None
     is_wanted: bool = False

@@ -1,13 +1,13 @@
-"""Which settings train the better head? Each alone against the default.
+"""Which settings train the better head? Each setting is compared with the default.
 
 $ python -m benchmarks.studies.recipe                      # EAGLE-3 for SmolLM2, nine hours on two cores
 $ python -m benchmarks.studies.recipe --family dflash      # with D-PACE, by speculators' trainer
 
 Every setting trains for the same minutes as the default, with the same rows of answers in the same
-order for each seed, and its last head is judged on the same held-out questions. The gain in tau over
-the default has a 95% interval over questions and seeds; a setting is better if that excludes zero. On
-two cores half an hour holds few steps of the default size, so all steps have one row of 2,048 tokens;
-the settings of `rows` have more.
+order for each seed, and its last head is judged on the same held-out questions. The gain in tau
+over the default has a 95% interval over questions and seeds; a setting is better if that excludes
+zero. On two cores, half an hour is enough for only a few steps of the default size, so all steps
+have one row of 2,048 tokens; the settings of `rows` have more.
 
 table.json has a row for each setting. Once it is measured on a quiet machine, commit it as
 benchmarks/studies/recipe.json: a test then fails until the defaults in heads/catalog.py and
@@ -58,7 +58,7 @@ class Setting:
     rows: int = 1
     trainer: str = "redraft"
     against: str = DEFAULT
-    """The setting to compare with."""
+    """The setting that this one is compared with."""
     settings: tuple[str, ...] = ()
     """Of a peer."""
 
@@ -128,7 +128,7 @@ class Config:
     num_questions: int = 64
     """Held-out questions that judge the heads."""
     max_tokens: int = 128
-    """Longest answer to a question, in tokens."""
+    """Maximum length of an answer, in tokens."""
     num_speculative_tokens: int = 3
     """Draft tokens of a step."""
     threads: int = 2
@@ -271,7 +271,7 @@ def find_unadopted(table: Mapping[str, Any]) -> list[str]:
 
 
 def is_default(family: str, flags: Sequence[str]) -> bool:
-    """Whether `redraft train` without these flags trains as with them."""
+    """Whether these flags equal the defaults of `redraft train`."""
     recipe, _ = train.choose_recipe([family], "redraft train")
     return bool(parse_recipe(recipe, flags) == parse_recipe(replace(recipe), []))
 

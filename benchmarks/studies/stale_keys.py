@@ -1,4 +1,4 @@
-"""What a head loses if the keys of its prompt are those of another head, as after a swap.
+"""Measure a head's loss if its prompt's keys come from another head, as after a swap.
 
 $ python -m benchmarks.studies.stale_keys    # the small target and head of the tests, a minute
 

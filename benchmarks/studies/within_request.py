@@ -1,4 +1,4 @@
-"""Would a head that adapts inside a request draft better? By forecast, before any engine code.
+"""Would a head that adapts within a request draft better? A forecast, before any engine code.
 
 $ python -m benchmarks.studies.within_request      # SmolLM2 and a head of half an hour, three hours
 
@@ -8,7 +8,7 @@ $ python -m benchmarks.studies.within_request      # SmolLM2 and a head of half 
 
 Papers report up to 41% more tau by adapting a draft within one long answer (arXiv 2605.09329). A lookup
 in the request's own text may give most of it already. So four drafts are compared: the head; n-grams
-before it; the adapted head; n-grams before the adapted head. What a server would adapt by is what it
+before it; the adapted head; n-grams before the adapted head. A server would adapt with what it
 has after verification: the head's states of the first draft step and the target's logits.
 
     bias       logits + b                      b -= rate * sum (q - p)
@@ -59,7 +59,7 @@ from redraft.recipes.demo.parts import ANSWERS, make_target
 Tokens = NDArray[np.int64]
 """Tokens of the block that begins after output token t, [T - 1, K]; NOTHING if there is none."""
 Rule = Literal["none", "bias", "low_rank"]
-WORTH = 0.10  # Gain over head and lookup from which an engine would be worth the code.
+WORTH = 0.10  # Gain over head and lookup that would justify the engine code.
 
 
 @dataclass(frozen=True, kw_only=True)

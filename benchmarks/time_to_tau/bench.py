@@ -1,4 +1,4 @@
-"""How long does a draft take to train? tau over minutes of training, beside other trainers.
+"""How long does a draft take to train? tau over minutes of training, compared with other trainers.
 
 $ python -m benchmarks.time_to_tau                       # EAGLE-3 for SmolLM2, eight hours on two cores
 $ python -m benchmarks.time_to_tau --family dflash
@@ -11,7 +11,7 @@ $ python -m benchmarks.time_to_tau --minutes 2 --every-minutes 1 --seeds 1 --num
     seed 1: ...                                                                         ├─► forecast, vLLM
     seed 2: ...                                                                         ┘   ─► curves, ratios
 
-Every trainer gets the same rows of answers in the same order, all threads, and nothing beside it.
+Every trainer gets the same rows of answers in the same order, all threads, and runs alone.
 Its heads are judged afterwards by redraft's forecast on questions that nobody has trained on, and the
 last one in vLLM. The same command continues after a kill: finished trainings and judgements are kept,
 and the interrupted training begins again.
@@ -111,7 +111,7 @@ hour on a CPU.
 """
 
 USUAL = (OURS, "best", "speculators", "speculators_small")
-"""Those that need no further package."""
+"""The trainers that need no further package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +135,9 @@ class Config:
     num_questions: int = 64
     """Held-out questions that judge the heads."""
     max_tokens: int = 128
-    """Longest answer to a question, in tokens."""
+    """Maximum length of an answer, in tokens."""
     num_speculative_tokens: int = 3
-    """Draft tokens of a step, in forecast and engine."""
+    """Draft tokens per step, in forecast and engine."""
     engine: bool = True
     """Serve the last head of every training in vLLM."""
     threads: int = 2

@@ -1,8 +1,9 @@
-"""tau over minutes and over labels, and what follows from it, with intervals.
+"""tau over minutes and over labels, and the statistics derived from it, with intervals.
 
-The value of a statistic is its mean over the seeds. Its error joins that over questions, by leaving
-out each in turn, with that over seeds. All sides of a statistic share the questions and the seeds, so
-how hard a question is cancels out. One seed shows no spread: the interval is then over questions.
+The value of a statistic is its mean over the seeds. Its error combines that over questions, which
+leaves out each in turn, and that over seeds. All sides of a statistic share the questions and the
+seeds, so how hard a question is cancels out. One seed shows no spread: the interval is then over
+questions.
 
 M = marks, Q = questions.
 """

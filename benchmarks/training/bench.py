@@ -7,8 +7,8 @@ $ python -m benchmarks.training --cases EAGLE --profile    # one family, with a 
 $ python -m benchmarks.training --gpu                      # steps that `redraft plan` counts, run on one GPU
 
 Peers are measured as they ship and compiled (`torch.compile`), and so is ours (`--loop.compile`):
-compiled peers are compared with ours compiled. A peer that does not run on this machine is told and
-left out.
+compiled peers are compared with ours compiled. A peer that does not run on this machine is
+reported and left out.
 
 Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes,
 so a change of the machine's speed affects all of them. Peak memory is the memory above weights and

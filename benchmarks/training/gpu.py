@@ -1,12 +1,12 @@
 """`python -m benchmarks.training --gpu`.
 
-The steps that `redraft plan` counts, run on a GPU, beside the estimate.
+The steps that `redraft plan` counts, run on a GPU, and compared with the estimate.
 
 plan (`count.make_plan`) ─► counted FLOPs and estimate
                         └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
 
-The file is written after every family, so that a family that ends the process takes no result with
-it.
+The file is written after every family, so that a family that crashes the process loses no result of
+another.
 """
 
 from __future__ import annotations

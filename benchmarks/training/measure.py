@@ -139,7 +139,7 @@ class Case:
     """Tokens of one run."""
     dtype: DtypeName
     matmuls: tuple[Matmul, ...]
-    """The products needed by every side."""
+    """The matrix products that every side needs."""
     build: Callable[[str, str], Run]
     """Allocates a side's weights and inputs on a device. It must be picklable, because other
     processes call it.
@@ -299,9 +299,9 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
 
 
 def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) -> Run:
-    """The products of a case, some rows at a time, into preallocated memory.
+    """Compute the products of a case, some rows at a time, in preallocated memory.
 
-    The speed available now.
+    This measures the speed available at this moment.
     """
     operands, most = [], FLOOR_ROWS if device == "cpu" else FLOOR_ROWS_GPU
     for m in matmuls:

@@ -9,10 +9,10 @@ from typing import Any
 from redraft.distill.data.rows import UnusableRowError
 
 Message = dict[str, Any]
-"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, `tool_calls`, as in the
-chat API but with the arguments as an object, `cut` if the server cut it, and `unlearned`. A tool's result has
-`name` or `tool_call_id` if the data has them. A content of several texts has `parts`, a list of
-them.
+"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, `tool_calls`, as in
+the chat API but with the arguments as an object, `cut` if the server cut it, and `unlearned`. A
+tool's result has `name` or `tool_call_id` if the data has them. A content of several texts has
+`parts`, a list of them.
 """
 
 Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`

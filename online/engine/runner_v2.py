@@ -5,10 +5,10 @@ No other file knows its names.
 The logits of a step are local to `GPUModelRunner.sample`. They are passed to one of two callables,
 which are watched: `sampler` in a step without drafts, `rejection_sampler` in the others.
 
-A hook must respect the following: the host's copies of positions are too high if steps are scheduled ahead,
-so positions are read on the device; ids sampled beyond `num_sampled` are leftovers; `input_ids`,
-`positions` and `draft_logits` are buffers that the next step overwrites; `_remove_request` is
-called for preempted requests too.
+A hook must respect the following: the host's copies of positions are too high if steps are
+scheduled ahead, so positions are read on the device; ids sampled beyond `num_sampled` are
+leftovers; `input_ids`, `positions` and `draft_logits` are buffers that the next step overwrites;
+`_remove_request` is called for preempted requests too.
 
 B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request.
 """

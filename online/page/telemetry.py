@@ -180,7 +180,7 @@ class Telemetry:
         for position, accepted in enumerate(entry.accepted_at, 1):
             self._accepted_at.labels(server, position).inc(accepted)
         if self._versions.get(server, entry.draft_version) != entry.draft_version:
-            # A series once set is exported for good. Two versions of one server would both be 1.
+            # A series that was set once is exported until it is removed: both versions would be 1.
             self._version.remove(server, self._versions[server])
         self._versions[server] = entry.draft_version
         self._version.labels(server, entry.draft_version).set(1)

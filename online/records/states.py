@@ -24,7 +24,7 @@ def state_bytes(hidden_format: HiddenFormat, size: int) -> int:
 
 
 BLOCK = 1 << 20
-"""Numbers that are decoded at once: the temporary arrays of all take 16 times the record."""
+"""Number of values decoded at once: temporary arrays for all values would take 16 times the record."""
 
 
 def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:

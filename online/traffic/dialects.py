@@ -7,8 +7,8 @@
 
 No field is sent that the engine refuses or does not have. Records of SGLang and llama.cpp hold ids
 alone: beside a draft llama.cpp reports a probability of 1 for nearly every token, which would teach
-certainty. `redraft data score` adds the distributions. TensorRT-LLM refuses unknown fields and returns no
-ids of a prompt, so nothing of it can be recorded.
+certainty. `redraft data score` adds the distributions. TensorRT-LLM refuses unknown fields and
+returns no ids of a prompt, so nothing of it can be recorded.
 """
 
 import uuid

@@ -5,8 +5,8 @@
                         parameters a bare request is sampled
 
 A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config,
---override-generation-config, --watermark-config. The check is repeated after every outage of the server,
-because it may have come back with other flags.
+--override-generation-config, --watermark-config. The check is repeated after every outage of the
+server, because it may have come back with other flags.
 
 It generates up to 1,026 answers of one token, at most once a minute. They are asked for with the
 operator's key if there is one, else with that of the first client that the server has answered.

@@ -84,9 +84,9 @@ class BenchConfig(MeasureConfig):
     --pace adaptive`). `off`: vLLM verifies all of them.
     """
     acceptance: Path | None = None
-    """report.json of `redraft eval` or of a training run. Its acceptance by position replaces that
-    counted in the first rounds in the advice. It applies to the draft of the same name, or to any
-    draft if the report has only one.
+    """report.json of `redraft eval` or of a training run. For the advice, its acceptance by position
+    replaces the one counted in the first rounds. It applies to the draft of the same name, or to
+    any draft if the report has only one.
     """
     together: int = 0
     """Number of servers that run at the same time and take turns, including one for the target

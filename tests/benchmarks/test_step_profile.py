@@ -103,5 +103,5 @@ def test_the_cases_are_plain_engines_and_the_same_under_the_plugin(tmp_path: Pat
 
 
 def test_a_draft_of_no_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 or more"):
+    with pytest.raises(ValueError, match="at least 1"):
         Config(draft=tmp_path, num_speculative_tokens=(0,))
