@@ -18,7 +18,7 @@ from typing import Any
 import model_runners
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 3
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3000)]

@@ -85,7 +85,7 @@ from redraft.engine.process import process_group
 with process_group([sys.executable, "-c", {command!r}], log=Path({str(log)!r})):
     time.sleep(600)
 """
-    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
+    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
 
 
 def test_sigterm_to_the_owner_ends_a_group_that_ignores_sigterm(tmp_path: Path):

@@ -10,12 +10,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from make_families import MASK, make_variant
-from make_heads import make_batch, make_ids, make_signal
+from make_heads import make_batch, make_ids, make_random, make_signal
 from safetensors.torch import load_file, save_file
 from test_dflash import rms
 from torch import Tensor
@@ -31,6 +31,7 @@ from redraft.files.windows import (
     trained_views,
 )
 from redraft.heads.catalog import detect_family, find_family
+from redraft.heads.draft import ExactTarget
 from redraft.heads.nn.layers import rotate
 from redraft.heads.target import Target
 
@@ -126,29 +127,54 @@ def test_every_slot_of_a_windowed_block_is_that_of_a_loop(
     assert num_compared > 40
 
 
-@pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
-def test_a_change_beyond_the_window_changes_nothing_and_one_within_it_does(family: str) -> None:
-    """A head of one layer, one feature changed: which rows of each step notice it."""
-    window, at = 6, 4
-    head, model = make_variant(family, "plain", window=window, num_layers=1)
+def changed_rows(head: Any, model: Any, at: int) -> list[list[int]]:
+    """The rows of each step that differ if the target's states of the row `at` do."""
     batch = make_batch([[make_ids(16, seed=5)]])
     signal = make_signal(model, batch, head.aux_layer_ids)
-    assert signal.aux_BTLD is not None
-    changed = replace(signal, aux_BTLD=signal.aux_BTLD.clone())
-    changed.aux_BTLD[0, at] += 1
+    exact = cast(ExactTarget, signal.distribution)
+    hidden_BTD, aux_BTLD = exact.hidden_BTD.clone(), signal.aux_BTLD
+    hidden_BTD[0, at] += 1
+    if aux_BTLD is not None:
+        aux_BTLD = aux_BTLD.clone()
+        aux_BTLD[0, at] += 1
+    changed = replace(signal, distribution=replace(exact, hidden_BTD=hidden_BTD), aux_BTLD=aux_BTLD)
     with torch.no_grad():
         steps = zip(
             head.draft_steps(batch, signal, 3), head.draft_steps(batch, changed, 3), strict=True
         )
-        for k, (one, other) in enumerate(steps):
-            is_changed_T = ((one.hidden_BTD - other.hidden_BTD).abs().amax(-1) > 1e-6)[0]
-            rows = is_changed_T.nonzero().flatten().tolist()
-            if family == "dflash":  # step k of row t is slot k + 1 of the anchor t + 1
-                assert rows == list(range(at, at + window - 2 - k))
-            elif family == "peagle":  # step k of row t stands at t + k
-                assert rows == list(range(at, at + window - k))
-            else:  # and in EAGLE-3 reads what earlier steps of the row have seen
-                assert rows == list(range(at, at + window))
+        differences = [(a.hidden_BTD - b.hidden_BTD).abs().amax(-1)[0] for a, b in steps]
+    return [(difference_T > 1e-6).nonzero().flatten().tolist() for difference_T in differences]
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
+def test_a_change_beyond_the_window_changes_nothing_and_one_within_it_does(family: str) -> None:
+    """A head of one layer, the states of one row changed: which rows of each step notice it."""
+    window, at = 6, 4
+    head, model = make_variant(family, "plain", window=window, num_layers=1)
+    for k, rows in enumerate(changed_rows(head, model, at)):
+        if family == "dflash":  # step k of row t is slot k + 1 of the anchor t + 1
+            assert rows == list(range(at, at + window - 2 - k))
+        elif family == "peagle":  # step k of row t stands at t + k
+            assert rows == list(range(at, at + window - k))
+        else:  # and in EAGLE-3 reads what earlier steps of the row have seen
+            assert rows == list(range(at, at + window))
+
+
+@pytest.mark.parametrize(("family", "variant"), [("eagle1", "plain"), ("mtp", "mimo")])
+def test_a_change_beyond_the_targets_window_changes_nothing_and_one_within_it_does(
+    family: str, variant: str, tmp_path: Path
+) -> None:
+    """These heads have no window of their own.
+
+    vLLM gives their layer the window of a target whose layers all have one.
+    """
+    window, at = 6, 4
+    full, model = make_variant(family, variant, tmp_path)
+    assert changed_rows(full, model, at)[0] == list(range(at, 16))
+    model.config.sliding_window = window
+    model.config.layer_types = [SLIDING] * model.config.num_hidden_layers
+    head = make_random(find_family(family).draft_class()(full.config, Target.from_model(model)))
+    assert changed_rows(head, model, at) == [list(range(at, at + window))] * 3
 
 
 def test_more_draft_tokens_than_the_window_reaches_are_refused() -> None:

@@ -86,7 +86,7 @@ def ask_in_invented_domains(number):
 
 
 def ask_wildly(number):
-    """Answers no draft predicts. They are recorded; those with `allowed_token_ids` are not."""
+    """Answers that no draft predicts, and that are recorded."""
     return make_prompt(f"wild {number}"), {"X-Redraft-Tenant": "wild"}, {"temperature": 2}
 
 

@@ -46,7 +46,7 @@ def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(
 ):
     failures = {
         "fingerprint": ("fingerprint is broken", "fingerprint is broken"),
-        "unknown runner": ("V1 and V2 model runners are recorded, not", ""),
+        "unknown runner": ("V1 and V2 model runners can be recorded, not", ""),
         "install_capture": ("install_capture is broken", ""),
         "Capture": ("Capture is broken", ""),
         "checksum": ("", "checksum is broken"),
