@@ -4,7 +4,8 @@ A scheduler's steps pass these wrappers, in the order of `engine.hooks`:
 
     schedule ─► sampled requests with a seed lose their draft tokens, if the number of tokens varies
              ─► the pacer notes the start
-    update_from_output ─► requests whose drafts do not count ─► the pacer notes the end
+    update_from_output ─► requests whose drafts do not count ─► the pacer notes the result
+    post_step ─► draft tokens are taken if there are any ─► the pacer notes the end
     make_spec_decoding_stats ─► counts by domain
 """
 
@@ -84,11 +85,11 @@ def begin_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a scheduler's `update_from_output` to report the end of each step to the pacer first."""
+    """Wrap a scheduler's `update_from_output` to report each step's result to the pacer first."""
 
     def end_and_update(scheduler: Any, output: Any, result: Any) -> Any:
         if (pacer := scheduler.redraft.pacer) is not None:
-            pacer.end(output, result, scheduler.requests, time.perf_counter())
+            pacer.end(output, result, scheduler.requests)
         return update(scheduler, output, result)
 
     return end_and_update
@@ -105,13 +106,18 @@ def install_runner(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any
 
 
 def take_drafts(call: Any) -> Any:
-    """Wrap an engine core's `post_step` to ask workers for drafts only after a step that drafts."""
+    """Wrap an engine core's `post_step` to take no draft tokens if the draft computes nothing.
+
+    The pacer then notes the end of the step.
+    """
 
     @wraps(call)
     def call_or_not(engine: Any, model_executed: bool) -> None:
         pacer = pace.find_pacer(engine)
         if pacer is None or pacer.drafts:
             call(engine, model_executed)
+        if pacer is not None:
+            pacer.finish(time.perf_counter())
 
     return call_or_not
 

@@ -1,7 +1,8 @@
 """Hooks for the policy in vLLM's scheduler and runner: the number of draft tokens for every step.
 
     schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
-    update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status, /metrics
+    update_from_output ─► accepted tokens ┐
+    post_step, with its draft ─► seconds ─┴─► Policy ─► redraft_pace ─► /redraft/status, /metrics
     CHANGING ─► Policy.swapped
 
 vLLM's scheduler looks the number up in a table. `redraft serve --pace` gives vLLM a table with all
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from redraft.engine.hooks import SchedulerState, find_state
+from redraft.engine.late_drafts import reads_prompt
 from redraft.engine.settings import read_settings
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory
@@ -108,6 +110,9 @@ class Pacer:
         self.memory: PaceMemory | None = None  # Keeps the policy for the next start.
         self._drafted = self._verified = 0
         self._done_s = 0.0
+        self._observe: Callable[[float], None] | None = None
+        self.drafts = False
+        """Whether the draft computes after the newest step."""
         self.set(pace)
 
     def set(self, pace: str) -> None:
@@ -137,11 +142,6 @@ class Pacer:
         if self.memory is not None:
             self.memory.version = version
 
-    @property
-    def drafts(self) -> bool:
-        """Whether the newest step drafts."""
-        return self._drafted > 0
-
     def has_read(self, request_id: str, request: Any) -> bool:
         """Whether the draft has read enough of the text for the request's acceptance to count."""
         return bool(self.unread.get(request_id, 0) <= (1 - READ) * request.num_tokens)
@@ -153,11 +153,12 @@ class Pacer:
             *(new.req_id for new in output.scheduled_new_reqs),
         ):
             self.unread.pop(request_id, None)  # V2 restarts a preempted request
+        self.drafts = self._drafted > 0 or (self.has_keys and reads_prompt(output))
         if output.num_scheduled_tokens:
             output.redraft = self._drafted, self._verified, now_s
 
-    def end(self, output: Any, result: Any, requests: Any, now_s: float) -> None:
-        """Note that a step is done.
+    def end(self, output: Any, result: Any, requests: Any) -> None:
+        """Note the result of a step, which is done when `finish` is called.
 
         `requests` contains the scheduler's requests by id, before the scheduler adds this step's
         tokens.
@@ -165,8 +166,6 @@ class Pacer:
         if not hasattr(output, "redraft"):
             return
         drafted, verified, begin_s = output.redraft
-        # With steps scheduled ahead, this one started when the previous one ended.
-        seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
         is_clean, sampled = not reads_prompt(output), result.sampled_token_ids
         num_read, num_decoding, num_tokens, length, accepted = 0, 0, 0, 0, list[int]()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -199,10 +198,16 @@ class Pacer:
                 self.unread[request_id] = self.unread.get(request_id, 0) + num_new
         num_requests = len(output.num_scheduled_tokens)
         self._is_read = 2 * num_read >= num_requests
-        if self.fixed is None:
+        context = length / max(1, num_decoding)
+
+        def observe(now_s: float) -> None:
+            # With steps scheduled ahead, this one began when the one before it was done.
+            seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
+            if self.fixed is not None:
+                return
             self.policy.observe(
                 num_decoding,
-                length / max(1, num_decoding),
+                context,
                 drafted,
                 verified,
                 seconds,
@@ -212,6 +217,14 @@ class Pacer:
             )
             if self.memory is not None:
                 self.memory.note(self.policy, now_s)
+
+        self._observe = observe
+
+    def finish(self, now_s: float) -> None:
+        """Note that a step is done, with the draft tokens for the next one."""
+        if self._observe is not None:
+            self._observe(now_s)
+            self._observe = None
 
     def status(self) -> dict[str, Any]:
         """Return the pace and its effect.
@@ -231,12 +244,6 @@ class Pacer:
             found["cells"].append(about | policy.speed(cell, policy.base[cell]).interval())
         explored = max(0.0, policy.lost_s) / (policy.busy_s or math.inf)
         return found | {"gain": policy.recent.gain.interval(), "explored": explored}
-
-
-def reads_prompt(output: Any) -> bool:
-    """Whether a step reads more than the last token and the draft tokens of each request."""
-    drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-    return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)
 
 
 def is_paced() -> bool:

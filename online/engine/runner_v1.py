@@ -9,6 +9,7 @@ and returns the result unchanged.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from redraft.engine.hooks import RunnerState, around, find_state, hook
+from redraft.engine.late_drafts import after_draft, reads_prompt
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
-from redraft.online.engine.pace import reads_prompt
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
@@ -102,10 +103,10 @@ class Proposers:
         if verified and result is not None:
             # If steps are scheduled ahead, vLLM hands over a wrapper.
             mark_step(getattr(result, "_model_runner_output", result), foreign=verified)
-        self.foreign = self._find_foreign(verified)
+        after_draft(self.runner, partial(self._find_foreign, verified))
         return result
 
-    def _find_foreign(self, verified: dict[str, int]) -> dict[str, int]:
+    def _find_foreign(self, verified: dict[str, int]) -> None:
         batch = self.runner.input_batch.req_ids
         lookup = self.state.lookup
         if not self._is_proposed:
@@ -123,7 +124,7 @@ class Proposers:
             for name, kind in verified.items()
             if name not in scheduled and name in self.runner.requests
         }
-        return waiting | found
+        self.foreign = waiting | found
 
 
 class _Hooks:

@@ -265,7 +265,7 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> dict[str, str]:
-    import yaml  # installed with huggingface_hub; only needed for such a file
+    import yaml  # type: ignore[import-untyped]  # installed with huggingface_hub
 
     try:
         content = yaml.safe_load(path.read_text())

@@ -94,6 +94,7 @@ FEATURES = (
     Feature(name="gemm_release", asked="engine.wait:is_cpu", is_measured=True),
     Feature(name="grouped_norm", asked="engine.wait:is_cpu", is_measured=True),
     Feature(name="lookups", is_measured=True),
+    Feature(name="late_drafts", asked="engine.wait:is_cpu", is_measured=True),
     Feature(name="ending", asked="engine.wait:has_launcher", is_measured=True),
     Feature(name="labels"),
     Feature(name="pace", asked="online.engine.pace:is_paced"),
@@ -242,6 +243,13 @@ TABLE = (
         feature="pace",
         by="online.engine.class_hooks:install_runner",
         why="the draft runs even in steps with 0 draft tokens",
+    ),
+    Hook(
+        names=(f"{WORKER_WRAPPER}.initialize_from_config",),
+        feature="late_drafts",
+        by="engine.late_drafts:install_late_drafts",
+        why="a client waits for its first token while the draft reads the prompt",
+        runner="V1",
     ),
     Hook(
         names=(f"{WORKER_WRAPPER}.initialize_from_config",),
@@ -411,6 +419,21 @@ TABLE = (
         by="online.engine.runner_v1:_Hooks.sample_tokens",
         why="the recorded logits include a grammar's mask",
         runner="V1",
+    ),
+    *(
+        Hook(
+            of_object=True,
+            names=(f"{V1_RUNNER}.{name}",),
+            feature="late_drafts",
+            by=f"engine.late_drafts:LateDrafts.{method}",
+            why="a client waits for its first token while the draft reads the prompt",
+            runner="V1",
+        )
+        for name, method in (
+            ("propose_draft_token_ids", "propose"),
+            ("take_draft_token_ids", "take"),
+            ("execute_model", "execute_model"),
+        )
     ),
     # The capture receives all hidden states, and a lookup keeps the head's proposal.
     Hook(
@@ -721,6 +744,8 @@ class RunnerState(Attached):
     """Counter of answers, for live counts."""
     proposers: Any = None
     """The proposers of the waiting draft tokens, with V1."""
+    late: Any = None
+    """Delays the draft until the tokens are sent, with V1."""
 
 
 @dataclass(kw_only=True)

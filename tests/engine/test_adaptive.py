@@ -28,7 +28,7 @@ def no_hub(monkeypatch):
     [
         ({}, ""),
         ({"draft": {"method": "draft_model", "model": "small"}}, ""),
-        ({"on_cpu": True}, "full CUDA graphs, and a CPU has none"),
+        ({"on_cpu": True}, "full CUDA graphs, which do not exist on a CPU"),
         ({"flags": {"enforce_eager": ""}}, adaptive.GRAPHS),
         ({"flags": {"enforce_eager": "False"}}, ""),
         ({"flags": {"compilation_config": "PIECEWISE"}}, adaptive.GRAPHS),

@@ -60,12 +60,15 @@ print(ticks)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's scheduler")
 def test_another_thread_takes_the_core_for_ticks_from_a_loop_of_yields_and_not_of_sleeps():
-    yields, sleeps = (
-        int(subprocess.check_output([sys.executable, "-c", COUNT_TICKS, kind], text=True))
-        for kind in ("yields", "sleeps")
-    )
-    # a tick takes 1 to 10 ms, and a sleep at most 0.5
-    assert sleeps < yields / 3
+    # A tick takes 1 to 10 ms, and a sleep at most 0.5. Other work on the machine takes ticks too.
+    for _ in range(5):
+        yields, sleeps = (
+            int(subprocess.check_output([sys.executable, "-c", COUNT_TICKS, kind], text=True))
+            for kind in ("yields", "sleeps")
+        )
+        if sleeps < yields / 3:
+            return
+    pytest.fail(f"{sleeps} of the sleeps took a tick, and {yields} of the yields")
 
 
 def test_sleeps_grow_with_the_wait_and_begin_short_again_after_a_pause(

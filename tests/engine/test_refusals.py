@@ -88,7 +88,7 @@ def test_windows_beside_full_layers_need_v2(name: str) -> None:
     require_runner(speculative, {}, views=(View(512, True),) * 2, on_cpu=True)
     with pytest.raises(ValueError, match=r"V2.*with and without windows.*CPU.*V1"):
         require_runner(speculative, {}, views=MIXED, on_cpu=True)
-    with pytest.raises(ValueError, match=r"V2.*with and without windows.*RUNNER=0 asks for V1"):
+    with pytest.raises(ValueError, match=r"V2.*with and without windows.*RUNNER=0 selects V1"):
         require_runner(speculative, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, views=MIXED)
 
 

@@ -129,7 +129,9 @@ def test_one_decides_and_says_so(config, told, caplog):
     else:
         *verifies, decides, off = caplog.messages
         assert bool(verifies) is config.speculative_config.enable_adaptive_verification
-        assert decides == "redraft: --pace auto decides on the draft tokens of a step, at most 3"
+        assert (
+            decides == "redraft: --pace auto chooses the number of draft tokens per step, at most 3"
+        )
         assert ("only reads prompts" in off) == (config.speculative_config.method == "eagle3")
     assert isinstance(scheduler.dynamic_sd_lookup, Pacer) is not told
     engine = SimpleNamespace(scheduler=scheduler)
@@ -233,7 +235,8 @@ class Server:
             sampled_token_ids=[[7] * count for count in new.values()],
             req_id_to_index={name: place for place, name in enumerate(new)},
         )
-        self.pacer.end(output, result, self.requests, self.now_s)
+        self.pacer.end(output, result, self.requests)
+        self.pacer.finish(self.now_s)
         for name, count in new.items():
             self.requests[name].num_tokens += count
             self.requests[name].num_output_tokens += count
@@ -278,7 +281,8 @@ def test_steps_scheduled_ahead_take_the_time_since_the_one_before():
         )
         pacer.begin(outputs[-1], begin_s)
     for output, end_s in zip(outputs, (1.0, 1.5), strict=True):
-        pacer.end(output, SimpleNamespace(sampled_token_ids=[]), {}, end_s)
+        pacer.end(output, SimpleNamespace(sampled_token_ids=[]), {})
+        pacer.finish(end_s)
     assert [seconds for _, _, _, _, seconds, *_ in spy.observed] == [1.0, 0.5]
 
 
@@ -483,7 +487,8 @@ class Simulated:
             sampled_token_ids=sampled,
             req_id_to_index={name: place for place, name in enumerate(self.running)},
         )
-        self.pacer.end(output, result, self.running, self.now_s)
+        self.pacer.end(output, result, self.running)
+        self.pacer.finish(self.now_s)
         new = 0
         for (name, request), ids in zip(list(self.running.items()), sampled, strict=True):
             number_new = min(len(ids), request.max_tokens - request.num_output_tokens)
@@ -676,14 +681,27 @@ def test_the_schedulers_output_is_copied_only_for_another_number_of_tokens():
     assert seen[0] is scheduled
 
 
-def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
+def test_workers_are_asked_for_drafts_only_after_a_step_in_which_the_draft_computes():
     asked: list[bool] = []
     post_step = take_drafts(lambda engine, model_executed: asked.append(model_executed))
     pacer = Pacer(3, 8, 4096, "2", has_keys=True)
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft=SchedulerState(pacer=pacer)))
-    for pace, expected in (("2", [True]), ("0", []), ("1", [True])):
+    for pace, read, expected in (
+        ("2", 1, [True]),
+        ("0", 1, []),
+        ("0", 30, [True]),  # the draft reads a prompt after its first token
+        ("1", 1, [True]),
+    ):
         pacer.set(pace)
         assert pacer[4] == int(pace)
+        scheduled = SimpleNamespace(
+            finished_req_ids=(),
+            scheduled_new_reqs=(),
+            num_scheduled_tokens={"a": read},
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=read,
+        )
+        pacer.begin(scheduled, 0.0)
         asked.clear()
         post_step(engine, True)
         assert asked == expected
@@ -939,4 +957,7 @@ def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(
     rows = [record.positions[record.branches == 0].tolist() for record in records]
     assert rows == [list(range(40, 64))] * 4
     assert any((record.draft_ids == -1).sum() > 12 for record in records), "drafting begins off"
-    assert "--pace auto decides on the draft tokens of a step, at most 3" in server.log.read_text()
+    assert (
+        "--pace auto chooses the number of draft tokens per step, at most 3"
+        in server.log.read_text()
+    )

@@ -750,7 +750,7 @@ def test_the_version_of_this_registry_with_these_bytes_is_taken(owned):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"registry": "0" * 32}, "not of 000000000000: give each server one learner"),
+        ({"registry": "0" * 32}, "not from 000000000000: give each server one learner"),
         ({"manifest_sha256": "0" * 64}, "not 000000000000: copy the registry again"),
     ],
 )

@@ -638,7 +638,9 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
 def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_only(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="--pace adaptive needs full CUDA graphs, and a CPU"):
+    with pytest.raises(
+        ValueError, match="--pace adaptive needs full CUDA graphs, which do not exist on a CPU"
+    ):
         bench.require_pace(BenchConfig(draft=("ngram",), pace="adaptive"), str(tiny_target))
     find = partial(adaptive.find_obstacle, environment={}, on_cpu=False)
     monkeypatch.setattr(adaptive, "find_obstacle", find)

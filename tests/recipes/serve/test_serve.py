@@ -560,7 +560,7 @@ def test_a_forced_adaptive_pace_fails_in_one_line_before_the_start(
 
 
 def test_adaptive_verification_is_nothing_for_a_cpu():
-    with pytest.raises(ValueError, match="full CUDA graphs, and a CPU has none"):
+    with pytest.raises(ValueError, match="full CUDA graphs, which do not exist on a CPU"):
         speculative_config(parse("t", "--draft", "ngram", "--pace", "adaptive"))
 
 

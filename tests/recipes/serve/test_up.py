@@ -37,7 +37,7 @@ from waiting import PATIENCE_S, wait_until
 from benchmarks.demo.fleet import Traffic
 from redraft.engine.counters import find_counts
 from redraft.engine.counts import AcceptanceCounts
-from redraft.engine.engine_log import STARTED, last_error
+from redraft.engine.engine_log import last_error
 from redraft.engine.process import free_port
 from redraft.engine.prompts import Prompt
 from redraft.files.checkpoint import load_tokenizer
@@ -64,7 +64,6 @@ from redraft.online.journal import (
     SwapEntry,
     to_stderr,
 )
-from redraft.online.tokens import write_token
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_folder, up_parts
 from redraft.recipes.serve.serve_config import ServeConfig
@@ -904,30 +903,25 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
 
 @pytest.fixture(scope="module")
 def live_server(tiny_target, tmp_path_factory):
-    """Port and token file of a server with live counts before a head.
+    """Port and folder of `redraft up` with its default draft, started from an empty folder.
 
-    Its output has lost its reader.
+    On a CPU, live counts draft before a new head. Its output has lost its reader.
     """
-    folder, port = tmp_path_factory.mktemp("live"), str(free_port())
-    up.write_new_head(tiny_target, folder / "draft", 3)
-    write_token(token := folder / "token")
-    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(tiny_target)]
-    command += ["--draft", f"live+{folder / 'draft'}", "--token-file", str(token)]
-    command += ["--live.folder", str(folder / "counts")]
-    command += up_command(tiny_target, port)[5:]
+    folder, port = tmp_path_factory.mktemp("live") / "all", str(free_port())
+    command = up_command(tiny_target, port, "--folder", str(folder), "--pace", "off")
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         said = []
         for line in run.stdout:
             said.append(line.decode())
-            if STARTED in said[-1]:
+            if said[-1].startswith("ready: "):
                 break
-        assert STARTED in said[-1], "".join(said)
+        assert said[-1].startswith("ready: "), "".join(said)
         run.stdout.close()
-        yield port, token
+        yield port, folder
         assert run.poll() is None, "it serves on"
     finally:
-        run.terminate()
+        run.send_signal(signal.SIGINT)
         run.wait()
 
 
@@ -935,7 +929,7 @@ def live_server(tiny_target, tmp_path_factory):
 def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_forgotten(
     live_server,
 ):
-    port, token = live_server
+    port, folder = live_server
     asked = {"heard": list(range(20, 60)), "private": list(range(120, 160))}
     private = {"X-Redraft-Opt-Out": "1"}
 
@@ -961,9 +955,9 @@ def test_live_counts_draft_what_the_same_tenant_was_answered_before_until_it_is_
     found = httpx.post(
         f"http://127.0.0.1:{port}/redraft/forget",
         json={"tenant": "spy"},
-        headers={"Authorization": f"Bearer {token.read_text().strip()}"},
+        headers={"Authorization": f"Bearer {(folder / 'token').read_text().strip()}"},
     )
-    file = token.parent / "counts" / "live-0.safetensors"
+    file = folder / "live" / "server" / "live-0.safetensors"
     content = file.read_bytes()  # at once without what was forgotten
     forgotten = accept(asked["heard"], **{"X-Redraft-Tenant": "spy"})
     kept = accept(asked["heard"])
