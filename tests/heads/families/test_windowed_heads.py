@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,9 +172,11 @@ def test_a_change_beyond_the_targets_window_changes_nothing_and_one_within_it_do
     window, at = 6, 4
     full, model = make_variant(family, variant, tmp_path)
     assert changed_rows(full, model, at)[0] == list(range(at, 16))
-    model.config.sliding_window = window
-    model.config.layer_types = [SLIDING] * model.config.num_hidden_layers
-    head = make_random(find_family(family).draft_class()(full.config, Target.from_model(model)))
+    config = deepcopy(model.config)
+    config.sliding_window = window
+    config.layer_types = [SLIDING] * config.num_hidden_layers
+    target = replace(Target.from_model(model), config=config)
+    head = make_random(find_family(family).draft_class()(full.config, target))
     assert changed_rows(head, model, at) == [list(range(at, at + window))] * 3
 
 
