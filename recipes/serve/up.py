@@ -79,6 +79,7 @@ MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize
 SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
 NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
 MICRO_BATCHES = 4  # per step on a CPU: the learner can pause between them
+LOOK_S = 1.0  # between two looks at the parts
 SERVER_STOP_S = 45  # running answers get 30 s, then their records are written
 LEARNER_STOP_S = 120  # enough to write a checkpoint
 
@@ -585,4 +586,4 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, lea
                 f" | {shorten_version(learned.version or 'no version')} | learner: {learned.phase}"
             )
         screen.update(shown, now_s)
-        time.sleep(1)
+        time.sleep(LOOK_S)

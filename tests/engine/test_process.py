@@ -77,12 +77,16 @@ def test_a_process_that_ended_by_itself_is_no_error(tmp_path: Path):
 
 
 def start_owner(command: str, log: Path) -> subprocess.Popen[bytes]:
-    """A process that starts Python with this command as a group, and sleeps."""
+    """A process that starts Python with this command as a group, and sleeps.
+
+    It waits a second for the end of the group.
+    """
     code = f"""
 import sys, time
 from pathlib import Path
-from redraft.engine.process import process_group
-with process_group([sys.executable, "-c", {command!r}], log=Path({str(log)!r})):
+from redraft.engine import process
+process.STOP_TIMEOUT_S = 1
+with process.process_group([sys.executable, "-c", {command!r}], log=Path({str(log)!r})):
     time.sleep(600)
 """
     return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])

@@ -126,7 +126,10 @@ def event(message: dict[str, Any]) -> bytes:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server without signal handlers: signals belong to the test."""
+    """A uvicorn server without signal handlers: signals belong to the test.
+
+    It ends as uvicorn's own does, which looks only ten times a second and always waits once.
+    """
 
     @property
     def port(self) -> int:
@@ -134,7 +137,24 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
-            await asyncio.sleep(0.005)  # uvicorn's default is twenty times as long
+            await asyncio.sleep(0.005)
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        for listening in self.servers:
+            listening.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(0.005)
+                for listening in self.servers:
+                    await listening.wait_closed()
+        except TimeoutError:
+            for task in state.tasks:
+                task.cancel()
+        await self.lifespan.shutdown()
 
     def cut_off(self) -> None:
         for connection in list(self.server_state.connections):

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from fake_fleet import TOKEN, FakeServer, Traffic, running
 from real_server import NOISY, Server
@@ -31,8 +32,8 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.engine.prompts import Prompt
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import fingerprint
+from redraft.online.daemon import cycle, learner
 from redraft.online.daemon.config import LearnerConfig
-from redraft.online.daemon.learner import learn
 from redraft.online.daemon.opening import opened
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
@@ -240,11 +241,16 @@ class World:
 
     @asynccontextmanager
     async def learner(self, **changes: Any) -> AsyncIterator[asyncio.Task[None]]:
-        """Run a learner in this process while the block runs; then end it as SIGTERM would."""
+        """Run a learner in this process while the block runs; then end it as SIGTERM would.
+
+        It looks for work so often that a test hardly waits for it.
+        """
         cfg = self.config(**changes)
-        with opened(cfg) as (target, registry, buffer):
+        with opened(cfg) as (target, registry, buffer), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cycle, "POLL_S", 0.05)
+            patch.setattr(learner, "INGEST_POLL_S", 0.05)
             candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
-            task = asyncio.ensure_future(learn(cfg, target, registry, buffer, candidate))
+            task = asyncio.ensure_future(learner.learn(cfg, target, registry, buffer, candidate))
             try:
                 yield task
             finally:

@@ -70,7 +70,7 @@ def up(arguments: list[str]) -> None:
     from redraft.recipes.cli import run
     from redraft.recipes.serve import up as module
 
-    module.COMMAND = (sys.executable, __file__)
+    module.COMMAND, module.LOOK_S = (sys.executable, __file__), 0.05
     sys.argv[1:] = ["up", *arguments]
     run.main()
 

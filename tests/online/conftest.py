@@ -26,6 +26,12 @@ def known_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_key, "make_secret", lambda: bytes(prompt_key.KEY_BYTES))
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner's end of an empty log waits for a record in each `take`."""
+    monkeypatch.setattr("redraft.online.learning.stream.WAIT_S", 0.1)
+
+
 @pytest.fixture(scope="session")
 def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Versions of a draft with the target's shape.

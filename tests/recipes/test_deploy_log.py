@@ -49,6 +49,12 @@ def documented_command(file: str) -> str:
     return found
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner's end of an empty log waits for a record in each `take`."""
+    monkeypatch.setattr("redraft.online.learning.stream.WAIT_S", 0.1)
+
+
 @pytest.fixture(scope="module", params=["compose", "kubernetes"])
 def log(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -97,11 +103,11 @@ async def open_stream(log: Broker, buffer: Buffer) -> StreamSource:
     return source
 
 
-async def take_all(source: StreamSource) -> int:
-    """Take until nothing comes, and return the number of records stored in the buffer."""
+async def take_all(source: StreamSource, log: Broker) -> int:
+    """Take until the log is empty, and return the number of records stored in the buffer."""
     num_stored = 0
-    while taken := (await source.take()).counts:
-        num_stored += taken["stored"]
+    while await count_stored(log):
+        num_stored += (await source.take()).counts["stored"]
     return num_stored
 
 
@@ -122,7 +128,7 @@ def test_records_go_from_the_servers_to_the_learner_and_the_probe_passes(log: Br
             source = await open_stream(log, buffer)
             await probe(address(log), user(log, "servers"))
             await publish(log, 20)
-            assert await take_all(source) == 20
+            assert await take_all(source, log) == 20
             assert source.faults == [], "the learner's key may overwrite"
             await source.close()
         assert await count_stored(log) == 0
@@ -201,7 +207,7 @@ def test_the_servers_key_cannot_read_a_record_or_touch_the_stream(log: Broker) -
                 assert time.monotonic() < deadline_s, refused
                 await asyncio.sleep(0.02)
             await publish(log, 5)
-            assert await take_all(source) >= 5, "records went by, to the learner's inbox"
+            assert await take_all(source, log) >= 5, "records went by, to the learner's inbox"
             await source.close()
             await publish(log, 5)
             verbs = [

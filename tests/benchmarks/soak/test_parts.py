@@ -24,7 +24,7 @@ import zstandard
 from real_broker import running_broker
 from waiting import in_event_loop, until
 
-from benchmarks.soak import poison
+from benchmarks.soak import poison, supervisor
 from benchmarks.soak.disks import mounted, unmount_below
 from benchmarks.soak.faults import Fault, inject, shuffle
 from benchmarks.soak.soak import Shipper, take_free
@@ -43,6 +43,13 @@ from redraft.online.records.record import (
 )
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(autouse=True)
+def quick_supervisor(monkeypatch):
+    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    monkeypatch.setattr(supervisor, "BACKOFF_S", 0.02)
+    monkeypatch.setattr(supervisor, "LIVENESS_PERIOD_S", 0.05)
 
 
 @contextlib.asynccontextmanager
@@ -100,8 +107,7 @@ async def test_a_process_that_ends_by_itself_was_not_wanted_to(tmp_path):
 
 
 @in_event_loop
-async def test_a_process_that_fails_its_liveness_probe_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.soak.supervisor.LIVENESS_PERIOD_S", 0.05)
+async def test_a_process_that_fails_its_liveness_probe_is_started_again(tmp_path):
     is_alive = True
 
     async def probe():

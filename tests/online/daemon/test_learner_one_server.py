@@ -25,7 +25,7 @@ from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import SWAP_TIMEOUT_S
 
 FIRST, SECOND = "v000001", "v000002"
-POLL_S = 1.0
+POLL_S = 0.2
 PATIENT = replace(QUICK, swap_timeout_s=300, rollback_timeout_s=300)
 """Whoever waits for a server that hangs waits far longer than a busy machine needs."""
 

@@ -80,6 +80,15 @@ async def stream_state(broker, config):
         await client.close()
 
 
+async def until_left(broker, config, number):
+    """Wait for acknowledgements, which are sent and not waited for."""
+
+    async def is_left():
+        return (await stream_state(broker, config)).messages == number
+
+    await until(is_left)
+
+
 @in_event_loop
 async def test_records_arrive_in_order_and_leave_the_log_once_they_are_stored(
     broker, nats_config, buffer
@@ -89,8 +98,7 @@ async def test_records_arrive_in_order_and_leave_the_log_once_they_are_stored(
     assert not (await source.take()).counts, "there is a stream now, and nothing in it"
     await publish(broker, nats_config, *records)
     assert await take_all(source, 300) == {"stored": 300}
-    await source.take()  # acknowledgements are sent, not waited for
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     await source.close()
     assert [encode_record(s.record) for s in buffer.fresh(0, 1000)] == [
         encode_record(record) for record in records
@@ -176,7 +184,7 @@ async def test_after_a_full_disk_no_segment_comes_before_its_text(
     is_full.clear()
     assert await take_all(source, 40) == {"stored": 40}
     await source.take()
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     await source.close()
 
 
@@ -199,7 +207,7 @@ async def test_damaged_and_strange_messages_are_counted_and_do_not_come_again(
     await client.close()
     assert await take_all(source, 3) == {"corrupt": 2, "foreign": 1}
     await source.take()
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     await source.close()
 
 
@@ -410,8 +418,8 @@ async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(
     assert count_on_disk(broker, nats_config, parts) == 60
     assert await take_all(source, 63) == {"stored": 60, "later_layout": 3}
     await source.take()
-    state = await stream_state(broker, nats_config)
-    assert (state.messages, source.faults) == (3, [])
+    await until_left(broker, nats_config, 3)
+    assert source.faults == []
     assert count_on_disk(broker, nats_config, parts) == 0
     assert count_on_disk(broker, nats_config, [LATER + b"%d" % n for n in range(3)]) == 3
     await source.close()
@@ -453,7 +461,7 @@ async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(
     assert await take_all(source, 1) == {"stored": 1}
     assert len(source.faults) == 1, "not at once again: a failure may cost the whole deadline"
     await source.take()
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     await source.close()
 
 
@@ -534,7 +542,7 @@ async def test_a_rolling_upgrade_loses_no_record_of_the_log(
     later = make_source(broker, nats_config, buffer)  # the learner of that release
     assert await take_all(later, 10) == {"stored": 10}
     await later.take()
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     assert buffer.status().counts["stored"] == 20
     await later.close()
 
@@ -557,7 +565,7 @@ async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is
     while counts.total() < 3:
         counts += (await source.take(keep_later=False)).counts
     await source.take()
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     assert count_on_disk(broker, nats_config, [b"whose text is this"]) == 0
     await source.close()
 
@@ -800,5 +808,5 @@ async def test_the_probe_publishes_for_real_and_its_message_is_no_record(
     source = make_source(broker, nats_config, buffer)
     assert not (await source.take()).counts
     await source.take()
-    assert (await stream_state(broker, nats_config)).messages == 0
+    await until_left(broker, nats_config, 0)
     await source.close()

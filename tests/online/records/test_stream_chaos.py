@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 from real_broker import running_broker
 from run_stream import Ends, make_record
-from test_stream import make_source, stream_state, take_all
+from test_stream import make_source, take_all, until_left
 from waiting import PATIENCE_S, in_event_loop, until
 
 from redraft.online.learning.buffer import Buffer
@@ -58,21 +58,12 @@ async def test_whatever_is_killed_no_acknowledged_record_is_lost_and_none_is_sto
             timeout_s=600,
             about=lambda: len(ends.acknowledged()),
         )
-        await until_empty(own_broker)
+        await until_left(own_broker, Nats(), 0)
     finally:
         ends.close()
     stored = ends.stored()
     assert ends.acknowledged() - set(stored) == set()
     assert len(stored) == len(set(stored)) == count
-
-
-async def until_empty(broker):
-    """Check that everything was stored, and acknowledged by the consumer."""
-
-    async def is_empty():
-        return not (await stream_state(broker, Nats())).messages
-
-    await until(is_empty)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +80,7 @@ async def test_while_the_broker_is_gone_memory_is_bounded_and_the_newest_records
         await source.take()
         publisher.write([encode_frame(make_record(0))])
         assert await take_all(source, 1) == {"stored": 1}
-        await until_empty(own_broker)
+        await until_left(own_broker, Nats(), 0)
         own_broker.kill()
         took_s = []
         for number in range(1, sent + 1):

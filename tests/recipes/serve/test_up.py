@@ -394,8 +394,10 @@ def test_without_records_there_is_no_learner_and_the_newest_version_drafts(
 def test_members_that_end_in_any_way_leave_the_list_and_what_others_wrote_stays(tmp_path):
     folder, written = tmp_path, 'url = "http://10.0.0.5:8000"\ntoken_file = "other"\n'
     (folder / "fleet.toml").write_text(f"[[servers]]\n{written}")
+    # In a shell's job in the background, SIGINT is ignored: this process heeds it in any case.
     script = (
-        "import sys, time, pathlib; from redraft.recipes.serve.up_folder import listed\n"
+        "import signal, sys, time, pathlib; from redraft.recipes.serve.up_folder import listed\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with listed(pathlib.Path(sys.argv[1]), sys.argv[2]): print(1, flush=True); time.sleep(60)"
     )
     urls = [f"http://127.0.0.1:{port}" for port in (81, 82, 83)]
