@@ -10,6 +10,7 @@ given its signature and docstring.
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import re
@@ -80,12 +81,15 @@ def ask_to_complete(code: str) -> str:
     return f"Complete this Python function:\n\n```python\n{code}\n```"
 
 
-def _questions(root: Path) -> Iterator[tuple[str, str, str]]:
+@functools.cache  # Parsing the library takes seconds, and it does not change.
+def _questions(root: Path) -> tuple[tuple[str, str, str], ...]:
+    found: list[tuple[str, str, str]] = []
     for module, tree, source in _modules(root):
         if module == "pydoc_data.topics":
-            yield from _topics(tree)
+            found += _topics(tree)
         else:
-            yield from _module_questions(module, tree, source.splitlines())
+            found += _module_questions(module, tree, source.splitlines())
+    return tuple(found)
 
 
 def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def test_windowed_and_full_heads_are_trained_alike_and_a_killed_run_continues(
             (tmp_path / "eval/report.json").write_text(json.dumps({"results": rows}))
 
     monkeypatch.setattr(windows, "run_redraft", run)
+    some = {kind: [*islice(read_files(held_out=kind), 8)] for kind in (True, False)}
+    monkeypatch.setattr(windows, "read_files", lambda *, held_out: iter(some[held_out]))
     main(cfg)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.jsonl")}
     assert len(written) == 3
