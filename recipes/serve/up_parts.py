@@ -17,6 +17,7 @@ from redraft.engine.counters import PrefixCache, find_counts, parse_prefix_cache
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.engine_log import read_line, split_lines, why_ended
 from redraft.engine.process import start_group, stop_group
+from redraft.engine.server import http_client
 from redraft.files.printable import printable
 from redraft.online.engine.pace_status import describe_pace, read_gauges
 from redraft.online.fleet.reach import REFUSED
@@ -226,9 +227,7 @@ class Meter:
         If the server does not answer, the text says so.
         """
         try:
-            text = (
-                httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
-            )
+            text = http_client().get(f"{self.url}/metrics", timeout=5).raise_for_status().text
         except httpx.HTTPError:
             return "the server does not answer" if self.is_ready else "the server is starting"
         shown = self.describe(text, now_s)

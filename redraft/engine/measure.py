@@ -19,7 +19,7 @@ from redraft.engine.counters import DecodeTime, find_counts, parse_decode_time
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.prompts import Prompt, domains
 from redraft.engine.sampling import GREEDY, PENALTIES, Sampling
-from redraft.engine.server import VllmServer
+from redraft.engine.server import VllmServer, http_client
 from redraft.files.progress import Progress
 
 WARM_UP_TOKENS = 16
@@ -348,7 +348,7 @@ def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
 
 def _read_metrics(server: VllmServer) -> str:
     try:
-        return httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
+        return http_client().get(f"{server.url}/metrics", timeout=30).text
     except httpx.TransportError as error:
         raise ConnectionError(f"{server.url} stopped responding: {error!r}") from error
 

@@ -181,14 +181,14 @@ def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(
         arrivals = ((0.0, 0), (1.0, max_tokens))
         return [Output(token_ids=[1] * max_tokens, counts=None, arrivals=arrivals) for _ in prompts]
 
-    def read_one_more(url: str, **options: Any) -> httpx.Response:
+    def read_one_more(server: VllmServer) -> str:
         nonlocal num_counted
         num_counted = min(num_counted + 1, len(finished_s))
         name, seconds = DECODE_TIME, sum(finished_s[:num_counted])
-        return httpx.Response(200, text=f"{name}count {num_counted}\n{name}sum {seconds}\n")
+        return f"{name}count {num_counted}\n{name}sum {seconds}\n"
 
     monkeypatch.setattr("redraft.engine.measure.complete_all", complete)
-    monkeypatch.setattr(httpx, "get", read_one_more)
+    monkeypatch.setattr("redraft.engine.measure._read_metrics", read_one_more)
     server = VllmServer(
         url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0
     )
