@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import os
+import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 import torch
 from accelerators import reset_accelerator
@@ -23,6 +27,11 @@ from redraft.engine.server import VllmServer, vllm_server
 # Importing TRL sets this to ERROR if it is unset, and servers started later would not print their
 # INFO lines.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+# Where this is set (as in many containers), each of hundreds of processes would compile redraft and
+# these tests from source again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -72,6 +81,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (not item.get_closest_marker("vllm"), -paths.index(item.path)))
 
 
+def pytest_collection_finish() -> None:
+    """Let no garbage collection visit again what was imported.
+
+    Every training ends with one (accelerate's `free_memory`), which takes most of a second then.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run the tests that use an engine on one worker, one after the other.
@@ -110,6 +128,27 @@ def one_model_loads_at_a_time() -> Iterator[None]:
     PreTrainedModel.from_pretrained = classmethod(load_alone)
     yield
     PreTrainedModel.from_pretrained = classmethod(load)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Let the clients of all tests share the machine's certificates.
+
+    Reading them takes 30 ms of CPU time, and httpx reads them for each client.
+    """
+    read, kept = ssl.create_default_context, dict[tuple[str | None, ...], ssl.SSLContext]()
+
+    def read_once(*args: Any, **options: Any) -> ssl.SSLContext:
+        if args or options not in ({}, {"cafile": certifi.where()}):
+            return read(*args, **options)
+        places = (*options, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+        if places not in kept:
+            kept[places] = read(**options)
+        return kept[places]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", read_once)
+        yield
 
 
 @pytest.fixture
