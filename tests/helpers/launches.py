@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from run_learner import FORKS
 
 from redraft.engine.process import free_port
 
@@ -51,6 +53,39 @@ def accelerate_launch(config: str, *options: str, nodes: int = 1) -> list[list[s
         return [base]
     between = ["--num_machines", str(nodes), "--main_process_ip", "127.0.0.1"]
     return [[*base, *between, "--machine_rank", str(rank)] for rank in range(nodes)]
+
+
+def fork_ranks(work: Callable[..., None], *args: Any, ranks: int = 1) -> None:
+    """Run `work(*args)` on so many ranks, without a launcher and without its imports.
+
+    Each is a fork of a process that has imported PyTorch and redraft.
+    """
+    port = free_port()
+    processes = [
+        FORKS.Process(target=_as_rank, args=(rank, ranks, port, work, args))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(300)
+        assert [process.exitcode for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _as_rank(
+    rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    os.environ |= ENVIRONMENT
+    if ranks > 1:
+        # What `accelerate launch` sets, too.
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {name: str(number) for name, number in own.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    work(*args)
 
 
 def run_all(

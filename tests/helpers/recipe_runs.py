@@ -57,17 +57,8 @@ def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[s
     ]
 
 
-def run_as_user(arguments: Sequence[str]) -> Done:
-    """`python recipes/train.py standalone ...`, which first imports for five seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, RECIPE, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200
-    )
-
-
 def run(arguments: Sequence[str]) -> Done:
-    """The same file, run by a process that forks with everything imported."""
+    """`python recipes/train.py standalone ...`, by a process that forks with everything imported."""
     with forked(arguments) as (process, folder):
         process.join(600)
         assert process.exitcode is not None, "it did not end"

@@ -24,7 +24,13 @@ from redraft.online.daemon.learner import run
 FORKS = multiprocessing.get_context("forkserver")
 # Torch is imported once for all of them. A session of tests has one such server, so it imports for
 # every fork.
-FORKS.set_forkserver_preload(["redraft.online.daemon.learner", "redraft.distill.run.training_run"])
+FORKS.set_forkserver_preload(
+    [
+        "redraft.online.daemon.learner",
+        "redraft.distill.run.training_run",
+        "redraft.eval.report.charts",
+    ]
+)
 
 
 def start(cfg: LearnerConfig, fault: str = "") -> ForkServerProcess:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from recipe_runs import build_command, run_as_user
+from recipe_runs import build_command, run
 
 from redraft.engine.server import VllmServer
 
@@ -24,7 +24,7 @@ def test_a_target_behind_a_vllm_server_needs_no_weights_here(
         "20",
     )
     draft = ("--draft.num-layers", "1", "--draft.hidden-size", "64")
-    done = run_as_user(
+    done = run(
         build_command(
             served_pair[0], data, tmp_path / "remote", "--loop.steps", "2", *signal, *draft
         )

@@ -9,13 +9,13 @@ therefore have an `eps` well above rounding.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launches import ROOT, accelerate_launch, require, run_all
+import train_on_ranks
+from launches import ROOT, accelerate_launch, fork_ranks, require, run_all
 
 SCRIPT = str(ROOT / "tests/helpers/train_on_ranks.py")
 FAMILIES = [
@@ -53,17 +53,21 @@ def train(config: str | None, output: Path, *args: str, nodes: int = 1) -> dict[
     """What each family's training came to, on two processes by a config, or on one without any."""
     name, options = (config or "").removesuffix("-offload"), CONFIGS.get(config or "", ())
     if config is None:
-        run_all([[sys.executable]], [SCRIPT, str(output), *args])
+        fork_ranks(train_on_ranks.main, train_on_ranks.parse([str(output), *args]))
     else:
         require(name)
         run_all(accelerate_launch(name, *options, nodes=nodes), [SCRIPT, str(output), *args])
-    results = {path.stem: torch.load(path, weights_only=True) for path in output.glob("*.pt")}
+    results = read_results(output)
     for result in results.values():
         assert (result["layout"], result["offloads"]) == (
             LAYOUTS[name],
             "offload" in (config or ""),
         )
     return results
+
+
+def read_results(output: Path) -> dict[str, Any]:
+    return {path.stem: torch.load(path, weights_only=True) for path in output.glob("*.pt")}
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> None:
@@ -109,7 +113,11 @@ def test_muon_moves_the_matrices_of_two_ranks_as_those_of_one(tmp_path: Path) ->
     """
     work = ["eagle3", "--steps", "3", "--optimizer", "muon"]
     one = train(None, tmp_path / "one", *work)
-    assert_same(one, train("ddp", tmp_path / "two", *work), 1e-4)
+    cfg = train_on_ranks.parse([str(tmp_path / "two"), *work])
+    fork_ranks(train_on_ranks.main, cfg, ranks=2)
+    two = read_results(cfg.output)
+    assert two["eagle3"]["layout"] == LAYOUTS["ddp"]
+    assert_same(one, two, 1e-4)
 
 
 @pytest.mark.slow
