@@ -232,7 +232,7 @@ def test_the_first_and_the_adapted_draft_take_turns_in_being_measured_first(
 
 
 @browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_charts_of_the_online_demo_render_without_an_error_or_a_request(
     tmp_path: Path, dark: bool
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records
+from learner_world import World, make_records
 from real_broker import running_broker
 from run_learner import start
 from test_learner_kills import assert_every_record_is_there_and_was_trained_once, ended
@@ -25,9 +25,9 @@ def records(random_target):
 
 
 @pytest.fixture
-def world(random_target, tmp_path, monkeypatch):
+def world(random_target, noisy_draft, tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
+    return World.make(tmp_path, random_target, noisy_draft)
 
 
 def over_the_log(world, broker):

@@ -343,7 +343,9 @@ def test_a_swap_opens_the_question_again() -> None:
     assert policy.base[SEEN] > 0
 
 
-@pytest.mark.parametrize("pushes", [30, 100])  # every few seconds
+@pytest.mark.parametrize(
+    "pushes", [30, pytest.param(100, marks=pytest.mark.slow)]
+)  # every few seconds
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_frequent_pushes_of_a_target_give_no_more_time_for_probes(draft: str, pushes: int) -> None:
     outcome = simulate(draft, "1", 0.25, 0, 3 * STEPS, pushes)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft
+from learner_world import World
 from run_stream import TARGET, VOCAB, make_record
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until, wait_until
@@ -144,9 +144,9 @@ async def test_the_publisher_sends_every_record_after_a_defect(broker, monkeypat
 
 
 @pytest.fixture
-def world(random_target, tmp_path, monkeypatch):
+def world(random_target, noisy_draft, tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
+    return World.make(tmp_path, random_target, noisy_draft)
 
 
 def test_the_learner_looks_takes_and_expires_after_a_defect(world, monkeypatch):

@@ -43,9 +43,14 @@ def token(monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
 
 
+@pytest.fixture(scope="module")
+def draft(random_target, tmp_path_factory):
+    return make_draft(random_target, tmp_path_factory.mktemp("draft"))
+
+
 @pytest.fixture
-def world(random_target, tmp_path):
-    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
+def world(random_target, draft, tmp_path):
+    return World.make(tmp_path, random_target, draft)
 
 
 @pytest.fixture(scope="module")

@@ -657,6 +657,23 @@ def test_a_target_with_images_is_counted_whole(tmp_path: Path, model_type: str) 
     assert count(cfg).step.memory[TARGET_WEIGHTS] == size > 0
 
 
+def count_served(folder: Path, **more: Any) -> int:
+    """Bytes of a target's weights on its servers."""
+    (folder / "config.json").write_text(json.dumps({**TARGET.to_dict(), **more}))
+    cfg = PlanConfig(target=str(folder), **SMALL, signal="endpoint", devices=2)
+    if more:
+        with pytest.raises(ValueError, match=r"--signal endpoint\b"):
+            count(replace(cfg, signal="model"))
+    found = count(cfg).served
+    assert found is not None
+    return found.memory[TARGET_WEIGHTS]
+
+
+@pytest.fixture(scope="module")
+def whole_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return count_served(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize(
     ("about", "bits"),
     [
@@ -677,21 +694,9 @@ def test_a_target_with_images_is_counted_whole(tmp_path: Path, model_type: str) 
     ],
 )
 def test_a_quantised_target_is_served_at_its_size(
-    tmp_path: Path, about: dict[str, Any], bits: int
+    tmp_path: Path, whole_bytes: int, about: dict[str, Any], bits: int
 ) -> None:
-    def served(**more: Any) -> int:
-        folder = tmp_path / str(len(more))
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**TARGET.to_dict(), **more}))
-        cfg = PlanConfig(target=str(folder), **SMALL, signal="endpoint", devices=2)
-        if more:
-            with pytest.raises(ValueError, match=r"--signal endpoint\b"):
-                count(replace(cfg, signal="model"))
-        found = count(cfg).served
-        assert found is not None
-        return found.memory[TARGET_WEIGHTS]
-
-    assert served(quantization_config=about) == served() * bits // 16
+    assert count_served(tmp_path, quantization_config=about) == whole_bytes * bits // 16
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_hidden_states_are_nearly_all_of_a_heads_record() -> None:
 
 
 def test_a_fleets_row_is_the_tokens_times_its_rate() -> None:
-    cfg = FleetPlanConfig(tokens_per_s=2e6, fraction=0.5, traffic=SMALL)
+    cfg = FleetPlanConfig(tokens_per_s=2e6, fraction=0.5, families=("standalone",), traffic=SMALL)
     found = all_costs(cfg)
     row = list(fleet_table(cfg, found))[2]
     assert f"{two(found[0].learner_flops * 1e6 / 1e12)} TFLOP/s" in row
