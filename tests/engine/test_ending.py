@@ -20,6 +20,8 @@ import asyncio, sys
 import uvicorn
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.plugins import load_general_plugins
+from redraft.engine import patches
+patches.ENDING_S = 1
 load_general_plugins()
 
 async def app(scope, receive, send):

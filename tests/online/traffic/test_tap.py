@@ -7,12 +7,14 @@ import json
 import threading
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 import httpx
 import numpy as np
 import pytest
 import torch
 import uvicorn
+from fake_completions import Server
 from transformers import LlamaForCausalLM
 from waiting import in_event_loop, until, wait_until
 
@@ -127,18 +129,22 @@ def test_the_likeliest_tokens_are_kept_whatever_was_sampled():
 
 
 class RunningTap:
-    def __init__(self, upstream, spool, **config):
+    verdicts: ClassVar = {}
+    """By server and log-probabilities: a check takes the engine a second, and says the same."""
+
+    def __init__(self, upstream, spool, logprobs):
         self.spool = spool
-        tap = Tap(TapConfig(spool=spool, **config), "target")
+        tap = Tap(TapConfig(spool=spool, logprobs=logprobs), "target")
         self.tap = tap
+        tap.check.verdict = self.verdicts.get((upstream, logprobs))
         proxy = Proxy(Upstream(upstream), tap)
-        self.server = uvicorn.Server(uvicorn.Config(proxy.app(), port=0, log_level="warning"))
+        self.server = Server(uvicorn.Config(proxy.app(), port=0, log_level="warning"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)
         wait_until(lambda: tap.check.verdict)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
+        self.verdicts[upstream, logprobs] = tap.check.verdict
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.server.port}", timeout=600)
 
     def counts(self):
         return self.tap.status()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,13 @@ from redraft.engine.lookup_first import HeadLimits, mix
 from redraft.engine.measure import Measurement, Output
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import GREEDY
+from redraft.engine.server import VllmServer
 from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.serving import baseline, rounds
 from redraft.eval.serving.bench_report import make_schema
 from redraft.eval.serving.cost import AdaptivePoint
 from redraft.eval.serving.prediction import Candidate
-from redraft.eval.serving.rounds import PLAIN, Plan, Results
+from redraft.eval.serving.rounds import PLAIN, Plan, Results, start_servers
 from redraft.files.folder import fingerprint, read_config
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.retrieval import Config as Counts
@@ -533,6 +536,30 @@ def test_the_engine_refuses_a_draft_in_one_line_with_its_cure(
     assert "\n" not in str(refused.value)
 
 
+@contextlib.contextmanager
+def measuring_quickly() -> Iterator[None]:
+    """Start no server twice, and do not wait until the numbers of a measurement are good."""
+    kept: dict[str, VllmServer] = {}
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        @contextlib.contextmanager
+        def start_once(
+            target: str, drafts: Mapping[str, Any], logs: Path, **options: Any
+        ) -> Iterator[dict[str, VllmServer]]:
+            asked = {name: repr((target, draft, options)) for name, draft in drafts.items()}
+            new = {name: draft for name, draft in drafts.items() if asked[name] not in kept}
+            if new:
+                started = stack.enter_context(start_servers(target, new, logs, **options))
+                kept.update((asked[name], server) for name, server in started.items())
+            yield {name: kept[asked[name]] for name in drafts}
+
+        patch.setattr(rounds, "start_servers", start_once)
+        patch.setattr(rounds, "IDLE_S", 0)
+        patch.setattr(rounds, "changed_speed", lambda _: False)
+        patch.setattr(baseline, "BANDWIDTH_BYTES", 1 << 20)
+        yield
+
+
 @pytest.fixture(scope="module")
 def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchConfig, Any]:
     """A benchmark of a head and n-grams at its smallest, with requests as the target samples."""
@@ -550,7 +577,8 @@ def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         vllm_args=("--enforce-eager",),
         output=target.parent / "out",
     )
-    main(cfg)
+    with measuring_quickly():
+        main(cfg)
     return cfg, json.loads((cfg.output / "report.json").read_text())
 
 
@@ -592,7 +620,8 @@ def test_a_finished_benchmark_measures_nothing_again(
 ) -> None:
     cfg, content = report
     monkeypatch.setattr(bench, "measure_servers", lambda *_, **__: pytest.fail("measured again"))
-    main(cfg)
+    with measuring_quickly():
+        main(cfg)
     again = json.loads((cfg.output / "report.json").read_text())
     assert again["drafts"] == content["drafts"]
 
