@@ -28,7 +28,7 @@ from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import Sampling, read_sampling
 from redraft.engine.server import vllm_server
 from redraft.eval.forecast.draft_source import SampleMethod
-from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
+from redraft.eval.forecast.drafts import load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
@@ -37,6 +37,7 @@ from redraft.files.checkpoint import load_causal_lm
 from redraft.files.folder import GENERATION_CONFIG
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.target import LoadedTarget
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 """Those of Qwen2.5."""
@@ -70,10 +71,10 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
         temperatures=(),
         num_speculative_tokens=(case.num_speculative_tokens,),
         max_tokens=case.max_tokens,
-        end_ids=target.opened.end_ids,
+        end_ids=target.files.end_ids,
         seed=case.seed,
         batch_size=16,
-        filters=read_sampling(target.opened.folder),
+        filters=read_sampling(target.files.folder),
     )
     report: dict[str, Any] = {}
     for name, method in METHODS.items():
@@ -111,7 +112,7 @@ def make_target(source: Path, folder: Path) -> LoadedTarget:
     path = folder / GENERATION_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | SAMPLING | {"do_sample": True}))
     model = load_causal_lm(folder).float().eval()
-    return LoadedTarget(opened=TargetFolder.open(folder), model=model)
+    return LoadedTarget(files=TargetFolder.open(folder), model=model)
 
 
 def make_draft(source: Path, folder: Path, seed: int) -> Path:
@@ -131,7 +132,7 @@ def make_draft(source: Path, folder: Path, seed: int) -> Path:
 def choose_prompts(case: ServedCase, target: LoadedTarget) -> list[Prompt]:
     _, held_out = split_held_out(load_conversations("stdlib"), 0.2)
     return held_out_prompts(
-        held_out, target.opened.tokenizer, num_prompts=case.num_prompts, max_length=256
+        held_out, target.files.tokenizer, num_prompts=case.num_prompts, max_length=256
     )
 
 
@@ -151,7 +152,7 @@ def ask_engine(
         "draft_sample_method": method,
     }
     with vllm_server(
-        target.opened.name,
+        target.files.name,
         log=log,
         speculative_config=config,
         max_model_len=512,
@@ -193,7 +194,7 @@ def forecast(
     for first in range(0, len(texts), protocol.batch_size):
         batch = texts[first : first + protocol.batch_size]
         found = evaluate_batch(
-            batch, signal, {"it": draft}, read_sampling(target.opened.folder).temperature, protocol
+            batch, signal, {"it": draft}, read_sampling(target.files.folder).temperature, protocol
         )
         rows += [row["it"] for row in found]
     return rows

@@ -10,10 +10,11 @@ from redraft.engine.machine import engine_environment
 from redraft.engine.measure import Output, measure
 from redraft.engine.prompts import Prompt
 from redraft.engine.server import forget_requests, vllm_server
-from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
+from redraft.eval.forecast.drafts import NamedDraft
 from redraft.eval.forecast.teacher_forced import Protocol
 from redraft.files.kept import compute_once
 from redraft.heads.doctor.checks import first_cure
+from redraft.heads.target import LoadedTarget
 
 CountsByTemperature = list[list[AcceptanceCounts]]  # [temperature][prompt], in the order of prompts
 
@@ -60,7 +61,7 @@ def serve_and_count(
 
     def counted() -> CountsByTemperature:
         with vllm_server(
-            draft.served or target.opened.name,
+            draft.served or target.files.name,
             log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
             speculative_config=config,
             # With room for one more block: near the end of the window vLLM's drafter stops
@@ -86,7 +87,7 @@ def serve_and_count(
         ]
 
     # Everything that the counts depend on; otherwise, those of another run could be reused.
-    key: list[object] = [target.opened.fingerprint, draft.fingerprint, config, prompts]
+    key: list[object] = [target.files.fingerprint, draft.fingerprint, config, prompts]
     key += [protocol.temperatures, protocol.filters, protocol.max_tokens]
     key += [options, engine_environment()]
     try:
@@ -99,7 +100,7 @@ def serve_and_count(
         )
     except ChildProcessError as error:
         cure = (
-            first_cure(target.opened.folder, draft.folder, num_speculative_tokens)
+            first_cure(target.files.folder, draft.folder, num_speculative_tokens)
             if draft.folder
             else ""
         )

@@ -224,6 +224,14 @@ class Family:
         """The class that implements `Draft`."""
         return _import(self.draft)
 
+    def sketch(self, options: Any, target: Target, draft_vocab_size: int) -> Any:
+        """An untrained head whose vocabulary is the first `draft_vocab_size` ids, or all if it is 0."""
+        import torch
+
+        # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
+        kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
+        return self.draft_class()(options, target, *kept)
+
     def options_class(self) -> Any:
         """The class of a draft's options.
 

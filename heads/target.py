@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.files.checkpoint import load_text_config
+from redraft.files.target_folder import TargetFolder
 from redraft.files.tensors import list_tensors, read_tensors
 
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -83,6 +85,29 @@ class Target:
         # A checkpoint with tied weights stores the embeddings only.
         head = tensors.get(names.get(HEAD, ""), embed)
         return Target(config=load_text_config(folder), embed_VD=embed, head_VD=head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedTarget:
+    """A target that is loaded once and passed on: its files, its model, and what heads borrow."""
+
+    files: TargetFolder
+    model: Any
+    """The frozen causal LM of `transformers`; without its layers if servers compute them."""
+    rewritten: TargetFolder | None = None
+    """The copy in another layout from which the model was loaded, if any."""
+    has_moved: bool = False
+    """As in `Target`."""
+
+    @property
+    def source(self) -> TargetFolder:
+        """The files from which the model was loaded."""
+        return self.rewritten or self.files
+
+    @cached_property
+    def borrowed(self) -> Target:
+        """The embeddings and the output head of the model."""
+        return replace(Target.from_model(self.model), has_moved=self.has_moved)
 
 
 @torch.no_grad()

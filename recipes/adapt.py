@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.distill.train.run_config import HeadConfig, StandaloneConfig, make_config
-from redraft.files.folder import fetch_model, read_config, tensor_files
+from redraft.files.folder import fetch_model, read_config, tensor_entries
 from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
 from redraft.heads.options import Standalone
@@ -89,10 +89,8 @@ def _defaults(family: Family, old: Path) -> Any:
 
 def _count_vocabulary(old: Path) -> int:
     """The size of a head's own vocabulary; 0 if it has the target's."""
-    from redraft.files.artifact import safetensors_header
-
-    path = tensor_files(old).get("d2t")
-    return 0 if path is None else int(safetensors_header(path)["d2t"]["shape"][0])
+    offsets = tensor_entries(old).get("d2t")
+    return 0 if offsets is None else int(offsets["shape"][0])
 
 
 def main(family: Family, old: Path, cfg: Any) -> None:

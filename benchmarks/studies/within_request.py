@@ -125,7 +125,7 @@ def main(cfg: Config) -> None:
     head = Eagle3.load(draft, Target.from_model(model)).to(model.dtype).eval()
     signal = InProcessTarget(model, head.aux_layer_ids)
     ways = list_ways(cfg)
-    identity = [judge.opened.opened.fingerprint, fingerprint(draft), asdict(cfg.ngram)]
+    identity = [judge.opened.files.fingerprint, fingerprint(draft), asdict(cfg.ngram)]
     found: list[dict[str, list[list[float]]]] = []
     for prompt in Progress(judge.prompts, desc="requests", unit="request"):
         text = answer(judge, prompt, cfg)
@@ -170,10 +170,10 @@ def list_ways(cfg: Config) -> dict[str, Adaptation]:
 
 def answer(judge: Judge, prompt: Prompt, cfg: Config) -> Continuation:
     """A long answer of the target, kept."""
-    key = [judge.opened.opened.fingerprint, prompt, cfg.num_output_tokens, cfg.temperature]
+    key = [judge.opened.files.fingerprint, prompt, cfg.num_output_tokens, cfg.temperature]
 
     def generate() -> Continuation:
-        with without_tokens(judge.opened.model, judge.opened.opened.end_ids):
+        with without_tokens(judge.opened.model, judge.opened.files.end_ids):
             (text,) = generate_answers(
                 judge.opened.model,
                 [prompt],

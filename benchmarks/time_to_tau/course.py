@@ -134,7 +134,7 @@ class Training:
 
     def states(self, layers: Sequence[int]) -> InProcessTarget:
         """The target's states after `layers`."""
-        return InProcessTarget(self.run.model, layers)
+        return InProcessTarget(self.run.target.model, layers)
 
     def plan(self, take_step: Callable[[int], object], per: int = 1) -> None:
         """Take a few steps with a copy, and plan as many as fill the minutes at that speed.

@@ -18,10 +18,11 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.run_config import Signal
 from redraft.engine.prompts import Prompt
 from redraft.engine.target_dtype import open_target
-from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
+from redraft.eval.forecast.drafts import NamedDraft, load_drafts
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
 from redraft.eval.served import EngineOptions, serve_and_count
+from redraft.heads.target import LoadedTarget
 
 Counts = NDArray[np.float64]
 """[Q, 2]: accepted draft tokens and drafts by question."""
@@ -42,14 +43,14 @@ class Judge:
 
     @cached_property
     def opened(self) -> LoadedTarget:
-        opened = open_target(self.target, on_cpu=True)
-        model = load_target(opened, Signal(), torch.device("cpu"))
-        return LoadedTarget(opened=opened, model=model)
+        files = open_target(self.target, on_cpu=True)
+        model = load_target(files, Signal(), torch.device("cpu"))
+        return LoadedTarget(files=files, model=model)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
         _, held_out = split_held_out(load_conversations(self.data), self.held_out)
-        tokenizer = self.opened.opened.tokenizer
+        tokenizer = self.opened.files.tokenizer
         return held_out_prompts(
             held_out, tokenizer, num_prompts=self.num_questions, max_length=1024
         )
@@ -60,7 +61,7 @@ class Judge:
             temperatures=(0.0,),
             num_speculative_tokens=(self.tokens,),
             max_tokens=self.max_tokens,
-            end_ids=self.opened.opened.end_ids,
+            end_ids=self.opened.files.end_ids,
             seed=0,
             batch_size=8,
         )
@@ -76,7 +77,7 @@ class Judge:
         layers = sorted({layer for each in forecasts.values() for layer in each.aux_layer_ids})
         rows = forecast_drafts(
             self.opened.model,
-            self.opened.opened.fingerprint,
+            self.opened.files.fingerprint,
             InProcessTarget(self.opened.model, layers),
             forecasts,
             self.prompts,

@@ -113,7 +113,7 @@ def train_speculators(training: Training) -> None:
     from speculators.train.data import CollateFn
 
     logging.getLogger("speculators").setLevel(logging.WARNING)
-    course, opened = training.course, training.run.opened
+    course, opened = training.course, training.run.target.files
     its.get_local_rank = lambda: torch.device("cpu")
     its._StepTimer.reset = lambda self, enabled: None
     chosen = {
@@ -193,7 +193,7 @@ def train_modelopt(training: Training) -> None:
     from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    course, config = training.course, training.run.opened.text_config
+    course, config = training.course, training.run.target.files.text_config
     recipe = read_modelopt_recipe()
     layers = aux_layers((), config.num_hidden_layers)
     options = recipe["eagle"] | {
@@ -240,7 +240,7 @@ def train_modelopt(training: Training) -> None:
 
     def build(max_steps: int, first: int, call: Callable[[], object]) -> tuple[Any, Any, Documents]:
         torch.manual_seed(course.seed)
-        model = copy.deepcopy(training.run.model)
+        model = copy.deepcopy(training.run.target.model)
         with contextlib.redirect_stdout(io.StringIO()):
             speculative.convert(model, [("eagle", options)])
         # Made at the first step otherwise, with an argument that transformers 5.19 has removed.

@@ -25,9 +25,10 @@ from typing import cast
 import torch
 
 from redraft.distill.plan.counted_step import (
+    Counted,
     Marker,
     Plan,
-    count_model_flops,
+    count_flops,
     count_step,
     make_batch,
     make_models,
@@ -184,6 +185,13 @@ def explain(error: Exception) -> str:
         return f"it does not fit ({first})"
     # Other exceptions are not written for users, and their type says more than the text.
     return first if isinstance(error, ValueError) else f"{type(error).__name__}: {first}"
+
+
+def count_model_flops(plan: Plan, counted: Counted) -> int:
+    """FLOPs of a step without recomputation, as for an MFU (arXiv 2204.02311, appendix B)."""
+    if not plan.gradient_checkpointing:
+        return count_flops(counted)
+    return count_flops(count_step(replace(plan, gradient_checkpointing=False)))
 
 
 def measure_plan(

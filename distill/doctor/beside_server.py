@@ -77,7 +77,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     ]
     num_tokens = check.num_speculative_tokens or count_draft_tokens(answers)
     dtype = asked.dtype or choose_dtype(pair, stored, machine, on_cpu=machine.device == "cpu")
-    model = load_causal_lm(pair.target.folder, getattr(torch, dtype)).to(machine.device)
+    model = load_causal_lm(pair.target, getattr(torch, dtype)).to(machine.device)
     texts = [
         continue_text(model, prompt, answer, num_tokens)
         for prompt, answer in zip(prompts, answers, strict=True)

@@ -195,7 +195,7 @@ def choose_dtype(
         not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)
     ):
         return cast(TargetDtype, known)
-    return default_target_dtype(pair.target.folder, on_cpu=on_cpu, machine=machine) or "bfloat16"
+    return default_target_dtype(pair.target, on_cpu=on_cpu, machine=machine) or "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +371,7 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
             pair.draft, lambda: Target.from_folder(pair.target.folder), torch_dtype
         )
         return whole.to(device).eval(), None
-    model = load_causal_lm(pair.target.folder, torch_dtype).to(device)
+    model = load_causal_lm(pair.target, torch_dtype).to(device)
     head = (
         pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype)
         .to(device)

@@ -34,7 +34,8 @@ from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.peagle import PEagle
-from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
+from redraft.heads.nn.layers import Attention, Rotary
+from redraft.heads.shape import LlamaShape
 
 MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
 # Also in tokens per target step, because a useless head gains any fraction by chance.

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.choices import SignalKind
-from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, TARGET_WEIGHTS
+from redraft.distill.plan.held import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    SIGNAL,
+    STATE,
+    TARGET_WEIGHTS,
+)
 from redraft.distill.plan.operations import Operation
 from redraft.distill.plan.weightless import META, Count, Weightless
 from redraft.distill.signal.sources import InProcessTarget
@@ -148,13 +154,6 @@ def count_target(plan: Plan) -> Counted:
 
 def count_flops(counted: Counted) -> int:
     return sum(work.flops * times for work, times in counted.operations.items())
-
-
-def count_model_flops(plan: Plan, counted: Counted) -> int:
-    """FLOPs of a step without recomputation, as for an MFU (arXiv 2204.02311, appendix B)."""
-    if not plan.gradient_checkpointing:
-        return count_flops(counted)
-    return count_flops(count_step(replace(plan, gradient_checkpointing=False)))
 
 
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
@@ -315,14 +314,8 @@ def _make_draft(plan: Plan, model: Any) -> Any:
     family = find_family(plan.family)
     draft: Any
     if family.is_head:
-        target = Target(
-            config=plan.target,
-            embed_VD=model.get_input_embeddings().weight.detach(),
-            head_VD=model.get_output_embeddings().weight.detach(),
-        )
-        size = plan.draft_vocab_size
-        vocabulary = [torch.arange(size, device="cpu")] if size else []
-        draft = family.draft_class()(plan.head, target, *vocabulary)
+        target = replace(Target.from_model(model), config=plan.target)
+        draft = family.sketch(plan.head, target, plan.draft_vocab_size)
     else:
         draft = StandaloneDraft(new_model(plan.head, torch.float32))
     if plan.gradient_checkpointing:

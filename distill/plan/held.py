@@ -17,8 +17,8 @@ import torch
 from redraft.distill.plan.choices import ShardingKind
 from redraft.distill.train.muon import split
 from redraft.files.checkpoint import load_text_config, new_model
-from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
+from redraft.heads.family import Family
 from redraft.heads.target import Target
 
 TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
@@ -79,18 +79,20 @@ class DraftSize:
         }
 
 
-def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> DraftSize:
+def sketch_draft(
+    family: Family, options: Any, target_config: Any, draft_vocab_size: int = 0
+) -> Any:
+    """An untrained draft for a target with this text config, without memory for its weights.
+
+    Raises:
+        ValueError: the options do not fit the target.
+    """
     with torch.device("meta"):
+        if not family.is_head:
+            return new_model(standalone_config(options, target_config), torch.float32)
         weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
         target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
-        # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
-        kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
-        return DraftSize.of(find_family(family).draft_class()(options, target, *kept))
-
-
-def count_standalone(init: Init, target_config: Any) -> DraftSize:
-    with torch.device("meta"):
-        return DraftSize.of(new_model(standalone_config(init, target_config), torch.float32))
+        return family.sketch(options, target, draft_vocab_size)
 
 
 def standalone_config(init: Init, target_config: Any) -> Any:

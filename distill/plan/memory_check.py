@@ -7,10 +7,8 @@ every machine, in host memory   the target once for each process on it: each rea
                                 with --signal.shard once, for the process that reads it
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from redraft.distill.plan.held import DraftSize, Sharing
-from redraft.distill.signal.sharded import TargetSizes, processes_here, size_weights
+from redraft.distill.signal.sharded import processes_here
 from redraft.distill.train.run_config import Signal
 from redraft.engine.hardware import Machine, this_machine
 from redraft.files.target_folder import TargetFolder
@@ -52,7 +50,7 @@ def require_room(
     target: TargetFolder,
     signal: Signal,
     accelerator: Accelerator,
-    count_draft: Callable[[Any], DraftSize],
+    draft: DraftSize,
     *,
     machine: Machine | None = None,
     optimizer: str = "adamw",
@@ -62,8 +60,7 @@ def require_room(
 
     One process on each machine reports the reason, and the others exit with it. If the fit is
     tight, the main process warns that activations come on top, and prints the `command` that counts
-    them. `count_draft(config)` returns the draft's size for the target's text config, and
-    `optimizer` is the name of the draft's optimizer. `machine` is this machine by default.
+    them. `optimizer` is the name of the draft's optimizer. `machine` is this machine by default.
 
     Raises:
         ValueError: the target or the draft does not fit (the message has the bytes and the ways
@@ -71,18 +68,16 @@ def require_room(
     """
     if target.quantization:  # the loading that follows reports what to do with it
         return
-    sizes = _size(target)
-    draft = count_draft(target.text_config)
-    room = read_room(accelerator, machine)
+    room, sizes = read_room(accelerator, machine), target.sizes
     is_shared = signal.shard and accelerator.num_processes > 1
-    target_bytes = sizes.whole
+    whole = target_bytes = sizes.whole
     if signal.url:
         target_bytes = sizes.outside
     elif is_shared:
         ranks = sizes.choose_ranks(accelerator.num_processes, room.processes, room.device_bytes)
         target_bytes = sizes.share(ranks)
     draft_bytes = round(sum(sharing_of(accelerator).share_out(draft.hold(optimizer)).values()))
-    need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
+    need = Need(target=target_bytes, draft=draft_bytes, host=whole if is_shared else None)
     try:
         check(target.name, need, room, has_servers=bool(signal.url))
     except ValueError:
@@ -115,7 +110,7 @@ def require_target_room(
     """
     if target.quantization:
         return
-    sizes, machine = _size(target), _on(device, machine)
+    sizes, machine = target.sizes, _on(device, machine)
     for place, num_bytes in (
         (str(device), machine.gpu_bytes),
         ("this machine's memory", machine.host_bytes),
@@ -171,14 +166,6 @@ def _ways_out(need: Need, *, has_servers: bool) -> str:
 
 def _gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.1f} GB"
-
-
-# --------------------------------------------------------------------------------------------------------------
-# sizes
-
-
-def _size(target: TargetFolder) -> TargetSizes:
-    return size_weights(target.config, target.torch_dtype or target.config.dtype or torch.float32)
 
 
 def sharing_of(accelerator: Accelerator) -> Sharing:

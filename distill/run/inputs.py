@@ -37,10 +37,10 @@ from redraft.engine.hardware import Machine, this_machine
 from redraft.engine.head_size import require_model_heads
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.files.checkpoint import load_causal_lm, refuse_quantised
-from redraft.files.folder import fetch_model
 from redraft.files.served_target import require_served_alike, visible_length
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.logits import LogitRule
+from redraft.heads.target import LoadedTarget
 
 TOKENS_A_WRITE = 32_768
 """Tokens of a batch whose states are computed and written to a cache together."""
@@ -72,7 +72,7 @@ def load_target(
         ValueError: the target's attention would not launch on the GPU.
     """
     if not signal.url:
-        fetch_model(target.name)  # the checks read the weights too
+        _ = target.whole  # the checks read the weights too
     require_served_alike(target)
     dtype = target.torch_dtype
     if signal.url:
@@ -86,7 +86,7 @@ def load_target(
     if signal.shard and PartialState().num_processes > 1:
         return load_sharded(target, device)
     model = load_causal_lm(
-        target.name, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`"
+        target, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`"
     )
     require_finite(model, f"the target {target.name}")
     return model.to(device).requires_grad_(False).eval()
@@ -218,20 +218,20 @@ def _tokenise(
 
 
 def live_signal(
-    signal: Signal, target: Any, opened: TargetFolder, aux_layers: Sequence[int] | None
+    signal: Signal, target: LoadedTarget, aux_layers: Sequence[int] | None
 ) -> InProcessTarget | EndpointTarget:
     """A function from any batch to the target's predictions.
 
     They are computed here, or on servers if there is a URL. `aux_layers` is None for a standalone
     draft, which reads only the text. For a head, it lists the target layers to read besides the
-    last hidden state; the list may be empty. `opened` is the target's folder, with which the
-    servers are compared.
+    last hidden state; the list may be empty. The servers are compared with the target's
+    files.
 
     Raises:
         ValueError: if the target, or the model on its server, does not fit.
     """
     if not signal.url:
-        return InProcessTarget(target, aux_layers or ())
+        return InProcessTarget(target.model, aux_layers or ())
     # One attempt per server, because `Endpoints` then tries the next one.
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
@@ -240,10 +240,10 @@ def live_signal(
                 "--signal.kept contains hidden states, but a standalone draft reads the top k: add "
                 "--signal.exact"
             )
-        source = EndpointTarget(servers, signal.k, opened)
+        source = EndpointTarget(servers, signal.k, target.files)
     else:
         source = EndpointHiddenStates(
-            servers, target, aux_layers or (), signal.storage, opened, signal.kept
+            servers, target.model, aux_layers or (), signal.storage, target.files, signal.kept
         )
     source.require_target()
     return source
@@ -251,8 +251,7 @@ def live_signal(
 
 def target_signal(
     signal: Signal,
-    target: Any,
-    opened: TargetFolder,
+    target: LoadedTarget,
     data: LoadedData,
     folder: Path,
     accelerator: Accelerator,
@@ -268,26 +267,26 @@ def target_signal(
         OSError: if the disk has no room.
     """
     if not signal.url and signal.kind != "cache":
-        return live_signal(signal, target, opened, aux_layers)
+        return live_signal(signal, target, aux_layers)
     # As for a head that reads no auxiliary layers: only the last hidden state.
     if signal.exact:
         aux_layers = aux_layers or ()
-    device = accelerator.device
+    device, model = accelerator.device, target.model
     if signal.kind != "cache":
-        return OneAhead(live_signal(signal, target, opened, aux_layers), device)
+        return OneAhead(live_signal(signal, target, aux_layers), device)
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
-    cache, content = signal.cache or folder / "target-cache", _content(signal, target, aux_layers)
+    cache, content = signal.cache or folder / "target-cache", _content(signal, model, aux_layers)
     # With the dtype in which the target computes, because it rounds the cached values.
-    computed = f"{str(target.dtype).removeprefix('torch.')} {opened.fingerprint}"
+    computed = f"{str(model.dtype).removeprefix('torch.')} {target.files.fingerprint}"
     # With a whole target or servers, every rank writes its own shards. A sharded target makes every
     # pass on all ranks, so only rank 0 writes. All wait below, up to LONGEST_WAIT.
-    alone = is_sharded(target)
-    with leading(target) as leads:
+    alone = is_sharded(model)
+    with leading(model) as leads:
         if (leads or not alone) and not is_complete(cache):
             write_cache(
                 list(itertools.chain(*parts)),
-                live_signal(signal, target, opened, aux_layers),
+                live_signal(signal, target, aux_layers),
                 cache,
                 content,
                 target=computed,
@@ -303,17 +302,16 @@ def target_signal(
     identity = {"target": computed, "data": data_hash(itertools.chain(*parts))}
     if isinstance(content, TopK):
         return OneAhead(CachedTarget(cache, content, **identity), device)
-    head_VD = target.get_output_embeddings().weight.detach()
-    rule = LogitRule.of(target.config)
+    head_VD, rule = target.borrowed.head_VD, LogitRule.of(model.config)
     return OneAhead(
         CachedHiddenStates(cache, content, head_VD=head_VD, rule=rule, **identity), device
     )
 
 
-def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> TopK | HiddenStates:
+def _content(signal: Signal, model: Any, aux_layers: Sequence[int] | None) -> TopK | HiddenStates:
     if aux_layers is None:
         return TopK(signal.k)
-    hidden_size = target.config.get_text_config().hidden_size
+    hidden_size = model.config.get_text_config().hidden_size
     return HiddenStates(
         layers=tuple(sorted(aux_layers)), hidden_size=hidden_size, dtype=signal.cache_dtype
     )

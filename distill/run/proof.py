@@ -52,6 +52,7 @@ from redraft.files.kept import compute_once
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
+from redraft.heads.target import LoadedTarget
 
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run
@@ -70,23 +71,19 @@ class Forecaster:
     def __init__(
         self,
         cfg: Prove,
-        target_print: str,
-        target: Any,
+        target: LoadedTarget,
         signal: SignalFunction,
         data: LoadedData,
         run: RunFolder,
         *,
         is_head: bool = True,
     ) -> None:
-        """`target_print` is the fingerprint of `target`.
-
-        `signal` provides the target's distribution, unless `forecast` is given another signal.
-        """
+        """`signal` provides the target's distribution, unless `forecast` is given another one."""
         self.cfg, self.signal, self.is_head = cfg, signal, is_head
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         key = [
-            target_print,
-            str(target.dtype),
+            target.files.fingerprint,
+            str(target.model.dtype),
             cfg.max_tokens,
             cfg.num_speculative_tokens,
             data.end_ids,
@@ -99,7 +96,7 @@ class Forecaster:
                 cfg.reference or run.folder, "answers", [*key, prompts], list[Continuation], compute
             )
 
-        self.continuations = self._answers(target, data.prompts, data.end_ids, keep)
+        self.continuations = self._answers(target.model, data.prompts, data.end_ids, keep)
 
     def _answers(
         self, target: Any, prompts: list[Prompt], end_ids: Sequence[int], keep: Keep
@@ -155,7 +152,7 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
 
 
 def describe_origin(run: Run) -> dict[str, Any]:
-    folder, data, target = run.folder, run.data, run.opened
+    folder, data, target = run.folder, run.data, run.target.files
     return {
         "command": sys.argv,
         "config": folder.config,
@@ -183,7 +180,7 @@ def store(forecast: Forecast, run: Run) -> StoredForecast:
         num_speculative_tokens=cfg.num_speculative_tokens,
         max_tokens=cfg.max_tokens,
         end_ids=run.data.end_ids,
-        dtype=_computed_in(run.model),
+        dtype=_computed_in(run.target.model),
     )
 
 
@@ -240,7 +237,7 @@ def prove_in_engine(
         ChildProcessError: the engine failed; the error has its message.
         ConnectionError: the server does not answer.
     """
-    dtype = dtype or default_target_dtype(target.folder, on_cpu=ENGINE_IS_CPU)
+    dtype = dtype or default_target_dtype(target, on_cpu=ENGINE_IS_CPU)
     load = cfg.concurrency
     plan = Plan(rounds=1, prompts={load: len(prompts)}, max_tokens=cfg.max_tokens, most_repeats=0)
     options: dict[str, Any] = {
@@ -263,12 +260,12 @@ def prove_in_engine(
     ][0]
     return EngineProof(
         with_draft=ours,
-        lossless=compare_lossless(ours, alone, make_logits(target.name)),
+        lossless=compare_lossless(ours, alone, make_logits(target)),
         runner=read_runner(folder / f"vllm-{WITH}.log"),
     )
 
 
-def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
+def make_logits(target: str | TargetFolder) -> Callable[[Sequence[int]], torch.Tensor]:
     """Return a function that returns the target's next-token logits, [V].
 
     It loads the target at the first call, which happens only if two outputs differ and a tie must

@@ -49,7 +49,7 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
     cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
         _say(run, f"the draft starts as {cfg.draft}")
-        draft = make_draft(cfg.draft, run.model, run.opened.tokenizer, cfg.loop.seed)
+        draft = make_draft(cfg.draft, run.target.model, run.target.files.tokenizer, cfg.loop.seed)
         require_finite(draft, f"the draft {cfg.draft.checkpoint or ''}".strip())
         return draft
     if cfg.start_from is not None:
@@ -68,12 +68,12 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
 
 
 def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
-    options, vocabulary = cfg.head, list[Tensor | None]()
+    options, vocabulary, target = cfg.head, list[Tensor | None](), run.target
     if getattr(options, "mask_token_id", 0) is None:  # only parallel drafters have one
         options = replace(
-            options, mask_token_id=choose_mask_token(run.opened, len(run.target.embed_VD))
+            options, mask_token_id=choose_mask_token(target.files, len(target.borrowed.embed_VD))
         )
-    reach = target_window(run.opened.text_config)
+    reach = target_window(run.shape)
     if reach is not None and getattr(options, "window", 0) is None:
         # vLLM always applies it to layers without a window, so the export should state it.
         options = replace(options, window=reach)
@@ -84,21 +84,21 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
         all_ids = run.shape.vocab_size
         size = choose_size(cfg.draft_vocab_size, usual, all_ids)
         vocabulary.append(frequent_ids(run.data.train.samples, size, all_ids))
-    return run.family.draft_class()(options, run.target, *vocabulary)
+    return run.family.draft_class()(options, target.borrowed, *vocabulary)
 
 
 def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
     """The head given by `--start-from`, with the options of its own training."""
     assert cfg.start_from is not None
     trained_for = read_provenance(cfg.start_from).target_fingerprint
-    head = run.load(cfg.start_from, has_moved=trained_for not in ("", run.opened.fingerprint))
+    head = run.load(cfg.start_from, has_moved=trained_for not in ("", run.target.files.fingerprint))
     require_finite(head, f"the head {cfg.start_from}")
     return head
 
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
     """The MTP layer from the target's weights, with the options of this run."""
-    head = run.family.draft_class().load(run.teacher.folder, run.target)
+    head = run.family.draft_class().load(run.target.source.folder, run.target.borrowed)
     head.config = cfg.head
     return head
 
@@ -110,12 +110,12 @@ def _start_as_layers(run: Run, head: Any, count: int) -> None:
     and shares the head. If it cannot, the head keeps its random weights, and a printed line gives
     the reason.
     """
-    layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.teacher.name}"
-    if is_whole(run.model):
-        head.init_from_layers(*last_layers(run.model, count))
+    layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.target.source.name}"
+    if is_whole(run.target.model):
+        head.init_from_layers(*last_layers(run.target.model, count))
         _say(run, f"the head starts from {layers}")
         return
-    read = functools.partial(read_last_layers, run.teacher, run.model.dtype, count)
+    read = functools.partial(read_last_layers, run.target.source, run.target.model.dtype, count)
     try:
         run.folder.on_main(lambda: head.init_from_layers(*read()))
     except (ValueError, OSError) as error:
@@ -133,7 +133,7 @@ def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
     scales = read_scales(run, head.aux_layer_ids)
     _say(run, f"the head starts from a least-squares fit on up to {num_tokens:,} tokens")
     # Only the final norm, because everything else except the output head is replaced.
-    head.init_from_layers([nn.Module()], final_norm(run.model))
+    head.init_from_layers([nn.Module()], final_norm(run.target.model))
     head.to(run.accelerator.device)
     start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
     # Each rank has solved for itself, and other hardware may give other signs.
@@ -154,10 +154,10 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
         ValueError: a stream is not read by an RMS norm, or the target's final norm is of another
             kind.
     """
-    name = run.cfg.target
-    if is_whole(run.model):
-        return stream_scales(run.model, layer_ids, name)
-    read = functools.partial(read_stream_norms, run.teacher, run.model.dtype, layer_ids)
+    name, model = run.cfg.target, run.target.model
+    if is_whole(model):
+        return stream_scales(model, layer_ids, name)
+    read = functools.partial(read_stream_norms, run.target.source, model.dtype, layer_ids)
     return run.folder.on_main(lambda: stream_scales(read(), layer_ids, name))
 
 
@@ -170,7 +170,7 @@ def read_last_signals(
     because training reaches them late, and a head learns little from text that its start was fitted
     to. They are the same on every rank.
     """
-    source = live_signal(run.cfg.signal, run.model, run.opened, layer_ids)
+    source = live_signal(run.cfg.signal, run.target, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size
     total = train.num_batches(size)
     first = max(0, total - math.ceil(num_tokens / (size * train.sequence_length)))

@@ -20,12 +20,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 
 from redraft.distill.data.vocabulary import choose_size
 from redraft.distill.launch.ranks import leave
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.plan.held import count_head, count_standalone, standalone_config
+from redraft.distill.plan.held import DraftSize, sketch_draft
 from redraft.distill.plan.memory_check import require_room
 from redraft.distill.run.inputs import (
     live_signal,
@@ -50,30 +49,27 @@ from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.row_ranks import require_shares
-from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig, make_config
+from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, require_whole_matrices
-from redraft.engine.hardware import Machine, this_machine
-from redraft.engine.head_size import require_draft_heads
+from redraft.engine.hardware import Machine, launch_machine
+from redraft.engine.head_size import require_head_size, require_model_heads
 from redraft.engine.server import require_runner
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.files.artifact import publish, publishing
 from redraft.files.checkpoint import model_class, refuse_quantised
-from redraft.files.folder import check_model_folder, fetch_model, fingerprint, read_config
+from redraft.files.folder import fetch_model, fingerprint, read_config
 from redraft.files.served_target import require_aux, require_positions
 from redraft.files.target_folder import TargetFolder
 from redraft.files.windows import View, require_speculators, target_window, trained_views
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
-from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.family import Family, Training
 from redraft.heads.nn.causal_lm import decoder_layers, final_norm, require_shared_passes
-from redraft.heads.nn.layers import LlamaShape
-from redraft.heads.nn.masks import check_mask_token
-from redraft.heads.options import LayerSizes, Windows
+from redraft.heads.options import Windows
 from redraft.heads.provenance import read_provenance
-from redraft.heads.target import Target, aux_layers
+from redraft.heads.target import LoadedTarget
 
 Config = HeadConfig[Any] | StandaloneConfig
 
@@ -112,120 +108,94 @@ class Run:
         self.forecasts: dict[Path, Forecast] = {}
         # 1. Flags against each other and against the target, before anything is joined, written or
         #    loaded.
-        self.opened = refuse(family, cfg)
-        self.shape = self.opened.text_config
+        files, sketch = refuse(family, cfg)
+        self.shape = files.text_config
         # 2. The ranks, the memory, the folder: a run that is too large creates none.
+        machine = launch_machine(machine)
+        dtype = cfg.target_dtype or default_target_dtype(
+            files, on_cpu=machine.gpu is None, machine=machine
+        )
+        files = files.in_dtype(dtype)
         self.accelerator = make_accelerator(
             cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine
         )
-        dtype = cfg.target_dtype or default_target_dtype(
-            self.opened.folder, on_cpu=self.accelerator.device.type == "cpu", machine=machine
-        )
-        self.opened = self.opened.in_dtype(dtype)
-        self._require_attention(machine or this_machine())
-        require_whole_matrices(cfg.optim, self.accelerator)
         require_shares(family, cfg.loop, cfg.signal, self.accelerator.num_processes)
-        self._require_room(machine)
+        require_whole_matrices(cfg.optim, self.accelerator)
+        self._require_hardware(files, sketch, machine)
         self.folder = RunFolder.open(
             cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite
         )
         # 3. The target, perhaps rewritten, and the data.
-        rewritten = self._rewrite_target() if self._rewrites else None
-        self.teacher = (
-            replace(self.opened, name=str(rewritten), folder=rewritten)
-            if rewritten
-            else self.opened
-        )
-        self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
-        self._require_parts()
-        self.target = Target.from_model(self.model)
-        self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder, is_head=family.is_head)
+        rewritten = self._rewrite(files) if sketch is None else None
+        model = load_target(rewritten or files, cfg.signal, self.accelerator.device)
+        self._require_parts(model)
+        self.target = LoadedTarget(files=files, model=model, rewritten=rewritten)
+        self.data = load_data(cfg.data, files, cfg.loop, self.folder, is_head=family.is_head)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
         begins = fingerprint(source) if source and source.is_dir() else ""
-        self.inputs = {"target": self.opened.fingerprint, "data": self.data.hash, "start": begins}
+        self.inputs = {"target": files.fingerprint, "data": self.data.hash, "start": begins}
         self.folder.on_main(lambda: self.folder.confirm(self.inputs))
         torch.manual_seed(cfg.loop.seed)
 
-    @property
-    def _rewrites(self) -> bool:
-        """Whether the target is rewritten into a layout with room for the head."""
-        return isinstance(self.cfg, HeadConfig) and getattr(self.cfg.head, "as_mimo", False)
-
-    def _require_parts(self) -> None:
+    def _require_parts(self, model: Any) -> None:
         """Refuse a target without the parts that a head reads, before the data is tokenised."""
         cfg = self.cfg
         if not isinstance(cfg, HeadConfig):
             return
         starts_as_target = cfg.start_from is None and cfg.init not in ("random", "native")
         if cfg.loop.context_parallel > 1 and cfg.signal.kind == "model":
-            require_shared_passes(self.model)
+            require_shared_passes(model)
         if self.family.reads == "layers" or starts_as_target:
-            decoder_layers(self.model)
+            decoder_layers(model)
         if starts_as_target:
-            final_norm(self.model)
+            final_norm(model)
 
-    def _require_attention(self, machine: Machine) -> None:
-        if parse_flag_from_env("ACCELERATE_USE_CPU"):
-            return
-        cfg, dtype = (
-            self.cfg,
-            torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16,
-        )
-        config = self.shape
-        if isinstance(cfg, StandaloneConfig):
-            config = standalone_config(cfg.draft, self.shape)
-        elif isinstance(cfg.head, LayerSizes):
-            config = LlamaShape.of_head(cfg.head, self.shape)
-        require_draft_heads(self.family, "the draft", config, dtype, machine)
-
-    def _require_room(self, machine: Machine | None) -> None:
+    def _require_hardware(self, files: TargetFolder, sketch: Any, machine: Machine) -> None:
+        """Raise ValueError if the draft's attention cannot launch, or the run needs more memory."""
         cfg = self.cfg
-        if self._rewrites:  # the layer's size follows from the new layout, which is not there yet
-            return
+        dtype = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
         if isinstance(cfg, StandaloneConfig):
-            size = functools.partial(count_standalone, cfg.draft)
-        else:
-            vocabulary = choose_size(
-                cfg.draft_vocab_size,
-                _training(self.family).draft_vocab_size,
-                self.shape.vocab_size,
-            )
-            size = functools.partial(count_head, self.family.name, cfg.head, vocabulary)
-        family = self.family.name.replace("_", "-")
-        counted = {"--target": self.opened.name, "--family": family, "--optim": cfg.optim.name}
-        counted |= {
+            require_model_heads("the draft", sketch.config, dtype, machine)
+        elif self.family.name != "medusa":  # the one family without attention
+            shape = getattr(sketch, "shape", files.text_config)
+            require_head_size("the draft", shape, dtype, machine)
+        if sketch is None:
+            return
+        counted = {
+            "--target": files.name,
+            "--family": self.family.name.replace("_", "-"),
+            "--optim": cfg.optim.name,
             "--batch-size": str(cfg.loop.batch_size),
             "--sequence-length": str(cfg.loop.sequence_length),
         }
-        command = shlex.join(["redraft", "plan", *itertools.chain(*counted.items())])
-        optimizer = cfg.optim.name
         require_room(
-            self.opened,
+            files,
             cfg.signal,
             self.accelerator,
-            size,
+            DraftSize.of(sketch),
             machine=machine,
-            optimizer=optimizer,
-            command=command,
+            optimizer=cfg.optim.name,
+            command=shlex.join(["redraft", "plan", *itertools.chain(*counted.items())]),
         )
 
-    def _rewrite_target(self) -> Path:
-        folder, source = self.folder.folder / "target", fetch_model(self.opened.name)
-        made_of = {"target": self.opened.name, "target_fingerprint": self.opened.fingerprint}
+    def _rewrite(self, files: TargetFolder) -> TargetFolder:
+        folder, source = self.folder.folder / "target", files.whole
+        made_of = {"target": files.name, "target_fingerprint": files.fingerprint}
         if (
             self.accelerator.is_main_process
-            and read_provenance(folder).target_fingerprint != self.opened.fingerprint
+            and read_provenance(folder).target_fingerprint != files.fingerprint
         ):
             publish(folder, lambda partial: as_mimo(source, partial), made_of, overwrite=True)
         self.accelerator.wait_for_everyone()
-        return folder
+        return TargetFolder(name=str(folder), folder=folder, dtype=files.dtype)
 
     def load(self, folder: Path, *, has_moved: bool = False) -> Any:
         """The exported draft in `folder`, built on this run's target, in float32.
 
         `has_moved` is as in `Target`.
         """
-        target = replace(self.target, has_moved=True) if has_moved else self.target
+        target = self.target.borrowed
+        target = replace(target, has_moved=has_moved or target.has_moved)
         return self.family.load(
             folder, lambda: target, None if self.family.is_head else torch.float32
         )
@@ -235,13 +205,10 @@ class Run:
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:
-        signal = live_signal(
-            self.cfg.signal, self.model, self.opened, () if self.family.is_head else None
-        )
+        signal = live_signal(self.cfg.signal, self.target, () if self.family.is_head else None)
         return Forecaster(
             self.cfg.prove,
-            self.opened.fingerprint,
-            self.model,
+            self.target,
             signal,
             self.data,
             self.folder,
@@ -253,7 +220,7 @@ class Run:
 
         The draft itself keeps its dtype.
         """
-        with leading(self.model) as leads:
+        with leading(self.target.model) as leads:
             found = self.forecaster.forecast(*self._in_engine(draft)) if leads else None
         if draft is not None and not self.family.is_head:
             leave_gpu(draft)
@@ -266,14 +233,13 @@ class Run:
         """
         if not self.family.is_head:
             return draft, None
-        signal = live_signal(self.cfg.signal, self.model, self.opened, draft.aux_layer_ids)
-        return self._copy(draft).to(self.target.head_VD.dtype), signal
+        signal = live_signal(self.cfg.signal, self.target, draft.aux_layer_ids)
+        return self._copy(draft).to(self.target.borrowed.head_VD.dtype), signal
 
     def _copy(self, draft: Any) -> Any:
-        shared = (
-            self.target.embed_VD,
-            self.target.head_VD,
-        )  # gigabytes, which a head reads and never changes
+        target = self.target.borrowed
+        # Gigabytes, which a head reads and never changes.
+        shared = (target.embed_VD, target.head_VD)
         # `deepcopy` reuses an object that is in this memo.
         return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})
 
@@ -295,9 +261,9 @@ class Run:
         if cfg.gradient_checkpointing:
             draft.recomputes = True
         layers = draft.aux_layer_ids if self.family.is_head else None
-        # A rewritten target has the states of the opened one.
+        # A rewritten target has the states of the original.
         signal = target_signal(
-            cfg.signal, self.model, self.opened, self.data, folder.folder, self.accelerator, layers
+            cfg.signal, self.target, self.data, folder.folder, self.accelerator, layers
         )
         if (
             isinstance(signal, InProcessTarget)
@@ -349,7 +315,7 @@ class Run:
         The main process writes, and the others wait for it.
         """
         folder = self.folder.folder / name
-        with leading(self.model) as leads:
+        with leading(self.target.model) as leads:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
                     self._export(draft, new.path)
@@ -365,7 +331,7 @@ class Run:
     def _export(self, draft: Any, folder: Path) -> None:
         cfg, dtype = self.cfg, torch.bfloat16
         if not isinstance(cfg, HeadConfig):
-            draft.export(folder, dtype, tokenizer=self.opened.tokenizer)
+            draft.export(folder, dtype, tokenizer=self.target.files.tokenizer)
         elif self.family.is_in_target:
             tensors = {
                 name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()
@@ -373,7 +339,7 @@ class Run:
             # The weights contain one MTP layer, so the config must say 1, however many the target
             # had.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}
-            stitch(self.teacher.folder, tensors, folder, changes)
+            stitch(self.target.source.folder, tensors, folder, changes)
         elif len(_training(self.family).layouts) > 1:
             tokens = cfg.prove.num_speculative_tokens
             draft.export(
@@ -421,13 +387,14 @@ class Run:
     def _serve(self, draft: Path) -> EngineProof:
         cfg = self.cfg.prove
         # Drafts and the forecaster share the target's two views.
-        leave_gpu(self.model, self.target.embed_VD, self.target.head_VD)
+        target = self.target.borrowed
+        leave_gpu(self.target.model, target.embed_VD, target.head_VD)
         speculative = self.family.speculative
         if not self.family.is_in_target:
             speculative = {**speculative, "model": str(draft.absolute())}
         return prove_in_engine(
             cfg,
-            self.opened,
+            self.target.files,
             speculative,
             self.data.prompts,
             self.folder.folder,
@@ -441,10 +408,11 @@ def _training(family: Family) -> Training:
     return family.training
 
 
-def refuse(family: Family, cfg: Config) -> TargetFolder:
+def refuse(family: Family, cfg: Config) -> tuple[TargetFolder, Any]:
     """Check the flags against each other, the family and the target's config.
 
-    Returns the opened target.
+    Returns the opened target, and an untrained draft for it without memory for its weights. For a
+    target to rewrite the draft is None, because its layer follows from the new layout.
 
     Raises:
         FileNotFoundError: there is no such target.
@@ -457,7 +425,8 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
             f"{family.title} does not support --gradient-checkpointing: remove the flag"
         )
     if isinstance(cfg, StandaloneConfig):
-        return _open(family, cfg)
+        target = _open(row, cfg)
+        return target, sketch_draft(family, cfg.draft, target.text_config)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
     if cfg.init not in row.starts:
         raise ValueError(
@@ -471,26 +440,27 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
         raise ValueError(
             f"{family.title} does not support --draft-vocab-size: it uses the target's vocabulary"
         )
-    target = _open(family, cfg)
+    target = _open(row, cfg)
     if cfg.start_from is not None:
         require_head(cfg.start_from, family.name, target)
-    _refuse_head(family, cfg, target)
+    sketch = _refuse_head(family, row, cfg, target)
     if cfg.prove.engine:
         require_runner(
             family.speculative,
             views=_views(cfg),
             way_out=", or leave the engine out with --prove.no-engine",
         )
-    return target
+    return target, sketch
 
 
-def _open(family: Family, cfg: Config) -> TargetFolder:
-    check_model_folder(cfg.target)
+def _open(row: Training, cfg: Config) -> TargetFolder:
     target = TargetFolder.open(cfg.target)
+    if target.is_local:  # a hub's weights are fetched after all checks
+        _ = target.whole
     model_class(target.config)
     length = cfg.loop.sequence_length
     # The user did not choose the default: a longer row then contains several short conversations.
-    if length != make_config(family).loop.sequence_length:
+    if length != row.loop.get("sequence_length", Loop.sequence_length):
         require_positions(target.text_config, length, "--loop.sequence-length", cfg.target)
     return target
 
@@ -504,21 +474,16 @@ def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:
     return trained_views(read_config(cfg.start_from), cfg.start_from)
 
 
-def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> None:
-    """Check a head's options against the target's config.
+def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: TargetFolder) -> Any:
+    """Check a head's options against the target's config. Returns as `refuse`.
 
     Raises:
         ValueError: if one does not fit.
     """
     options, shape = cfg.head, target.text_config
-    if isinstance(options, LayerSizes):
-        LlamaShape.of_head(options, shape)
-    choose_size(cfg.draft_vocab_size, _training(family).draft_vocab_size, shape.vocab_size)
+    size = choose_size(cfg.draft_vocab_size, row.draft_vocab_size, shape.vocab_size)
     if family.layers_key and cfg.prove.engine:
         require_aux(target, family.name)
-    if family.reads == "layers":
-        aux_layers(options.aux_layer_ids, shape.num_hidden_layers)
-    check_mask_token(getattr(options, "mask_token_id", None), shape.vocab_size)
     if getattr(options, "full_layers", ()) and (reach := target_window(shape)) is not None:
         raise ValueError(
             f"--head.full-layers: vLLM applies the window of {cfg.target} ({reach} positions) to "
@@ -556,5 +521,6 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
         refuse_quantised(
             target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights"
         )
-        if not options.as_mimo:
-            detect_layout(shape)  # refuses a target without MTP layers
+        if options.as_mimo:
+            return None
+    return sketch_draft(family, options, shape, size)

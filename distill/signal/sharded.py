@@ -14,10 +14,8 @@ whenever rank 0 makes one.
 """
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,66 +27,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from redraft.files.checkpoint import load_causal_lm, new_model
 from redraft.files.target_folder import TargetFolder
+from redraft.files.target_sizes import TargetSizes
 from redraft.heads.nn.causal_lm import decoder_layers, language_model
-
-ROOM_FOR_TARGET = 0.4
-"""Share of a device's memory that a target may take, if the machines need not share it. The rest is
-for draft and activations.
-"""
-
-
-# --------------------------------------------------------------------------------------------------------------
-# sizes
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetSizes:
-    outside: int
-    """Size of the embeddings, final norm and output head."""
-    layers: tuple[int, ...]
-
-    @property
-    def whole(self) -> int:
-        return self.outside + sum(self.layers)
-
-    def share(self, ranks: int) -> int:
-        """Return the bytes in each of `ranks` processes that share the layers.
-
-        A pass gathers one layer while the next one arrives.
-        """
-        return self.outside + -(-sum(self.layers) // ranks) + 2 * max(self.layers, default=0)
-
-    def choose_ranks(self, processes: int, on_machine: int, num_bytes: int | None) -> int:
-        """Return how many of all `processes` share the layers.
-
-        These are the processes of one machine if each device, of `num_bytes`, then has enough
-        memory left; otherwise, they are all processes.
-        """
-        fits = num_bytes is None or self.share(on_machine) <= ROOM_FOR_TARGET * num_bytes
-        return on_machine if on_machine > 1 and processes % on_machine == 0 and fits else processes
-
-
-def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
-    """Return the sizes in bytes of the weights of a model with this config.
-
-    Raises:
-        ValueError: if it has no causal LM.
-    """
-    with torch.device("meta"):
-        return _size_model(new_model(config, dtype))
-
-
-def _size_model(model: Any) -> TargetSizes:
-    outside, layers = 0, Counter[str]()
-    for full_name, weight in model.named_parameters():
-        # "model.layers.3.mlp.up_proj.weight" counts for layer "3". Tied weights are listed once.
-        size, (_, found, rest) = (
-            weight.numel() * weight.element_size(),
-            full_name.partition(".layers."),
-        )
-        outside += 0 if found else size
-        layers[rest.partition(".")[0]] += size if found else 0
-    return TargetSizes(outside=outside, layers=tuple(layers.values()))
 
 
 def processes_here(processes: int) -> int:
@@ -100,10 +40,6 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-# ------------------------------------------------------------------------------------------------------------
-# loading
-
-
 def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     """Load the target, frozen, with its layers sharded over the ranks.
 
@@ -113,7 +49,7 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
         FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
     """
     # 1. Rank 0 reads the files. The dtype may be the files', which only this rank has read.
-    whole = load_causal_lm(target.name, target.torch_dtype) if dist.get_rank() == 0 else None
+    whole = load_causal_lm(target, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)
     # 2. The same architecture on every rank, without memory.
@@ -142,7 +78,9 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
 def _make_mesh(model: Any, device: torch.device) -> DeviceMesh:
     processes = dist.get_world_size()
     ranks = [
-        _size_model(model).choose_ranks(processes, processes_here(processes), device_bytes(device))
+        TargetSizes.of(model).choose_ranks(
+            processes, processes_here(processes), device_bytes(device)
+        )
     ]
     # All must choose the same, whatever memory they have.
     dist.broadcast_object_list(ranks, 0)

@@ -24,7 +24,6 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
-    parse_flag_from_env,
 )
 
 from redraft.distill.data.packing import PackedDataset
@@ -40,7 +39,7 @@ from redraft.distill.train.row_ranks import RowRanks
 from redraft.distill.train.run_config import Loop
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
-from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
 from redraft.heads.draft import Batch
@@ -114,7 +113,7 @@ def make_accelerator(
     wandb_project: str | None,
     machine: Machine | None = None,
 ) -> Accelerator:
-    """The accelerator for this launch. `machine` is this machine by default.
+    """The accelerator for this launch. `machine` is that of `launch_machine` by default.
 
     The main process prints the precision (`choose_precision`); wandb logs offline unless there is a
     login.
@@ -122,9 +121,7 @@ def make_accelerator(
     Raises:
         ValueError: wandb refuses the project.
     """
-    machine = machine or this_machine()
-    if parse_flag_from_env("ACCELERATE_USE_CPU"):
-        machine = machine.without_gpu
+    machine = machine or launch_machine()
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
     precision, line = choose_precision(mixed_precision, launched, machine)
     # If neither the user nor the launcher has chosen, a second accelerator of a process uses the

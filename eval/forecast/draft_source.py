@@ -38,7 +38,8 @@ from redraft.heads.families.retrieval import LIVE, MEASURE_COUNTED, Retrieval, i
 from redraft.heads.family import NUM_TOKENS, Family
 
 if TYPE_CHECKING:
-    from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
+    from redraft.eval.forecast.drafts import NamedDraft
+    from redraft.heads.target import LoadedTarget
 
 SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
 

@@ -23,14 +23,13 @@ from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.files.checkpoint import load_text_config, load_tokenizer
 from redraft.files.folder import fingerprint
-from redraft.files.target_folder import TargetFolder
 from redraft.files.tokenizers import check_same_tokenizer
 from redraft.heads.catalog import require_trained_for
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
-from redraft.heads.target import Target
+from redraft.heads.target import LoadedTarget, Target
 
 SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 
@@ -57,12 +56,6 @@ class NamedDraft:
         return most is None or num_speculative_tokens <= most
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedTarget:
-    opened: TargetFolder
-    model: Any
-
-
 def load_drafts(
     named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod
 ) -> list[NamedDraft]:
@@ -86,12 +79,12 @@ def _require_distinct(names: Sequence[str]) -> None:
 
 
 def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod) -> NamedDraft:
-    folder = draft.folder or target.opened.folder
-    pair = Pair.read(target.opened, folder)
+    folder = draft.folder or target.files.folder
+    pair = Pair.read(target.files, folder)
     family = pair.family
     # A head is for one target. A standalone draft reads tokens: `_make_forecast` compares.
     if family.is_head:
-        require_trained_for(folder, target.opened)
+        require_trained_for(folder, target.files)
     # vLLM finds such a draft in the folder that it serves.
     served = DraftSource(source=family.name) if family.is_in_target else draft
     return NamedDraft(
@@ -112,7 +105,7 @@ def make_lookup(draft: DraftSource, target: LoadedTarget, lookups: Lookups) -> N
     steps: Lookup = lookups.ngram
     identity = f"ngram-{lookups.ngram.min}-{lookups.ngram.max}"
     if (folder := draft.folder) is not None:
-        require_trained_for(folder, target.opened)
+        require_trained_for(folder, target.files)
         steps, identity = Retrieval.read(folder), fingerprint(folder)
     return NamedDraft(
         name=draft.name,
@@ -183,9 +176,9 @@ def make_suffix(draft: DraftSource) -> NamedDraft:
 def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:
     # a draft without a tokenizer cannot be compared: the number of logits is checked below
     if not pair.family.is_head and any(pair.draft.glob("*token*")):
-        check_same_tokenizer(target.opened.tokenizer, load_tokenizer(pair.draft))
+        check_same_tokenizer(target.files.tokenizer, load_tokenizer(pair.draft))
     if target.model.device.type == "cuda":
-        config = target.opened.text_config if pair.family.is_head else load_text_config(pair.draft)
+        config = target.files.text_config if pair.family.is_head else load_text_config(pair.draft)
         require_draft_heads(
             pair.family, f"the draft {pair.draft}", config, target.model.dtype, this_machine()
         )

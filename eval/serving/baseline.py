@@ -28,8 +28,7 @@ from redraft.engine.machine import ENGINE_IS_CPU, engine_environment
 from redraft.engine.measure import CHANGED, Measurement
 from redraft.engine.process import exiting_on_sigterm
 from redraft.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
-from redraft.files.artifact import safetensors_header
-from redraft.files.folder import read_config, tensor_files
+from redraft.files.folder import read_config, tensor_entries
 from redraft.files.kept import compute_once
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -158,11 +157,11 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
     ):
         return None
     try:
-        headers = [safetensors_header(file) for file in set(tensor_files(target).values())]
+        entries = tensor_entries(target)
     # a layout that only vLLM reads must not end a benchmark
     except (FileNotFoundError, ValueError):
         return None
-    shapes = {name: entry["shape"] for header in headers for name, entry in header.items()}
+    shapes = {name: entry["shape"] for name, entry in entries.items()}
     if any(name.endswith("lm_head.weight") for name in shapes):
         # A step reads only the rows of the tokens in it.
         shapes = {name: shape for name, shape in shapes.items() if "embed_tokens" not in name}

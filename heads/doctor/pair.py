@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.files.artifact import safetensors_header
-from redraft.files.folder import check_model_folder, read_config, tensor_files, trained_with
+from redraft.files.folder import check_model_folder, read_config, tensor_entries, trained_with
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.family import NUM_TOKENS, Family
@@ -58,8 +57,7 @@ class Pair:
             ValueError: a folder is corrupt, or the draft's folder contains no draft.
         """
         config = read_config(draft)
-        headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
-        tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+        tensors = tensor_entries(draft)
         check_model_folder(target.folder)
         family = detect_family_by_tensors(tensors, draft)
         if family.is_lookup:

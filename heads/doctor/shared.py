@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from redraft.files.folder import tensor_files
 from redraft.files.tensors import read_tensors
 from redraft.heads.doctor.pair import Check, Finding, Pair
-from redraft.heads.nn.layers import llama_rope, read_layer_config
+from redraft.heads.shape import llama_rope, read_layer_config
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
 IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # fields of `Target`, by the tensor's name

@@ -42,11 +42,12 @@ from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
 from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, load_head, read_options
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import LlamaShape, PreNormLayer, Projections, Rotary, norm, rotate
+from redraft.heads.nn.layers import PreNormLayer, Projections, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.shares import gather_keys, in_whole, most_of_ranks
 from redraft.heads.nn.vocabulary import check_ids, id_maps
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target, aux_layers, layer_weights
 
 ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK * S rows

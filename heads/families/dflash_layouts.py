@@ -20,8 +20,8 @@ from redraft.files.windows import (
     require_trained_window,
     trained_views,
 )
-from redraft.heads.nn.layers import LlamaShape, read_layer_config
 from redraft.heads.nn.vocabulary import read_ids
+from redraft.heads.shape import LlamaShape, read_layer_config
 from redraft.heads.target import Target
 
 # no engine reads it; an export keeps it for further training

@@ -32,8 +32,8 @@ from redraft.heads import options
 from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dflash_layouts import read_options
-from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export

@@ -24,8 +24,9 @@ from redraft.files.windows import target_window
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
 from redraft.heads.nn.attention import Memory
-from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
+from redraft.heads.nn.layers import Attention, GatedMLP, Rotary, norm
 from redraft.heads.nn.recurrent import unroll
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 Config = options.Eagle1

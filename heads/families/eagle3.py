@@ -39,18 +39,11 @@ from redraft.files.windows import (
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.nn.attention import Memory
-from redraft.heads.nn.layers import (
-    Attention,
-    GatedMLP,
-    LlamaShape,
-    PreNormLayer,
-    RMSNorm,
-    Rotary,
-    norm,
-)
+from redraft.heads.nn.layers import Attention, GatedMLP, PreNormLayer, RMSNorm, Rotary, norm
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.nn.vocabulary import check_ids, id_maps, read_ids
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target, aux_layers, layer_weights
 
 Config = options.Eagle3
@@ -115,8 +108,8 @@ class Eagle3(nn.Module):
         super().__init__()
         self.config = config
         self.shape = shape or LlamaShape.of_head(config, target.config)
-        self.views = beside_target(config.views, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
+        self.views = beside_target(config.views, target.config)
         hidden = self.shape.hidden_size
         # A plain tensor is not a parameter: it is not trained or saved, and `.to` and `.float` do
         # not change it.

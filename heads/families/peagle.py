@@ -26,8 +26,8 @@ from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
-from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token, choose_rows
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 Config = options.PEagle

@@ -25,7 +25,7 @@ from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
-from redraft.engine.hardware import Machine, this_machine
+from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.head_size import require_draft_heads
 from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import read_config
@@ -96,9 +96,11 @@ class Candidate:
                 load_text_config(target), cfg.sequence_length, is_head=self.family.is_head
             ),
         )
-        self._machine = machine or this_machine()
+        self._machine = launch_machine(machine)
         self.pause: Callable[[], None] = _go_on  # called before each micro-batch
-        self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None, machine)
+        self.accelerator = make_accelerator(
+            cfg.accumulation, cfg.mixed_precision, None, self._machine
+        )
         self._distillation: Distillation | None = None
 
     @property

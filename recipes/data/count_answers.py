@@ -52,15 +52,13 @@ def main(cfg: CountConfig) -> None:
     from redraft.distill.data.day import choose_day
     from redraft.distill.data.samples import build_samples
     from redraft.files.artifact import publish
-    from redraft.files.folder import fetch_model
     from redraft.files.replaced import require_replaceable
     from redraft.files.target_folder import TargetFolder
     from redraft.heads.families.retrieval import Text, count_answers
 
     require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
-    # Before the counting: the fingerprint reads the weights.
-    fetch_model(cfg.target)
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
+    _ = target.whole  # before the counting: the fingerprint reads the weights
     conversations = load_conversations(cfg.data, split=cfg.split)
     samples, stats = build_samples(
         conversations,

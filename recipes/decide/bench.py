@@ -63,7 +63,6 @@ from redraft.eval.serving.rounds import (
     select_prompts,
 )
 from redraft.files.artifact import write_whole
-from redraft.files.folder import fetch_model
 from redraft.files.kept import fingerprint_path
 from redraft.files.progress import Progress
 from redraft.files.replaced import PREVIOUS, drop_previous, start_over
@@ -95,8 +94,8 @@ def main(cfg: BenchConfig) -> None:
     require_answers(cfg)
     name = cfg.target or str(make_target(PARTS))
     # Before the trainings: what cannot be served must not be found out an hour later.
-    fetch_model(name)
     target = open_target(name, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
+    _ = target.whole
     require_pace(cfg, name)
     sampling = choose_sampling(target.folder, **asked_sampling(cfg))
     require_served(sampling)

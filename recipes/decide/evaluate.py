@@ -28,7 +28,7 @@ from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.engine.server import require_runner
 from redraft.engine.target_dtype import open_target
-from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
+from redraft.eval.forecast.drafts import NamedDraft, load_drafts
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.report import regression
 from redraft.eval.report.acceptance import (
@@ -41,6 +41,7 @@ from redraft.eval.served import EngineOptions, serve_and_count
 from redraft.files.artifact import write_whole
 from redraft.files.replaced import PREVIOUS, drop_previous, find_obstacle, start_over
 from redraft.files.target_folder import TargetFolder
+from redraft.heads.target import LoadedTarget
 from redraft.recipes.decide.evaluate_config import EvalConfig
 
 WRITTEN = ("report.json", "report.html", "report.md", "run.json")
@@ -59,7 +60,7 @@ def main(cfg: EvalConfig) -> None:
     sampling = choose_sampling(opened.folder, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
-    target = LoadedTarget(opened=opened, model=load(opened, whole=cfg.forecast))
+    target = LoadedTarget(files=opened, model=load(opened, whole=cfg.forecast))
     # If the dtype is empty, no subfolder is added.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = None
@@ -160,7 +161,7 @@ def forecast_all(
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
     rows = forecast_drafts(
-        target.model, target.opened.fingerprint, signal, forecastable, prompts, protocol, kept
+        target.model, target.files.fingerprint, signal, forecastable, prompts, protocol, kept
     )
     for module in (
         target.model,

@@ -33,9 +33,9 @@ from redraft.distill.plan.operations import (
 )
 from redraft.distill.plan.sizes import find_sizes, stored_bits
 from redraft.distill.plan.weightless import ACTIVATIONS
-from redraft.distill.signal.sharded import size_weights
 from redraft.distill.train.run_config import HeadConfig, make_config
 from redraft.files.served_target import require_positions
+from redraft.files.target_sizes import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import PlanConfig
 

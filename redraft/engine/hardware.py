@@ -67,6 +67,14 @@ def this_machine() -> Machine:
     )
 
 
+def launch_machine(machine: Machine | None = None) -> Machine:
+    """The machine of a training: the given one or this one, as far as accelerate may use it."""
+    from accelerate.utils import parse_flag_from_env  # here, because it imports torch
+
+    machine = machine or this_machine()
+    return machine.without_gpu if parse_flag_from_env("ACCELERATE_USE_CPU") else machine
+
+
 def read_host_bytes(cgroup_limit: Path = CGROUP_LIMIT) -> int:
     """Return the memory of this machine, or the limit of this container, in bytes."""
     num_bytes: int = psutil.virtual_memory().total

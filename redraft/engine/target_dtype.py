@@ -12,7 +12,7 @@ numbers that it will be served with. This module imports neither torch nor vLLM.
 from pathlib import Path
 
 from redraft.engine.hardware import Machine, this_machine
-from redraft.files.folder import open_folder, read_dtype, read_quantization
+from redraft.files.folder import read_dtype
 from redraft.files.target_folder import TargetDtype as TargetDtype
 from redraft.files.target_folder import TargetFolder
 
@@ -26,20 +26,18 @@ def open_target(
 ) -> TargetFolder:
     """Open a target that computes in `dtype` or the default. Raises as `TargetFolder.open`."""
     target = TargetFolder.open(name_or_path)
-    return target.in_dtype(
-        dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine)
-    )
+    return target.in_dtype(dtype or default_target_dtype(target, on_cpu=on_cpu, machine=machine))
 
 
 def default_target_dtype(
-    target: str | Path, *, on_cpu: bool, machine: Machine | None = None
+    target: str | Path | TargetFolder, *, on_cpu: bool, machine: Machine | None = None
 ) -> TargetDtype | None:
-    """Return the dtype for a target, given its folder or hub name; None for the stored dtype."""
+    """Return the dtype for a target, opened or not; None for the stored dtype."""
     if not on_cpu:
         return None
     try:
-        folder = open_folder(target)
-        quantization, stored = read_quantization(folder), read_dtype(folder)
+        opened = target if isinstance(target, TargetFolder) else TargetFolder.open(target)
+        quantization, stored = opened.quantization, read_dtype(opened.folder)
     except (OSError, ValueError):  # loading reports it
         return "float32"
     if quantization:

@@ -18,8 +18,6 @@ from transformers import (
 from redraft.files.folder import (
     CONFIG,
     GENERATION_CONFIG,
-    check_model_folder,
-    fetch_model,
     open_folder,
     read_config,
     read_json,
@@ -90,10 +88,16 @@ def new_model(config: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def load_causal_lm(
-    name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = ""
-) -> Any:
-    """Load the causal LM from a folder or hub name, in `dtype` (None: as stored).
+Model = str | Path | TargetFolder
+"""A model: its folder, its hub name, or its files, opened before."""
+
+
+def _folder_of(model: Model) -> Path:
+    return model.folder if isinstance(model, TargetFolder) else open_folder(model)
+
+
+def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str = "") -> Any:
+    """Load the causal LM of a model, in `dtype` (None: as stored).
 
     All weights come from the files, and `attention_of` chooses the attention. `cure` is appended to
     the error for a model that transformers cannot load.
@@ -102,27 +106,24 @@ def load_causal_lm(
         FileNotFoundError: the folder is missing, or is not a model folder.
         ValueError: a file is corrupt, or a weight is missing; the message names it.
     """
-    folder = fetch_model(name_or_path)
-    check_model_folder(folder)
-    config = load_config(folder)
-    kind = model_class(config)
+    opened = model if isinstance(model, TargetFolder) else TargetFolder.open(model)
+    folder = opened.whole
+    kind = model_class(opened.config)
     try:
-        model, report = kind.from_pretrained(
+        loaded, report = kind.from_pretrained(
             str(folder),
             dtype=dtype or "auto",
-            attn_implementation=attention_of(config),
+            attn_implementation=attention_of(opened.config),
             output_loading_info=True,
             trust_remote_code=False,
         )
     except Exception as error:  # transformers raises a dozen types here, many with several lines
-        reason = f"cannot load the model {name_or_path}: {_reason(error, folder)}"
+        reason = f"cannot load the model {opened.name}: {_reason(error, folder)}"
         raise ValueError("; ".join(filter(None, [reason, cure]))) from error
     # transformers fills missing weights with random numbers, and only warns
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
-        raise ValueError(
-            f"{name_or_path} has {len(wrong)} missing weights; the first is {wrong[0]}"
-        )
-    return model
+        raise ValueError(f"{opened.name} has {len(wrong)} missing weights; the first is {wrong[0]}")
+    return loaded
 
 
 CONFIG_ERRORS = (
@@ -134,20 +135,21 @@ file.
 """
 
 
-def load_config(name_or_path: str | Path) -> Any:
-    """Load the `transformers` config of a model, given its folder, hub name or JSON file.
+def load_config(model: Model) -> Any:
+    """Load the `transformers` config of a model, which may also be given by its JSON file.
 
     Raises:
         FileNotFoundError: the model is missing.
         ValueError: the name is a GGUF file, or the config is unreadable.
     """
-    path = Path(name_or_path)
+    path = model.folder if isinstance(model, TargetFolder) else Path(model)
     if path.suffix == ".json" and path.is_file():  # a config.json with any name
         read_json(path)
         folder, what = path, str(path)
     else:
-        folder, what = open_folder(name_or_path), f"the {CONFIG} of {name_or_path}"
+        folder = _folder_of(model)
         read_config(folder)
+        what = f"the {CONFIG} of {folder}"
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except CONFIG_ERRORS as error:
@@ -158,9 +160,9 @@ def load_config(name_or_path: str | Path) -> Any:
         raise ValueError(f"cannot read {what}: {_reason(error, folder)}{field}") from error
 
 
-def load_text_config(name_or_path: str | Path) -> Any:
+def load_text_config(model: Model) -> Any:
     """Load the config of the text model within a model. Raises as `load_config`."""
-    return load_config(name_or_path).get_text_config()
+    return load_config(model).get_text_config()
 
 
 def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
@@ -173,13 +175,13 @@ def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
         raise ValueError(f"{what}: it is quantised ({method}), which is not supported; {cure}")
 
 
-def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
+def end_ids(model: Model, tokenizer: Any) -> tuple[int, ...]:
     """Return the token ids that end an engine's answer.
 
     They are the tokenizer's end token and the ids in generation_config.json, or in config.json if
     the former has none.
     """
-    folder = open_folder(name_or_path)
+    folder = _folder_of(model)
     path = next(
         (path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None
     )
@@ -200,14 +202,14 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
     )
 
 
-def load_tokenizer(name_or_path: str | Path) -> Any:
-    """Load the tokenizer from a folder or hub name.
+def load_tokenizer(model: Model) -> Any:
+    """Load the tokenizer of a model.
 
     Raises:
         FileNotFoundError: there is no such folder, or it has no tokenizer.
         ValueError: the tokenizer is unreadable, or two files contain different chat templates.
     """
-    folder = open_folder(name_or_path)
+    folder = _folder_of(model)
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder {folder} does not exist")
     if (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").is_file():
@@ -220,7 +222,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ValueError(
-            f"cannot load the tokenizer of {name_or_path}: {_reason(error, folder)}"
+            f"cannot load the tokenizer of {folder}: {_reason(error, folder)}"
         ) from error
     _read_processor_template(folder, tokenizer)
     return tokenizer

@@ -212,10 +212,18 @@ def _refuse_two(folder: Path) -> None:
         )
 
 
+def tensor_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Type and shape of each tensor in a safetensors folder (`safetensors_header`), by name.
+
+    Raises: as `tensor_files`.
+    """
+    files = sorted(set(tensor_files(folder).values()))
+    return {name: entry for file in files for name, entry in safetensors_header(file).items()}
+
+
 def count_parameters(folder: Path) -> int:
     """Count the parameters in a safetensors folder. Raises as `tensor_files`."""
-    headers = [safetensors_header(file) for file in sorted(set(tensor_files(folder).values()))]
-    return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
+    return sum(math.prod(entry["shape"]) for entry in tensor_entries(folder).values())
 
 
 def is_hub_name(name_or_path: str | Path) -> bool:
@@ -410,13 +418,13 @@ def fingerprint(folder: Path) -> str:
         FileNotFoundError: there is no config.json, or there are no weights.
         ValueError: a file is truncated or corrupt.
     """
-    config, digest = read_config(folder), hashlib.sha256()
+    config, weights, digest = read_config(folder), weight_files(folder), hashlib.sha256()
     # Keys are sorted below, because saving a model again may reorder them.
     kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
         digest.update(bytes.fromhex(sha256(path)))
-    for path in weight_files(folder):
+    for path in weights:
         if path.suffix == ".safetensors":
             for block in safetensors_samples(path):
                 digest.update(block)
@@ -439,11 +447,9 @@ def lineage(folder: Path) -> str:
         ValueError: a file is truncated or corrupt.
     """
     config = read_config(folder)
-    headers = [safetensors_header(path) for path in sorted(set(tensor_files(folder).values()))]
     shapes = {
         name: entry["shape"]
-        for header in headers
-        for name, entry in header.items()
+        for name, entry in tensor_entries(folder).items()
         if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
     }
     types = [section.get("model_type") for section in text_sections(config)]

@@ -10,9 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from redraft.files.folder import fingerprint, lineage, open_folder, read_quantization
+from redraft.files.folder import (
+    check_model_folder,
+    fetch_model,
+    fingerprint,
+    lineage,
+    open_folder,
+    read_quantization,
+)
+
+if TYPE_CHECKING:
+    from redraft.files.target_sizes import TargetSizes
 
 TARGET_VERSION = "redraft_target_version"
 """Key of vLLM's `additional_config` under which a worker names the weights
@@ -50,6 +60,21 @@ class TargetFolder:
         return other
 
     @property
+    def is_local(self) -> bool:
+        """Whether it was given as a folder, not as a hub name."""
+        return self.folder == Path(self.name)
+
+    @cached_property
+    def whole(self) -> Path:
+        """The folder with all its files: fetched if they are on the hub, and checked.
+
+        Raises: as `fetch_model` and `check_model_folder`.
+        """
+        folder = fetch_model(self.name)
+        check_model_folder(folder)
+        return folder
+
+    @property
     def torch_dtype(self) -> Any:
         """`dtype` as a torch dtype."""
         import torch
@@ -64,9 +89,9 @@ class TargetFolder:
         """
         from redraft.files.checkpoint import load_config
 
-        return load_config(self.folder)
+        return load_config(self)
 
-    @property
+    @cached_property
     def text_config(self) -> Any:
         """The part of `config` for the language model.
 
@@ -79,6 +104,15 @@ class TargetFolder:
                 f"{self.name} has no language model: a {type(config).__name__} has no vocabulary"
             )
         return config
+
+    @property
+    def sizes(self) -> TargetSizes:
+        """The bytes of the weights in `dtype`. Raises: as `size_weights`."""
+        import torch
+
+        from redraft.files.target_sizes import size_weights
+
+        return size_weights(self.config, self.torch_dtype or self.config.dtype or torch.float32)
 
     @cached_property
     def quantization(self) -> str | None:
@@ -112,14 +146,14 @@ class TargetFolder:
         """The tokenizer, with the chat template. Raises as `load_tokenizer`."""
         from redraft.files.checkpoint import load_tokenizer
 
-        return load_tokenizer(self.folder)
+        return load_tokenizer(self)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The ids of the tokens that end an engine's answer."""
         from redraft.files.checkpoint import end_ids
 
-        return end_ids(self.folder, self.tokenizer)
+        return end_ids(self, self.tokenizer)
 
     @property
     def writes_date(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from dataclasses import replace
@@ -25,8 +24,7 @@ from redraft.distill.plan.held import (
     GRADIENTS,
     STATE,
     DraftSize,
-    count_head,
-    count_standalone,
+    sketch_draft,
 )
 from redraft.distill.plan.memory_check import Need, Room, check, read_room, require_room, sharing_of
 from redraft.distill.run.training_run import run
@@ -46,8 +44,14 @@ LLAMA_70B = LlamaConfig(
 MACHINE = Machine(
     gpu="H100", gpu_has_bfloat16=True, gpu_bytes=85_520_809_984, host_bytes=2 * 10**12
 )
+SMALL = DraftSize(weights=1, matrices=0)
 H100 = Room(device="cuda:0", device_bytes=85_520_809_984, host_bytes=2 * 10**12, processes=8)
 CUDA = torch.device("cuda", 0)
+
+
+def size_head(target: TargetFolder) -> DraftSize:
+    family = find_family("eagle3")
+    return DraftSize.of(sketch_draft(family, eagle3.Config(), target.text_config, 32000))
 
 
 def accelerator_of(kind: DistributedType, **settings: Any) -> Any:
@@ -66,8 +70,8 @@ def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(
 ) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
-    head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
     target = TargetFolder.open(tmp_path)
+    head = size_head(target)
     with pytest.raises(ValueError, match=r"141\.1 GB.*22\.4 GB.*85\.5 GB.*cuda:0"):
         require_room(target, Signal(), accelerator, head, machine=MACHINE)
     with pytest.raises(ValueError, match=r"282\.2 GB"):
@@ -91,9 +95,7 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(
         seen.append(need)
         check(name, need, room, has_servers=has_servers)
 
-    def draft(_: Any) -> DraftSize:
-        return DraftSize(weights=3_212_749_824, matrices=0)  # Llama-3.2-3B
-
+    draft = DraftSize(weights=3_212_749_824, matrices=0)  # Llama-3.2-3B
     monkeypatch.setattr(fit, "check", look)
     plugin = SimpleNamespace(zero_stage=2, offload_optimizer_device="none")
     for accelerator in (
@@ -173,11 +175,14 @@ def test_the_weights_of_a_draft_are_counted_as_they_are_made(random_target: Path
         Init(layers=(0, 1)): prune_layers(model, (0, 1)).model,
         Init(checkpoint=str(random_target)): model,
     }
+    family = find_family("standalone")
     for init, draft in drafts.items():
-        assert count_standalone(init, config).weights == sum(p.numel() for p in draft.parameters())
+        size = DraftSize.of(sketch_draft(family, init, config))
+        assert size.weights == sum(p.numel() for p in draft.parameters())
     made = from_config(config, num_layers=1, hidden_size=64)
     new = Init(num_layers=1, hidden_size=64)
-    assert count_standalone(new, config).weights == sum(p.numel() for p in made.parameters())
+    size = DraftSize.of(sketch_draft(family, new, config))
+    assert size.weights == sum(p.numel() for p in made.parameters())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -210,9 +215,7 @@ def test_muon_takes_less_memory_and_lets_a_draft_fit(tmp_path: Path) -> None:
         Signal(kind="endpoint", url=("http://t1:8001",)),
     )
 
-    def draft(_: Any) -> DraftSize:
-        return DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
-
+    draft = DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
     with pytest.raises(ValueError, match=r"64\.0 GB"):
         require_room(target, served, accelerator, draft, machine=machine)
     require_room(target, served, accelerator, draft, machine=machine, optimizer="muon")
@@ -235,7 +238,7 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
             target,
             served,
             accelerator,
-            lambda _: size,
+            size,
             machine=machine,
             command="redraft count this",
         )
@@ -274,7 +277,6 @@ def test_the_room_is_that_of_this_machine(tmp_path: Path) -> None:
     assert read_host_bytes(limit) > 10**9
 
 
-SMALL = DraftSize(weights=1, matrices=0)
 BROKEN = {
     "no JSON": "{",
     "no model type": "{}",
@@ -288,32 +290,18 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN.values(), ids=list(BROKEN))
 def test_a_config_that_cannot_be_read_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    target, size = TargetFolder.open(tmp_path), DraftSize(weights=1, matrices=0)
+    target = TargetFolder.open(tmp_path)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as error:
-        require_room(target, Signal(), accelerator_of(DistributedType.NO), lambda _: size)
+        require_room(target, Signal(), accelerator_of(DistributedType.NO), SMALL)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_target_or_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
     accelerator, nowhere = accelerator_of(DistributedType.MULTI_GPU), str(tmp_path / "nowhere")
-    missing = functools.partial(count_standalone, Init(checkpoint=nowhere))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        require_room(TargetFolder.open(nowhere), Signal(), accelerator, missing, machine=MACHINE)
-    LLAMA_70B.save_pretrained(tmp_path)
-    target = TargetFolder.open(tmp_path)
+        require_room(TargetFolder.open(nowhere), Signal(), accelerator, SMALL, machine=MACHINE)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        require_room(target, Signal(), accelerator, missing, machine=MACHINE)
-
-
-def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
-    LLAMA_70B.save_pretrained(tmp_path)
-    with pytest.raises(ZeroDivisionError):
-        require_room(
-            TargetFolder.open(tmp_path),
-            Signal(),
-            accelerator_of(DistributedType.NO),
-            lambda _: 1 // 0,
-        )
+        sketch_draft(find_family("standalone"), Init(checkpoint=nowhere), LLAMA_70B)
 
 
 @pytest.mark.slow
@@ -321,7 +309,6 @@ def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path) -> 
     LLAMA_70B.save_pretrained(tmp_path)
     target = TargetFolder.open(tmp_path)
     machine = replace(MACHINE, gpu_bytes=10**12, host_bytes=10**14)
-    head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
-    began = time.process_time()
-    require_room(target, Signal(), accelerator_of(DistributedType.MULTI_GPU), head, machine=machine)
+    accelerator, began = accelerator_of(DistributedType.MULTI_GPU), time.process_time()
+    require_room(target, Signal(), accelerator, size_head(target), machine=machine)
     assert time.process_time() - began < 2

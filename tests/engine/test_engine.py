@@ -24,12 +24,13 @@ from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import GREEDY
 from redraft.engine.server import VllmServer, vllm_server
 from redraft.eval import served
-from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
+from redraft.eval.forecast.drafts import NamedDraft
 from redraft.eval.forecast.greedy import Continuation, forecast, greedy_continuations
 from redraft.eval.forecast.teacher_forced import Protocol
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.target import LoadedTarget
 
 MAX_TOKENS = 40
 
@@ -220,7 +221,7 @@ def test_counts_of_another_dtype_are_not_taken_from_the_cache(
 
     monkeypatch.setattr(served, "vllm_server", start)
     monkeypatch.setattr(served, "measure", measure_none)
-    target = LoadedTarget(opened=TargetFolder.open("tests/assets/tiny-target"), model=None)
+    target = LoadedTarget(files=TargetFolder.open("tests/assets/tiny-target"), model=None)
     draft = NamedDraft(
         name="d",
         source="d",

@@ -243,7 +243,7 @@ def test_a_head_with_norms_or_biases_of_attention_is_written_and_read_back(
 ) -> None:
     from dataclasses import replace
 
-    from redraft.heads.nn.layers import LlamaShape
+    from redraft.heads.shape import LlamaShape
 
     model = make_target()
     model.save_pretrained(tmp_path / "target")

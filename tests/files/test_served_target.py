@@ -38,6 +38,7 @@ from redraft.files.served_target import (
 )
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import FamilyName, find_family
+from redraft.heads.options import Standalone
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import read_vocab_size
 from redraft.recipes.data import show as data_command
@@ -133,9 +134,8 @@ def test_a_draft_sees_as_much_as_vllm_will_show_it(
 def test_a_long_row_beyond_the_targets_positions_is_refused(
     target: Path, family: FamilyName
 ) -> None:
-    cfg: Any = replace(make_config(find_family(family)), target=str(target))
-    if family == "eagle3":
-        cfg = replace(cfg, draft_vocab_size=0)
+    small = {"draft_vocab_size": 0} if family == "eagle3" else {"draft": Standalone(num_layers=1)}
+    cfg: Any = replace(make_config(find_family(family)), target=str(target), **small)
     refuse(find_family(family), cfg)  # the default, 2,048 or more: of short conversations
     for length, is_refused in ((1024, False), (1025, True)):
         asked = replace(cfg, loop=replace(cfg.loop, sequence_length=length))
@@ -189,7 +189,8 @@ def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) ->
     cfg: Any = replace(make_config(family), target=str(target), draft_vocab_size=0)
     with pytest.raises(ValueError, match=r"MixtralForCausalLM.*eagle3.*--prove\.no-engine"):
         refuse(family, cfg)
-    assert refuse(family, replace(cfg, prove=replace(cfg.prove, engine=False))).folder == target
+    opened, _ = refuse(family, replace(cfg, prove=replace(cfg.prove, engine=False)))
+    assert opened.folder == target
 
 
 @pytest.mark.parametrize(

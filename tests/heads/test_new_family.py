@@ -36,7 +36,7 @@ from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.draft_source import DraftSource
-from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
+from redraft.eval.forecast.drafts import load_drafts
 from redraft.eval.forecast.greedy import greedy_continuations
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, evaluate_batch
@@ -45,7 +45,7 @@ from redraft.heads import catalog
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Pair
-from redraft.heads.target import Target
+from redraft.heads.target import LoadedTarget, Target
 from redraft.online.learning.candidate import DRAFT, Candidate, read_hidden_shape
 from redraft.online.learning.config import Training
 from redraft.online.learning.scoring import score
@@ -212,7 +212,7 @@ def test_its_export_is_recognised_loaded_and_checked(
 
 def test_it_is_forecast(model: Any, target_folder: Path, tmp_path: Path) -> None:
     make_random(make_head(model)).export(tmp_path / "head")
-    target = LoadedTarget(opened=TargetFolder.open(target_folder), model=model)
+    target = LoadedTarget(files=TargetFolder.open(target_folder), model=model)
     (draft,) = load_drafts([f"mine={tmp_path / 'head'}"], target, Ngram(), "probabilistic")
     assert (draft.family, draft.serves(K), draft.serves(K + 1)) == ("tiny", True, False)
     assert draft.speculative == {

@@ -36,6 +36,7 @@ from redraft.files.folder import fingerprint
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1
+from redraft.heads.target import LoadedTarget
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli.run import dispatch
 
@@ -92,11 +93,10 @@ class Training:
         return run, load_data(data, TargetFolder.open(self.target), self.loop, run)
 
     def read_cache(self, data: LoadedData) -> None:
-        model = LlamaForCausalLM.from_pretrained(self.target)
+        files = TargetFolder.open(self.target)
+        target = LoadedTarget(files=files, model=LlamaForCausalLM.from_pretrained(self.target))
         signal = Signal(kind="cache", k=4, cache=self.folder.parent / "cache")
-        target_signal(
-            signal, model, TargetFolder.open(self.target), data, self.folder, Accelerator(cpu=True)
-        )
+        target_signal(signal, target, data, self.folder, Accelerator(cpu=True))
 
 
 def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(

@@ -34,7 +34,8 @@ from redraft.heads.families.dspark import Config as DSparkConfig
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.peagle import Config as PEagleConfig
 from redraft.heads.families.peagle import PEagle
-from redraft.heads.nn.layers import LlamaShape, rotate
+from redraft.heads.nn.layers import rotate
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 VOCAB = 520

@@ -27,6 +27,7 @@ from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.run_config import Signal
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import TopKTarget
+from redraft.heads.target import LoadedTarget
 
 
 def make_endpoints(teachers: Sequence[Teacher], concurrency: int = 2, **options: Any) -> Endpoints:
@@ -262,7 +263,7 @@ def serve_ids(
 
 def open_source(opened: TargetFolder, *teachers: Teacher) -> EndpointTarget:
     signal = Signal(kind="endpoint", url=tuple(teacher.url for teacher in teachers), k=3)
-    source = live_signal(signal, None, opened, None)
+    source = live_signal(signal, LoadedTarget(files=opened, model=None), None)
     assert isinstance(source, EndpointTarget)
     return source
 

@@ -67,7 +67,7 @@ from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.families.eagle3_start import start_by_least_squares
-from redraft.heads.target import Target
+from redraft.heads.target import LoadedTarget, Target
 from tests.helpers.target_families import MOE, TINY
 
 LAYERS = (0, 1, 2)
@@ -392,10 +392,12 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
         Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32"),
     )
     opened, model = TargetFolder.open(random_target), load(random_target)
-    written = target_signal(signal, model, opened, data, tmp_path, accelerator, aux_layers=LAYERS)
+    target = LoadedTarget(files=opened, model=model)
+    written = target_signal(signal, target, data, tmp_path, accelerator, aux_layers=LAYERS)
     skeleton = load_skeleton(TargetFolder.open(random_target), torch.float32, torch.device("cpu"))
     assert all(p.is_meta == (".layers." in n) for n, p in skeleton.named_parameters())
-    read = target_signal(signal, skeleton, opened, data, tmp_path, accelerator, aux_layers=LAYERS)
+    served = LoadedTarget(files=opened, model=skeleton)
+    read = target_signal(signal, served, data, tmp_path, accelerator, aux_layers=LAYERS)
     batch = make_batch(samples)
     for one, other in zip(states(written(batch), batch), states(read(batch), batch), strict=True):
         assert torch.equal(one, other)
@@ -419,7 +421,8 @@ def test_a_shared_cache_is_read_only_as_what_it_was_written(
 
     def read(model: Any, aux_layers: tuple[int, ...] | None = LAYERS, **options: Any) -> Any:
         signal = Signal(**{**wanted, **options})
-        return target_signal(signal, model, opened, data, tmp_path, accelerator, aux_layers)
+        target = LoadedTarget(files=opened, model=model)
+        return target_signal(signal, target, data, tmp_path, accelerator, aux_layers)
 
     read(exact, cache_dtype="float8")
     batch = make_batch(samples)
@@ -618,11 +621,11 @@ def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache
     skeleton = load_skeleton(opened, torch.float32, torch.device("cpu"))
     with teaching(make_teacher(model, str(tmp_path))) as teacher:
         served: dict[str, Any] = {"url": (teacher.url,), "storage": str(tmp_path), "exact": True}
-        live = target_signal(
-            Signal(kind="endpoint", **served), skeleton, opened, data, tmp_path, accelerator
-        )(batch)
+        target = LoadedTarget(files=opened, model=skeleton)
+        endpoint = Signal(kind="endpoint", **served)
+        live = target_signal(endpoint, target, data, tmp_path, accelerator)(batch)
         wanted = Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32", **served)
-        cached = target_signal(wanted, skeleton, opened, data, tmp_path, accelerator)(batch)
+        cached = target_signal(wanted, target, data, tmp_path, accelerator)(batch)
     expected = InProcessTarget(model)(batch)
     rows_BT = label_rows(batch, 0)
     for signal in (live, cached):

@@ -43,6 +43,7 @@ from redraft.engine.server import vllm_server
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch, final_hidden, label_rows
+from redraft.heads.target import LoadedTarget
 from redraft.recipes.data import regenerate as recipe
 
 TINY_TARGET = "tests/assets/tiny-target"
@@ -384,7 +385,7 @@ def test_kept_states_are_refused_where_nothing_reads_them() -> None:
         Signal(kept="states")
     signal = Signal(kind="endpoint", url=("http://127.0.0.1:9",), kept="states")
     with pytest.raises(ValueError, match=r"--signal.kept.*--signal.exact"):
-        live_signal(signal, None, TargetFolder.open(TINY_TARGET), None)
+        live_signal(signal, LoadedTarget(files=TargetFolder.open(TINY_TARGET), model=None), None)
 
 
 @pytest.mark.slow

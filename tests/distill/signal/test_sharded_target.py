@@ -11,7 +11,7 @@ import torch
 from launches import ROOT, accelerate_launch, require, run_all
 from transformers import PreTrainedTokenizerFast
 
-from redraft.distill.signal.sharded import TargetSizes
+from redraft.files.target_sizes import TargetSizes
 from tests.helpers.served_targets import save_served_target
 
 GB = 10**9

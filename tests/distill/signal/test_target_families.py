@@ -8,8 +8,8 @@ from transformers import AutoConfig, LlamaConfig
 
 from redraft.distill.signal import sources
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.options import Eagle3
+from redraft.heads.shape import LlamaShape
 from tests.helpers.target_families import (
     EXACT,
     FAMILIES,

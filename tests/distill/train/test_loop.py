@@ -24,7 +24,7 @@ from redraft.distill.train.row_ranks import RowRanks
 from redraft.distill.train.run_config import Loop
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation
-from redraft.engine.hardware import Machine
+from redraft.engine.hardware import Machine, launch_machine
 from redraft.online.learning.config import Training
 
 H100 = Machine(gpu="NVIDIA H100", gpu_has_bfloat16=True)
@@ -80,7 +80,7 @@ def test_the_default_precision_reaches_autocast_and_is_named_at_the_start(
         AcceleratorState._reset_state()
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-        assert loop.make_accelerator(1, None, None, H100).mixed_precision == "no"
+        assert loop.make_accelerator(1, None, None, launch_machine(H100)).mixed_precision == "no"
         assert "the CPU" in capsys.readouterr().out
     finally:
         AcceleratorState._reset_state()

@@ -29,7 +29,7 @@ from redraft.eval.parity.compare import CURES, compare
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.nn.layers import LlamaShape
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 from tests.helpers.served_targets import make_served_target
 

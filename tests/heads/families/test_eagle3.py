@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.heads.families.eagle3 import Config, Eagle3
-from redraft.heads.nn.layers import llama_rope
+from redraft.heads.shape import llama_rope
 from redraft.heads.target import Target
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import cosine_similarity, embedding
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.families.eagle3_start import Roles, random_rows, start_by_least_squares
-from redraft.heads.nn.layers import LlamaShape
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 SIZE, VOCAB = 64, 96

@@ -17,8 +17,9 @@ from make_heads import make_target
 from torch import Tensor
 
 from redraft.files.folder import read_config
-from redraft.heads.nn.layers import LlamaShape, RMSNorm, Rotary, llama_rope
+from redraft.heads.nn.layers import RMSNorm, Rotary
 from redraft.heads.options import Eagle3
+from redraft.heads.shape import LlamaShape, llama_rope
 
 EPS = 1e-5
 

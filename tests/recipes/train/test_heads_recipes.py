@@ -401,7 +401,7 @@ def test_a_target_that_has_changed_is_rewritten_again(
     for _ in range(2):
         rewritten = Run(
             find_family("mtp"), make_settings("mtp", target, data, tmp_path / "run")
-        ).teacher.folder
+        ).target.source.folder
         assert torch.equal(read_tensors(rewritten, [name])[name], wanted)
         wanted = change_weights(target)[name]
 

@@ -1,0 +1,214 @@
+"""The sizes of a head's Llama layer, and those to take from the target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from transformers import LlamaConfig, Qwen3Config
+
+from redraft.heads.logits import LogitRule
+from redraft.heads.options import LayerSizes
+
+EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "layer_norm_eps")
+"""Names of a norm's epsilon in configs."""
+
+USUAL_HEAD_DIM, QUERY_HEADS_A_KEY = 128, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """Sizes and rotary frequencies of one Llama layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    attention_bias: bool = False
+    """Whether the projections have a bias, which only occurs in heads of other trainers."""
+    qk_norm: bool = False
+    """Whether queries and keys are normed, as in Qwen3; only occurs in heads of other trainers."""
+    logit_scale: float = 1.0
+    """Scale factor of the head's logits, equal to the target's; vLLM applies it."""
+
+    @property
+    def rule(self) -> LogitRule:
+        return LogitRule(scale=self.logit_scale)
+
+    @staticmethod
+    def from_config(config: Any) -> LlamaShape:
+        """The shape of a Llama layer for a model, from its `transformers` text config.
+
+        The sizes are those of the model's layers if these are like Llama's, and otherwise the usual
+        ones.
+
+        Raises:
+            ValueError: the config lacks a size that a head shares with the target.
+        """
+
+        differing: list[str] = []  # sizes that differ between layers according to transformers
+
+        def read(name: str) -> Any:
+            try:
+                return getattr(config, name, None)
+            except RuntimeError:
+                differing.append(name)
+                return None
+
+        hidden, vocabulary, positions = map(
+            read, ("hidden_size", "vocab_size", "max_position_embeddings")
+        )
+        if None in (hidden, vocabulary, positions):
+            raise ValueError(
+                f"no head can be created for {type(config).__name__}, because it does not specify hidden_size, "
+                "vocab_size and max_position_embeddings"
+            )
+        heads, key_heads, head_dim = map(
+            read, ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        # transformers' defaults for absent keys: a key head for each query head, and heads of size
+        # hidden / heads.
+        head_dim = head_dim or (heads and hidden // heads)
+        # Latent attention does not describe a layer that caches keys: with DeepSeek V3's 128 key
+        # heads, this one layer would cache half as much as all 61 layers of the target. Also, in a
+        # Llama config, which engines read for a head, the heads divide the hidden size; Qwen 3.5's
+        # need not.
+        if not heads or hidden % heads or read("kv_lora_rank") or differing:
+            head_dim = math.gcd(hidden, USUAL_HEAD_DIM)
+            heads = hidden // head_dim
+            most = max(1, heads // QUERY_HEADS_A_KEY)
+            key_heads = next(count for count in range(most, 0, -1) if heads % count == 0)
+        return LlamaShape(
+            hidden_size=hidden,
+            # 8/3 of the hidden size makes SwiGLU's three matrices as large as the usual two with a
+            # factor of 4
+            intermediate_size=read("intermediate_size") or -(-hidden * 8 // 3 // 64) * 64,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads or heads,
+            head_dim=head_dim,
+            rms_norm_eps=next(filter(None, map(read, EPS)), 1e-6),
+            vocab_size=vocabulary,
+            max_position_embeddings=positions,
+            rope_parameters=llama_rope(read("rope_parameters") or {}, read("rope_theta")),
+            logit_scale=LogitRule.of(config).scale,
+        )
+
+    @staticmethod
+    def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
+        """The shape of an untrained head's layers.
+
+        The sizes come from the options, or else from `from_config`.
+
+        Raises:
+            ValueError: the query heads do not share the hidden size or the key heads evenly, or as
+                `from_config`.
+        """
+        chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
+        shape = LlamaShape.from_config(target_config)
+        shape = replace(shape, **{name: size for name, size in chosen.items() if size is not None})
+        if shape.hidden_size % shape.num_attention_heads:
+            raise ValueError(
+                f"{shape.num_attention_heads} query heads do not divide the hidden size, "
+                f"{shape.hidden_size}: give --head.num-attention-heads"
+            )
+        if shape.num_attention_heads % shape.num_key_value_heads:
+            raise ValueError(
+                f"{shape.num_attention_heads} query heads do not share {shape.num_key_value_heads} "
+                "key heads evenly: give --head.num-key-value-heads"
+            )
+        return shape
+
+    @staticmethod
+    def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
+        """The shape of a trained head, from the head's config as an engine reads it.
+
+        Hidden size, vocabulary and positions are always the target's, because embeddings are
+        shared.
+        """
+        config = read_layer_config(layer_config)
+        target = LlamaShape.from_config(target_config)
+        shared = {
+            name: getattr(target, name)
+            for name in ("hidden_size", "vocab_size", "max_position_embeddings")
+        }
+        # Model type qwen3 means normed queries and keys to vLLM (`Eagle3Qwen3ForCausalLM`).
+        shared |= {
+            "attention_bias": bool(config.attention_bias),
+            "qk_norm": config.model_type == "qwen3",
+        }
+        return replace(LlamaShape.from_config(config), **shared)
+
+    def record(self) -> dict[str, Any]:
+        """The sizes that change a layer's arithmetic but not its tensors' shapes."""
+        kept = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
+        return {"hidden_act": "silu", **{name: getattr(self, name) for name in kept}}
+
+    def hf_config(self) -> dict[str, Any]:
+        # rope_theta as well as rope_parameters: readers older than transformers 5 look only there,
+        # and default to 10000
+        return {
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "rope_theta": self.rope_parameters["rope_theta"],
+            **{
+                name: value
+                for name, value in asdict(self).items()
+                if name not in ("qk_norm", "logit_scale")
+            },
+            **({} if self.logit_scale == 1 else {"logit_scale": self.logit_scale}),
+        }
+
+
+def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
+    """The `transformers` config for a head's layer, either Llama's or Qwen3's.
+
+    Missing keys get the engine's defaults.
+    """
+    kind = Qwen3Config if layer_config.get("model_type") == "qwen3" else LlamaConfig
+    return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
+
+
+LLAMA_RULES = ("default", "linear", "yarn", "longrope", "llama3")
+"""Rules of rotation for all of a head, which engines and transformers share. Not `dynamic`: only
+engines read Hunyuan's `alpha`, and up to `max_position_embeddings` the others are `default`."""
+
+ENGINE_ONLY = (
+    "partial_rotary_factor",
+    "rope_dim",
+    "mrope_section",
+    "mrope_interleaved",
+    "use_fope",
+    "short_mscale",
+)
+"""Rotary parameters that engines read and transformers' Llama, which trains, does not."""
+
+
+def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
+    """RoPE parameters for a head's Llama layer, derived from the target's.
+
+    If the target has several sets, the one for full attention is used. The keys in ENGINE_ONLY are
+    left out.
+    """
+    chosen = rope_parameters.get("full_attention", rope_parameters)
+    kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
+    # Phi-4-mini's lists of longrope have a factor for each rotated pair, fewer than the head has.
+    is_partial = kind == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0
+    if kind not in LLAMA_RULES or is_partial:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {
+        "rope_type": kind,
+        "rope_theta": theta,
+        **{k: v for k, v in chosen.items() if k not in ENGINE_ONLY},
+    }
