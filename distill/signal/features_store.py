@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from redraft.distill.signal.storage import StatesFormat, StatesLostError
+from redraft.files.plain import open_file
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 
 BLOCK_BYTES = 4 << 20  # Bytes read or written at a time.
@@ -293,12 +293,7 @@ class Storage:
         """
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
-        # The check follows on the open file, so that no one can replace it in between.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(f"{path} is not a file")
-        return os.fdopen(descriptor, "rb")
+        return open_file(path)
 
     def _wait_for(self, path: str, url: str, wait_s: float) -> Description:
         deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S

@@ -103,8 +103,6 @@ class TenantRecords:
     """Number of the first training record; None if there is none."""
     num_examples: int
     """Number of examples in the quarantine, of all tenants."""
-    num_later_files: int
-    """Number of files from later releases, which may contain any tenant's records."""
 
 
 class Buffer(AbstractContextManager["Buffer"]):
@@ -396,15 +394,14 @@ class Buffer(AbstractContextManager["Buffer"]):
                 num_records=len(found),
                 first_seq=min(trained, default=None),
                 num_examples=0 if self.quarantine is None else len(self.quarantine),
-                num_later_files=len(self._files.later),
             )
 
     def delete_tenant(self, tenant: str, now_s: float) -> int:
         """Delete all records of a tenant, including foreign ones, and overwrite them on disk.
 
-        Returns the number of those records. The quarantine and the files of a later release are
-        overwritten and deleted too, because some of their content may be the tenant's. Records of
-        the tenant made until now will not be stored if they arrive later.
+        Returns the number of those records. The quarantine is overwritten and deleted too,
+        because some of its content may be the tenant's. Records of the tenant made until now will
+        not be stored if they arrive later.
         """
         name = stored_name(tenant)
         with self._lock, named_disk_full():
@@ -413,7 +410,6 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._cursor.forget(_sha256(name), now_s + CLOCK_SLACK_S)
             deleted = sum(self._files.each(lambda file: file.delete_tenant(name)))
             self.clear_quarantine()
-            self._files.remove_later()
             self.counts["deleted"] += deleted
             return deleted
 

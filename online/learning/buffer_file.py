@@ -66,10 +66,6 @@ class DamagedFileError(sqlite3.DatabaseError):
     """The file is a database, but its content differs from what was written."""
 
 
-class LaterFileError(Exception):
-    """A later release wrote the file; nothing is wrong with it."""
-
-
 class Row(NamedTuple):
     """The columns of a record: everything known without decoding it."""
 
@@ -268,7 +264,7 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
     Every commit is written to the disk before it returns.
 
     Raises:
-        LaterFileError: if a later release wrote the file.
+        ValueError: if another release wrote the file, with other columns.
     """
     # Not Python's transactions: `transaction` begins and ends them. The buffer's lock orders the
     # threads.
@@ -284,15 +280,15 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
         # Without secure_delete, SQLite may only mark the pages as free, with the text in them.
         connection.execute("PRAGMA secure_delete = ON")
         (layout,) = connection.execute("PRAGMA user_version").fetchone()
-        if layout > LAYOUT:
-            raise LaterFileError(
-                f"{path} has layout {layout}; this release reads layouts up to {LAYOUT}"
+        if layout not in (0, LAYOUT):
+            raise ValueError(
+                f"{path} has layout {layout}, and this release reads {LAYOUT}: move the file away"
             )
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             # One transaction, `user_version` included: a kill cannot leave tables of an unknown
             # layout.
             connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
-    except (sqlite3.Error, LaterFileError):
+    except (sqlite3.Error, ValueError):
         connection.close()
         raise
     return connection

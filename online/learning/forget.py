@@ -3,7 +3,7 @@
 Every record of it that a learner can reach is deleted, and the drafts that cannot be undone are
 named.
 
-buffer, quarantine, files of a later release        overwritten
+buffer, quarantine                                  overwritten
 spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
 anchors                                             written again without them
 records that arrive later                           dropped by the list of forgotten tenants
@@ -41,7 +41,7 @@ class Forgotten:
     """Records in the spool or the log, which are dropped on arrival."""
     anchors: int
     unattributed: int
-    """Unreadable data that may belong to any tenant: quarantine, later layouts, truncated files."""
+    """Unreadable data that may belong to any tenant: quarantine, unreadable files."""
     learned: tuple[str, ...]
     """Versions that may have learned from the tenant's records in the buffer."""
     is_in_training: bool
@@ -85,7 +85,7 @@ class Reach:
         await asyncio.to_thread(
             self.buffer.clear_quarantine
         )  # the spool and the log may have held bad records too
-        unattributed = found.num_examples + found.num_later_files + drained.counts["later_layout"]
+        unattributed = found.num_examples + drained.counts["unattributed"]
         return self._tell(
             found, buffer=num_deleted, arriving=drained.counts["forgotten"],
             anchors=await asyncio.to_thread(self._forget_anchors, name), unattributed=unattributed,
@@ -100,7 +100,7 @@ class Reach:
             buffer=found.num_records,
             arriving=self.spool.count_tenant(name) if self.spool else 0,
             anchors=count_tenant(self.anchors.read_bytes(), name) if self.anchors else 0,
-            unattributed=found.num_examples + found.num_later_files,
+            unattributed=found.num_examples,
         )
 
     async def _drain(self) -> Taken:
@@ -114,12 +114,12 @@ class Reach:
             while (taken := await self._take()).counts and time.monotonic() < until_s:
                 drained += taken
         if self.spool is not None:
-            drained.counts["later_layout"] = await asyncio.to_thread(self.spool.erase_unattributed)
+            drained.counts["unattributed"] = await asyncio.to_thread(self.spool.erase_unattributed)
         return drained
 
     async def _take(self) -> Taken:
         if self.stream is not None:
-            return await self.stream.take(keep_later=False)
+            return await self.stream.take()
         assert self.spool is not None
         return await asyncio.to_thread(self.spool.take, self.now_s())
 

@@ -3,9 +3,8 @@
 Removing a file acknowledges it: the records are on the buffer's disk by then.
 
     servers ─► spool file ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► unlink
-                  │ of a later layout                         │ disk full
-                  └─► the file stays until a learner          └─► the file stays and is tried again
-                      of that release starts
+                                                              │ disk full
+                                                              └─► the file stays and is tried again
 
 A kill between commit and unlink delivers the file twice; the buffer recognises the records by id.
 
@@ -30,6 +29,7 @@ import numpy as np
 
 from redraft.distill.data.modes import name_mode
 from redraft.engine.counts import AcceptanceCounts
+from redraft.files.plain import open_file
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
@@ -38,12 +38,11 @@ from redraft.online.records.checks import Fault
 from redraft.online.records.origin import unpack_arguments
 from redraft.online.records.record import (
     CorruptRecordError,
-    LaterLayoutError,
     Record,
     count_tenant,
     read_frames,
 )
-from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file, spool_files
+from redraft.online.records.spool import ABANDONED_S, list_abandoned, spool_files
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
 
@@ -77,8 +76,8 @@ class Spool:
     def __init__(self, folder: Path, buffer: Buffer, vocab_size: int) -> None:
         self.folder, self.buffer, self.vocab_size = folder, buffer, vocab_size
         self._passed_over: set[str] = set()
-        """Names of the files that stay, because they have a later layout or cannot be read. They
-        are not read again until the learner restarts.
+        """Names of the files that stay because they cannot be read. They are not read again
+        until the learner restarts.
         """
 
     def take(self, now_s: float, max_files: int = 64) -> Taken:
@@ -118,9 +117,9 @@ class Spool:
             taken = Taken()
         else:
             with file:
-                # `_readable` is a generator: `stays` is complete only after `store` has read it to
+                # `_read` is a generator: `stays` is complete only after `store` has read it to
                 # the end.
-                taken = store(_readable(file, stays), self.buffer, self.vocab_size, now_s)
+                taken = store(_read(file, stays), self.buffer, self.vocab_size, now_s)
         if stays:
             self._passed_over.add(path.name)
             self.buffer.counts += stays
@@ -139,7 +138,7 @@ class Spool:
         return taken + Taken(num_files=1, counts=stays)
 
     def erase_unattributed(self) -> int:
-        """Overwrite and delete the files of a later layout and those left by killed servers.
+        """Overwrite and delete unreadable files and those left by killed servers.
 
         Return the number of deleted files. It is unknown whose text they contain. Call this method
         after `take`.
@@ -170,16 +169,12 @@ class Spool:
                     path.unlink()
 
 
-def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
-    """The file's frames that this process can read. All others are counted in `stays`."""
+def _read(file: BinaryIO, stays: Counter[str]) -> Frames:
+    """The file's frames. If the disk cannot read them, that is counted in `stays`."""
     try:
         if not os.fstat(file.fileno()).st_size:  # a power cut leaves the name without the bytes
             yield b"", CorruptRecordError("an empty file")
-        for frame, record in read_frames(file):
-            if isinstance(record, LaterLayoutError):
-                stays[record.reason] += 1
-            else:
-                yield frame, record
+        yield from read_frames(file)
     except OSError:  # the disk cannot read on
         stays["spool_unreadable"] += 1
 

@@ -14,6 +14,7 @@ import torch
 from msgspec import structs
 
 from redraft.distill.signal.sources import InProcessTarget, top_k
+from redraft.files.plain import open_file
 from redraft.heads.draft import Batch, ExactTarget, final_hidden
 from redraft.heads.family import Reads
 from redraft.online.learning.segments import Segments
@@ -24,7 +25,7 @@ from redraft.online.records.record import (
     read_frames,
     text_rows,
 )
-from redraft.online.records.spool import SpoolWriter, open_file
+from redraft.online.records.spool import SpoolWriter
 
 
 def needs_reading(record: Record, reads: Reads) -> bool:

@@ -24,7 +24,6 @@ from redraft.online.learning.buffer_file import (
     BufferFullError,
     DamagedFileError,
     Index,
-    LaterFileError,
     Row,
     estimate_bytes,
     is_damaged,
@@ -33,18 +32,12 @@ from redraft.online.learning.buffer_file import (
 )
 from redraft.online.learning.evidence import find_excess
 from redraft.online.learning.prompt_key import Hashes, PromptKey, open_key
-from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.record import CorruptRecordError, Record, decode_record
 
 T = TypeVar("T")
 
 NUM_FILES = 16
 """Number of files in a full buffer. Deleting the oldest one removes about a sixteenth of it."""
-
-MAX_LATER_RECORDS = 1 << 24
-"""More records than a file can contain: numbers after a file of a later release, which this one
-cannot read, start beyond it.
-"""
 
 WRITTEN_AGAIN = "rewritten.db"
 """Name of a file while it is rewritten. One that exists at the start is incomplete."""
@@ -77,7 +70,6 @@ class RollingFiles:
         self._file_bytes, self._file_age_s = max_bytes / NUM_FILES, max_age_s / NUM_FILES
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []  # Oldest first.
-        self.later: list[Path] = []  # of a later release; they wait, up to `max_age_s`
         self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)
         """By ascending number, new hashes of records that another key had hashed."""
         paths = sorted(folder.glob("records-*.db")) if folder else []
@@ -101,10 +93,6 @@ class RollingFiles:
             if num_bytes < MIN_FILE_BYTES and (num_bytes or not is_newest):
                 raise DamagedFileError(f"{num_bytes} bytes")
             self.files.append(BufferFile(path))
-        except LaterFileError as error:  # it waits for that release
-            self.counts["later_layout_files"] += 1
-            self.later.append(path)
-            self.damage.append(f"{error}, so the file waits for a later one")
         except sqlite3.DatabaseError as error:
             if not is_damaged(error):
                 raise
@@ -122,9 +110,8 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """The highest number in any file, or that a later release's file may contain; else 0."""
-        later = [_first_number(path) + MAX_LATER_RECORDS for path in self.later]
-        return max([int(self.index()["seq"].max(initial=0)), *later])
+        """The highest number in any file; 0 if none."""
+        return int(self.index()["seq"].max(initial=0))
 
     def index(self) -> Index:
         """The index of all files, INDEX_DTYPE [records], by ascending sequence number."""
@@ -259,9 +246,7 @@ class RollingFiles:
         """
         if self.folder is None:
             return PromptKey.make()
-        # A key has hashed the records of later releases too, although this release cannot read
-        # them.
-        has_hashes = bool(self.later) or any(len(file.index()) for file in self.files)
+        has_hashes = any(len(file.index()) for file in self.files)
         opened = open_key(self.folder, newest=newest, has_hashes=has_hashes)
         self.damage += opened.damage
         rows = [
@@ -283,19 +268,6 @@ class RollingFiles:
         for file, oldest_s in self.each(lambda file: (file, file.oldest_s())):
             if now_s - oldest_s >= self.max_age_s:
                 self._drop(file, "expired")
-        for path in list(self.later):
-            with suppress(OSError):
-                if now_s - path.stat().st_mtime >= self.max_age_s:
-                    self._remove_later(path)
-
-    def remove_later(self) -> None:
-        for path in list(self.later):
-            self._remove_later(path)
-
-    def _remove_later(self, path: Path) -> None:
-        overwrite(path)
-        unlink(path)
-        self.later.remove(path)
 
     def _drop(self, file: BufferFile, reason: str) -> None:
         self.counts[reason] += len(file.index())

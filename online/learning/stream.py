@@ -3,12 +3,11 @@
 A record is acknowledged, and leaves the log, once it is on the buffer's disk.
 
     JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite, acknowledge
-                  │ of a later layout                         │ disk full
-                  └─► given back, delivered again later       └─► closed: all delivered again, in order
+                                                              │ disk full
+                                                              └─► closed: all delivered again, in order
 
 The log delivers at least once: after a kill between commit and acknowledgement a record is
-delivered again, and the buffer recognises it by id. A record of a later layout waits in the log
-until a learner of that release starts, which gets it at once, or until the log drops it at a limit.
+delivered again, and the buffer recognises it by id.
 
 An acknowledged message leaves the stream, but its bytes stay in the broker's file until that file
 goes, and one unread message keeps it. So every message is overwritten there before it is
@@ -21,7 +20,6 @@ import asyncio
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
@@ -42,7 +40,7 @@ from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.intake import Taken, store
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
-from redraft.online.records.record import is_later_layout, read_frames
+from redraft.online.records.record import read_frames
 
 CONSUMER = "learner"
 REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
@@ -54,11 +52,6 @@ WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with 
 # seconds until an unacknowledged record is delivered again: longer than slow disks need
 ACK_WAIT_S = 60.0
 DUPLICATES_S = 120.0  # in which the log itself drops a record sent twice; then the buffer
-
-LATER_LAYOUT_S, MAX_LATER_LAYOUT_S = 60.0, 3600.0
-"""Seconds before a record of a later layout is delivered again, and their maximum after doubling
-each time: during a rolling upgrade, such records may be most of the traffic.
-"""
 
 ERASE_TIMEOUT_S = 10.0
 ERASE_PAUSE_S = 10.0  # no overwriting after a failure: a slow broker costs half of the time
@@ -100,11 +93,10 @@ class StreamSource:
             tuple[str, str]
         ] = []  # the broker's (name, reason, "" at the end); reports empty it
 
-    async def take(self, *, keep_later: bool = True) -> Taken:
+    async def take(self) -> Taken:
         """Move the arrived records into the buffer.
 
-        The result is empty if no record arrived for a moment. Records of a later layout go back to
-        the log, or are overwritten too if `keep_later` is False.
+        The result is empty if no record arrived for a moment.
 
         Raises:
             BufferFullError: if the buffer's disk is full; no record is lost.
@@ -114,14 +106,8 @@ class StreamSource:
             with wrap_broker_errors(self.ingest):
                 self._pull = self._pull or await self._open()
                 messages = await self._pull.next()
-            later = [message for message in messages if is_later_layout(message.data)]
-            messages = [message for message in messages if not is_later_layout(message.data)]
             # Lazy: the frames are decoded by `store` in the thread, not here on the event loop.
             frames = chain.from_iterable(read_frames(message.data) for message in messages)
-            if keep_later:
-                await _put_off(later)
-            else:
-                await self._release(later)
             # If this task is cancelled, the thread continues; the messages are delivered again, and
             # recognised by id.
             taken = await asyncio.to_thread(
@@ -133,11 +119,7 @@ class StreamSource:
             await self.close()
             raise
         await self._release(messages)
-        # Counted once, although each of them is delivered repeatedly.
-        first = Counter({"later_layout": sum(_count_deliveries(message) == 1 for message in later)})
-        if keep_later:
-            self.buffer.counts += first
-        return taken + Taken(counts=first if keep_later else Counter(later_layout=len(later)))
+        return taken
 
     async def _release(self, messages: list[Any]) -> None:
         """Overwrite the messages in the broker's files, then acknowledge them."""
@@ -176,10 +158,7 @@ class StreamSource:
             raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
-        """Give every unacknowledged message back, so that the next `take` receives it at once.
-
-        Messages of a later layout are given back too.
-        """
+        """Give every unacknowledged message back, so that the next `take` receives it at once."""
         client, self._client, self._pull = self._client, None, None
         if client is not None:
             with suppress(NatsError, OSError):
@@ -340,8 +319,7 @@ async def provide_stream(
         durable_name=CONSUMER,
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=ACK_WAIT_S,
-        # no limit: records of a later layout are never acknowledged, and must not block the others
-        max_ack_pending=-1,
+        max_ack_pending=-1,  # no limit: a request has one
         metadata={REGISTRY_ID: registry_id} if registry_id else None,
     )
     try:
@@ -367,18 +345,3 @@ async def _make_way(stream: Any, config: Nats) -> None:
                 "different nats.fleet"
             )
         await stream.delete_consumer(config.stream, found.name)
-
-
-async def _put_off(messages: list[Any]) -> None:
-    with suppress(NatsError, OSError):
-        for message in messages:
-            await message.nak(
-                min(
-                    MAX_LATER_LAYOUT_S,
-                    LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1),
-                )
-            )
-
-
-def _count_deliveries(message: Any) -> int:
-    return int(message.metadata.num_delivered)

@@ -42,7 +42,7 @@ MAX_VALUES = 64  # of one label: clients choose domain names; the rest counts as
 DROP_REASONS = (
     *("bad_identifier", "bad_probabilities", "bad_sampling", "corrupt", "corrupt_on_disk"),
     *("damaged_files", "deleted", "duplicate", "evicted", "expired", "foreign", "forgotten"),
-    *("later_layout", "no_rows", "not_finite", "other_adapter", "outside_vocabulary", "oversized"),
+    *("no_rows", "not_finite", "other_adapter", "outside_vocabulary", "oversized"),
     *("short_states", "spool_unreadable", "stateless", "textless", *CAPTURE_DROP_REASONS.values()),
 )
 """Reasons of the buffer, then of the servers."""

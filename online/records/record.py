@@ -30,7 +30,7 @@ from redraft.online.records.checks import find_fault
 from redraft.online.records.states import HiddenFormat, decode_float8, state_bytes
 
 MAGIC = b"RDR1"
-"""First bytes of every frame; the digit is the version of the layout."""
+"""First bytes of every frame."""
 
 MAX_RECORD_BYTES = 64 << 20
 """Largest decompressed record; a damaged or hostile frame must not fill the memory."""
@@ -65,13 +65,10 @@ Constraint = Literal[
 
 NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 _HEADER = struct.Struct("<4sII")
-_LATER_MAGIC = re.compile(rb"RDR[2-9]")
-_HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
+_HEADER_START = re.compile(MAGIC + rb"...[\x00-\x04]", re.DOTALL)
 """Magic and length. The last byte of the length is at most 4, because no frame is longer than about
 64 MiB.
 """
-_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
-"""Pattern of a place where a frame may begin. A later layout may have another header."""
 
 
 class CorruptRecordError(ValueError):
@@ -81,16 +78,6 @@ class CorruptRecordError(ValueError):
         super().__init__(message)
         self.reason = reason
         """The reason that the record is counted under: a label of the metrics."""
-
-
-class LaterLayoutError(CorruptRecordError):
-    """The frame has a later layout.
-
-    It is not damaged, but only a later release can read it.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "later_layout")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -382,54 +369,35 @@ def decode_record(frame: bytes) -> Record:
     """Decode the record in one frame.
 
     Raises:
-        LaterLayoutError: if a later release wrote it.
         CorruptRecordError: if the frame is torn, bit-flipped, or inconsistent; `reason` names the
             kind.
     """
-    return _decode_payload(frame[:4], _unframe(frame))
+    return _decode_payload(_unframe(frame))
 
 
 def _unframe(frame: bytes) -> bytes:
     """Return the payload, after checking its length and CRC against the header.
 
     Raises:
-        LaterLayoutError, CorruptRecordError: as `decode_record` does.
+        CorruptRecordError: as `decode_record` does.
     """
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
-        raise _name_defect(frame, f"not a record: it starts with {frame[:4]!r}")
+        raise CorruptRecordError(f"not a record: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
     payload = frame[_HEADER.size :]
     if len(payload) != length:
-        raise _name_defect(frame, f"torn record: {len(payload)} of {length} payload bytes")
+        raise CorruptRecordError(f"torn record: {len(payload)} of {length} payload bytes")
     if zlib.crc32(payload) != crc:
-        raise _name_defect(frame, "bit-flipped record: the CRC does not match")
+        raise CorruptRecordError("bit-flipped record: the CRC does not match")
     return payload
 
 
-def _name_defect(frame: bytes, sentence: str) -> CorruptRecordError:
-    # A later layout may have another header, so one that does not fit proves no damage.
-    return _later(frame[:4]) if is_later_layout(frame) else CorruptRecordError(sentence)
-
-
-def _later(magic: bytes) -> LaterLayoutError:
-    return LaterLayoutError(
-        f"a record of layout {magic.decode()}: this release reads {MAGIC.decode()}"
-    )
-
-
-def is_later_layout(frame: bytes) -> bool:
-    """Whether a later release wrote the frame."""
-    return _LATER_MAGIC.match(frame) is not None
-
-
-def _decode_payload(magic: bytes, payload: bytes) -> Record:
+def _decode_payload(payload: bytes) -> Record:
     """Decode the record in a payload.
 
     Raises:
-        LaterLayoutError, CorruptRecordError: and nothing else, whatever the bytes are.
+        CorruptRecordError: and nothing else, whatever the bytes are.
     """
-    if magic != MAGIC:
-        raise _later(magic)
     try:
         record = msgspec.msgpack.decode(_decompress(payload), type=Record)
         fault = find_fault(record)
@@ -498,7 +466,7 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
             # The CRC proves where the next frame begins, even if this one is unusable.
             end, num_bad = begin + len(frame), 0
             try:
-                yield frame, _decode_payload(frame[:4], payload)
+                yield frame, _decode_payload(payload)
             except CorruptRecordError as error:
                 yield frame, error
         begin = end
@@ -515,7 +483,7 @@ class _Source:
 
     PIECE_BYTES = 1 << 20
     START_BYTES = 8
-    """Bytes that `_FRAME_START` looks at."""
+    """Bytes that `_HEADER_START` looks at."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -523,7 +491,7 @@ class _Source:
         self._piece, self._piece_begin = b"", 0
         # Lengths above the file's are skipped, because checking each would take seconds.
         last_byte = b"%02x" % min(4, self.size >> 24)
-        self._whole_start = re.compile(rb"RDR[1-9]...[\x00-\x" + last_byte + b"]", re.DOTALL)
+        self._whole_start = re.compile(MAGIC + rb"...[\x00-\x" + last_byte + b"]", re.DOTALL)
 
     def read(self, begin: int, end: int) -> bytes:
         at = begin - self._piece_begin
@@ -550,7 +518,7 @@ class _Source:
         """
         while begin < self.size:
             self.read(begin, min(self.size, begin + self.START_BYTES))
-            pattern = self._whole_start if only_whole else _FRAME_START
+            pattern = self._whole_start if only_whole else _HEADER_START
             for found in pattern.finditer(self._piece, begin - self._piece_begin):
                 place = self._piece_begin + found.start()
                 length = int.from_bytes(

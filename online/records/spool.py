@@ -8,16 +8,15 @@ unlink reads the file again, so every record arrives at least once. The folder i
 budget the oldest files are deleted, whoever wrote them.
 """
 
-import errno
 import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import psutil
+from redraft.files.lock import find_mount
 
 SUFFIX, PARTIAL = ".records", ".partial"
 
@@ -110,23 +109,6 @@ def spool_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a spool file for reading.
-
-    Raises:
-        FileNotFoundError: if it was removed in the meantime.
-        OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might
-            never return.
-    """
-    # Without O_NONBLOCK, opening a pipe without a writer waits forever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    # Before `fdopen`, which refuses a folder and leaves its descriptor open.
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
 def list_abandoned(folder: Path, age_s: float) -> list[Path]:
     """List partial files left by killed servers, unchanged for `age_s` seconds."""
     found = list(_files(folder)) if folder.is_dir() else []
@@ -142,15 +124,7 @@ def is_in_memory(path: Path) -> bool:
 
     The path need not exist yet.
     """
-    found = next(
-        parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
-    ).resolve()
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    # The nearest mount point, at the folder or above it.
-    return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in (
-        "tmpfs",
-        "ramfs",
-    )
+    return find_mount(path)[1] in ("tmpfs", "ramfs")
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -96,7 +96,7 @@ def describe_missing(path: Path, error: OSError) -> str:
 
 
 def find_mount(path: Path) -> tuple[str, str]:
-    """(mount point, type) of the file system that contains an existing path."""
+    """(mount point, type) of the file system that contains a path, which need not exist yet."""
     found = ("/", "unknown file system")
     places = {str(place) for place in (path.resolve(), *path.resolve().parents)}
     with suppress(OSError):

@@ -9,7 +9,6 @@ import asyncio
 import math
 import os
 import random
-import re
 import socket
 import stat
 import subprocess
@@ -55,7 +54,6 @@ from redraft.online.page.telemetry import DROP_REASONS
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.record import (
     CorruptRecordError,
-    LaterLayoutError,
     Record,
     Sampling,
     decode_record,
@@ -225,7 +223,7 @@ def measure_cpu_s(work):
         b"RDR1" + (4 << 20).to_bytes(4, "little") + b"abcd",
         b"\0",
     ],
-    ids=["magic", "later-magic", "header", "torn", "overlapping", "zeros"],
+    ids=["magic", "other-magic", "header", "torn", "overlapping", "zeros"],
 )
 def test_eight_megabytes_of_anything_are_read_in_two_seconds(stretch):
     data = stretch * ((8 << 20) // len(stretch))
@@ -676,7 +674,7 @@ def test_a_file_that_cannot_be_removed_does_not_hold_up_the_next(buffer, spool, 
     assert names(buffer) == ["cmpl-1", "cmpl-2"]
 
 
-# --- later layouts
+# --- other layouts, and what is no file
 
 
 @pytest.mark.parametrize("name", ["9-x.records", ".9-x.records.partial"])
@@ -706,62 +704,21 @@ def test_whatever_lies_in_the_spool_nothing_outside_of_it_is_overwritten(
     assert precious.read_bytes() == b"secret" * 100
 
 
-def test_a_later_layout_waits_in_the_spool_and_everything_else_is_taken(buffer, spool):
-    put(spool, make_later(1) + make_later(2), 1)
+def test_another_layout_is_corrupt_and_everything_else_is_taken(buffer, spool):
     put(spool, encode_record(make_record(3)) + make_later(4) + encode_record(make_record(5)), 2)
-    put(spool, encode_record(make_record(6)), 3)
+    assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"corrupt": 1, "stored": 2}
+    assert not list(spool.iterdir())
+
+
+def test_unreadable_files_go_when_records_do(buffer, spool):
+    (spool / f"{1:020d}-boot-00000000.records").mkdir()
+    put(spool, encode_record(make_record(1)), 2)
     source = Spool(spool, buffer, VOCAB)
-    assert source.take(1.0).counts == {"later_layout": 3, "stored": 3}
-    assert buffer.status().counts == {"later_layout": 3, "stored": 3}, "none of them is corrupt"
-    assert not source.take(1.0).counts
-    assert len(list(spool.iterdir())) == 2
-    put(spool, encode_record(make_record(7)), 9)
+    assert source.take(1.0, max_files=2).counts == {"spool_unreadable": 1, "stored": 1}
+    put(spool, encode_record(make_record(2)), 3)
     assert source.take(1.0, max_files=1).counts == {"stored": 1}, (
-        "a waiting file takes no other's turn"
+        "a file that stays takes no other's turn"
     )
-
-
-def test_a_learner_of_the_later_release_takes_what_waited(buffer, spool, monkeypatch):
-    """The later layout of this test differs in nothing but the magic."""
-    put(spool, b"RDR4" + encode_record(make_record(2))[4:], 1)
-    assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}
-    assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}, (
-        "a restart looks again"
-    )
-    monkeypatch.setattr("redraft.online.records.record.MAGIC", b"RDR4")
-    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
-    assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"stored": 1}
-    assert not list(spool.iterdir())
-
-
-def test_waiting_files_go_when_records_do(buffer, spool):
-    put(spool, make_later(1), 1)
-    source = Spool(spool, buffer, VOCAB)
-    now_s = time.time()
-    source.take(now_s)
-    source.take(now_s + buffer.config.max_age_s - 100)
-    assert list(spool.iterdir())
-    source.take(now_s + buffer.config.max_age_s + 100)
-    assert not list(spool.iterdir())
-
-
-def test_a_later_layout_goes_back_to_the_log_with_growing_delays(buffer):
-    messages = [
-        FakeMessage(make_later(1)),
-        FakeMessage(encode_record(make_record(1))),
-        FakeMessage(make_later(2), 3),
-    ]
-    assert take_messages(messages, buffer).counts == {"stored": 1, "later_layout": 1}
-    assert [message.answers for message in messages] == [["nak 60.0"], ["ack"], ["nak 240.0"]]
-    assert take_messages([FakeMessage(make_later(1), 10**6)], buffer).counts == {}
-    assert buffer.status().counts["later_layout"] == 1, "not once for every delivery"
-
-
-def test_a_later_layout_is_an_error_of_its_own():
-    for frame in (make_later(1), b"RDR4", b"RDR9 and another header"):
-        with pytest.raises(LaterLayoutError) as error:
-            decode_record(frame)
-        assert error.value.reason == "later_layout"
 
 
 # --- a real log
@@ -809,22 +766,18 @@ def test_a_message_that_is_no_record_does_not_end_the_connection(
         await asyncio.to_thread(publish_raw, broker, subject + suffix, header, data)
         client = await nats.connect(broker.url)
         await client.jetstream().publish(config.subject("code"), encode_record(make_record(1)))
-        for number in range(2):
-            await client.jetstream().publish(config.subject("code"), make_later(number))
         counts = Counter()
-        while counts["stored"] < 1 or counts["later_layout"] < 2:
+        while counts["stored"] < 1:
             counts += (await source.take()).counts
-        # Acknowledgements are sent, not waited for. The later layout stays in the log.
-        while (await client.jetstream().stream_info(config.stream)).state.messages != 2:
+        # Acknowledgements are sent, not waited for.
+        while (await client.jetstream().stream_info(config.stream)).state.messages:
             await asyncio.sleep(0.05)
         await client.close()
         await source.close()
         return counts
 
     counts = asyncio.run(asyncio.wait_for(script(), 300))
-    assert (
-        counts == Counter({"stored": 1, "later_layout": 2, "corrupt": 1 if data else 0}) + Counter()
-    )
+    assert counts == Counter({"stored": 1, "corrupt": 1 if data else 0}) + Counter()
 
 
 # --- the quarantine

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import json
 import os
-import re
 import subprocess
 import threading
 import time
@@ -392,13 +391,24 @@ def count_on_disk(broker, config, texts):
     return sum(any(text in content for content in files) for text in texts)
 
 
-LATER = b"RDR4 of a later release, "
+HELD = b"not acknowledged: it keeps the broker's file, "
 
 
-async def publish_later(broker, config, number):
-    """A message that no learner of this release acknowledges, so that it keeps the broker's file."""
+def make_holding_source(broker, config, buffer):
+    """A source that acknowledges every message but those that begin with HELD."""
+    source = make_source(broker, config, buffer)
+    release = source._release
+
+    async def release_others(messages):
+        await release([message for message in messages if not message.data.startswith(HELD)])
+
+    source._release = release_others
+    return source
+
+
+async def publish_held(broker, config, number):
     client = await nats.connect(broker.url)
-    await client.jetstream().publish(config.subject("code"), LATER + b"%d" % number)
+    await client.jetstream().publish(config.subject("code"), HELD + b"%d" % number)
     await client.close()
 
 
@@ -409,19 +419,19 @@ async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(
     """Acknowledged messages stayed readable in a file as long as it held an unread one."""
     records = [make_record(number, domain="code", rows=4) for number in range(60)]
     parts = [encode_record(record)[100:200] for record in records]
-    source = make_source(broker, nats_config, buffer)
+    source = make_holding_source(broker, nats_config, buffer)
     await source.take()
     await source.close()
     for number, some in enumerate((records[:30], records[30:], [])):
-        await publish_later(broker, nats_config, number)
+        await publish_held(broker, nats_config, number)
         await publish(broker, nats_config, *some)
     assert count_on_disk(broker, nats_config, parts) == 60
-    assert await take_all(source, 63) == {"stored": 60, "later_layout": 3}
+    assert await take_all(source, 63) == {"stored": 60, "corrupt": 3}
     await source.take()
     await until_left(broker, nats_config, 3)
     assert source.faults == []
     assert count_on_disk(broker, nats_config, parts) == 0
-    assert count_on_disk(broker, nats_config, [LATER + b"%d" % n for n in range(3)]) == 3
+    assert count_on_disk(broker, nats_config, [HELD + b"%d" % n for n in range(3)]) == 3
     await source.close()
 
 
@@ -471,7 +481,7 @@ async def test_after_one_delete_that_was_not_answered_the_next_records_are_overw
 ):
     monkeypatch.setattr("redraft.online.learning.stream.ERASE_PAUSE_S", 0)
     first, second = (make_record(number, domain="code", rows=4) for number in range(2))
-    source = make_source(broker, nats_config, buffer)
+    source = make_holding_source(broker, nats_config, buffer)
     await source.take()
     request = source._client.request
 
@@ -480,7 +490,7 @@ async def test_after_one_delete_that_was_not_answered_the_next_records_are_overw
         raise nats.errors.TimeoutError
 
     source._client.request = time_out
-    await publish_later(broker, nats_config, 0)
+    await publish_held(broker, nats_config, 0)
     for record, fates in ((first, 2), (second, 1)):
         await publish(broker, nats_config, record)
         assert (await take_all(source, fates))["stored"] == 1
@@ -519,55 +529,6 @@ async def test_without_the_right_to_overwrite_the_deadline_is_waited_for_once(
             True,
         )
         await source.close()
-
-
-@in_event_loop
-async def test_a_rolling_upgrade_loses_no_record_of_the_log(
-    broker, nats_config, buffer, monkeypatch
-):
-    """Servers of the later release come first; its layout differs in nothing but the magic."""
-    source = make_source(broker, nats_config, buffer)
-    await source.take()
-    client = await nats.connect(broker.url)
-    for number in range(20):
-        magic = b"RDR4" if number % 2 else b"RDR1"
-        await client.jetstream().publish(
-            nats_config.subject("code"), magic + encode_record(make_record(number))[4:]
-        )
-    await client.close()
-    assert await take_all(source, 20) == {"stored": 10, "later_layout": 10}
-    await source.close()
-    monkeypatch.setattr("redraft.online.records.record.MAGIC", b"RDR4")
-    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
-    later = make_source(broker, nats_config, buffer)  # the learner of that release
-    assert await take_all(later, 10) == {"stored": 10}
-    await later.take()
-    await until_left(broker, nats_config, 0)
-    assert buffer.status().counts["stored"] == 20
-    await later.close()
-
-
-@in_event_loop
-async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is_forgotten(
-    broker, nats_config, buffer
-):
-    source = make_source(broker, nats_config, buffer)
-    await source.take()
-    client = await nats.connect(broker.url)
-    for number in range(3):
-        await client.jetstream().publish(
-            nats_config.subject("code"), b"RDR4 whose text is this? %d" % number
-        )
-    await client.close()
-    assert await take_all(source, 3) == {"later_layout": 3}
-    await source.close()
-    counts = Counter()
-    while counts.total() < 3:
-        counts += (await source.take(keep_later=False)).counts
-    await source.take()
-    await until_left(broker, nats_config, 0)
-    assert count_on_disk(broker, nats_config, [b"whose text is this"]) == 0
-    await source.close()
 
 
 def test_no_two_domains_share_a_subject():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import time
@@ -136,9 +137,9 @@ def test_every_place_is_reached_without_a_learner(world, some):
     anchors.write_bytes(
         b"".join(encode_record(record) for record in of("acme", some[10:11]) + of("", some[11:]))
     )
-    (world.spool / "00000000000000000001-x-00000000.records").write_bytes(
-        b"RDR4 of a later release, of anybody"
-    )
+    left = world.spool / ".00000000000000000001-x-00000000.records.partial"
+    left.write_bytes(b"of anybody, left by a server that was killed")
+    os.utime(left, (0, 0))
     (world.spool / "00000000000000000002-x-00000000.records").write_bytes(b"torn, of anybody")
     forgotten = delete(world, "acme", anchors=anchors)
     assert (forgotten.buffer, forgotten.arriving, forgotten.anchors, forgotten.unattributed) == (
