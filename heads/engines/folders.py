@@ -27,7 +27,18 @@ Edit = Callable[[dict[str, Any], Tensors], None]
 """Changes config.json and the tensors of a folder in the layout of vLLM, in place."""
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-MAPS = ("d2t", "t2d")
+
+
+OTHERWISE = "serve it with vLLM, or train a head without it"
+"""The cure for a part of a head that only vLLM computes."""
+
+
+def write(pair: Pair, folder: Path, edit: Edit) -> None:
+    """Write a head by `write_changed`, and a whole model by `write_as_is`."""
+    if pair.family.is_head:
+        write_changed(pair, folder, edit)
+    else:
+        write_as_is(pair, folder)
 
 
 def write_as_is(pair: Pair, folder: Path) -> None:
@@ -92,6 +103,31 @@ def widen_vocabulary(config: dict[str, Any], tensors: Tensors, vocab_size: int) 
         whole_VR = rows_WR.new_zeros((vocab_size, rows_WR.shape[1]))
         whole_VR[offset_W + torch.arange(len(offset_W))] = rows_WR
         tensors[name] = whole_VR
+
+
+def refuse_eagle3(pair: Pair, title: str) -> Iterator[Finding]:
+    """Report the parts of an EAGLE-3 head that only vLLM computes."""
+    # absent, it means true in the layout of speculators
+    unset = pair.config.get("speculators_model_type") == "eagle3"
+    if pair.config.get("norm_before_residual", unset):
+        yield Finding(
+            f"norm_before_residual is true: {title} uses the residual before the norm", OTHERWISE
+        )
+    if pair.layer_config.get("model_type") == "qwen3":
+        yield Finding(f"{title}'s layer has no norms of queries and keys", OTHERWISE)
+    if len(layers_read(pair)) == 1:
+        yield Finding(
+            f"{title} applies fc only to several streams, but the head reads one", OTHERWISE
+        )
+
+
+def misnamed_norms(pair: Pair, title: str) -> Iterator[Finding]:
+    """Report the norms of later layers, which only vLLM calls `input_layernorm`."""
+    if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
+        yield Finding(
+            f"{title} calls the first norm of layers.1 hidden_norm, and leaves it at one",
+            export_cure(title),
+        )
 
 
 def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:

@@ -39,13 +39,12 @@ from redraft.files.tokenizers import first_difference
 from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import beside_target, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.engines.folders import section, shell, write_changed
+from redraft.heads.engines.folders import OTHERWISE, section, shell, write_changed
 from redraft.heads.engines.table import Export
 from redraft.heads.target import HEAD, Target
 
 TITLE = "llama.cpp"
 FILE = "draft.gguf"
-OTHERWISE = "serve it with vLLM, or train a head without it"
 
 TYPES = {
     "standalone": "draft-simple",

@@ -13,6 +13,7 @@ Unknown tensors and keys are silently dropped.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import SLIDING, View
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.engines import folders
-from redraft.heads.engines.folders import Tensors, export_cure, section
+from redraft.heads.engines.folders import OTHERWISE, Tensors, export_cure, section
 from redraft.heads.engines.table import Export
 
 TITLE = "SGLang"
 ARCHITECTURE = "LlamaForCausalLMEagle"  # EAGLE-1's
-OTHERWISE = "serve it with vLLM, or train a head without it"
 
 ALGORITHMS = {
     "standalone": "STANDALONE",
@@ -59,31 +59,16 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 
 def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
+    yield from folders.refuse_eagle3(pair, TITLE)
     layer = pair.layer_config
-    if _is_normed_before_residual(pair):
-        yield Finding(
-            f"norm_before_residual is true: {TITLE} uses the residual before the norm", OTHERWISE
-        )
-    if layer.get("model_type") == "qwen3":
-        yield Finding(f"{TITLE}'s layer has no norms of queries and keys", OTHERWISE)
     if layer.get("attention_bias"):
         yield Finding(f"{TITLE}'s layer has no biases of queries, keys and values", OTHERWISE)
-    if len(_layers(pair)) == 1:
-        yield Finding(
-            f"{TITLE} applies fc only to several streams, but the head reads one", OTHERWISE
-        )
     if SLIDING in (layer.get("layer_types") or ()):
         yield Finding(
             f"{TITLE} reads the window of an EAGLE-3 head from a flag "
             "(--speculative-draft-window-size), which was not compared with training",
             OTHERWISE,
         )
-
-
-def _is_normed_before_residual(pair: Pair) -> bool:
-    # absent, it means true in the layout of speculators
-    unset = pair.config.get("speculators_model_type") == "eagle3"
-    return bool(pair.config.get("norm_before_residual", unset))
 
 
 def _layers(pair: Pair) -> list[int]:
@@ -122,11 +107,7 @@ def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
             "is null: it keeps random numbers",
             export_cure(TITLE),
         )
-    if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
-        yield Finding(
-            f"{TITLE} calls the first norm of layers.1 hidden_norm, and leaves it at one",
-            export_cure(TITLE),
-        )
+    yield from folders.misnamed_norms(pair, TITLE)
 
 
 def _misread_eagle1(pair: Pair) -> Iterator[Finding]:
@@ -157,11 +138,7 @@ def write(export: Export, folder: Path) -> None:
 
     vLLM can read the folder too, except for EAGLE-1 heads and heads with several layers.
     """
-    pair = export.pair
-    if pair.family.is_head:
-        folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))
-    else:
-        folders.write_as_is(pair, folder)
+    folders.write(export.pair, folder, partial(_edit, export.pair))
 
 
 def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:

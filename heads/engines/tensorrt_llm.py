@@ -12,6 +12,7 @@ Unknown tensors and keys are silently dropped.
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import SLIDING, View, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.engines import folders
-from redraft.heads.engines.folders import Tensors, export_cure, section
+from redraft.heads.engines.folders import OTHERWISE, Tensors, export_cure, section
 from redraft.heads.engines.table import Export
 
 TITLE = "TensorRT-LLM"
-OTHERWISE = "serve it with vLLM, or train a head without it"
 LAYERS = "eagle3_layers_to_capture"
 OPTIONS = "spec.yaml"
 """File in an export with the options for trtllm-serve."""
@@ -51,25 +51,15 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 
 def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
-    config, layer = pair.config, pair.layer_config
-    # absent, it means true in the layout of speculators
-    if config.get("norm_before_residual", config.get("speculators_model_type") == "eagle3"):
-        yield Finding(
-            f"norm_before_residual is true: {TITLE} uses the residual before the norm", OTHERWISE
-        )
-    if config.get("fc_norm") and _is_normed_before_fc(pair):
+    yield from folders.refuse_eagle3(pair, TITLE)
+    if pair.config.get("fc_norm") and _is_normed_before_fc(pair):
         yield Finding(
             f"the head has norm_before_fc and fc_norm, and {TITLE} applies only the latter",
             OTHERWISE,
         )
-    if layer.get("model_type") == "qwen3":
-        yield Finding(f"{TITLE}'s layer has no norms of queries and keys", OTHERWISE)
-    if SLIDING in (layer.get("layer_types") or ()):
+    if SLIDING in (pair.layer_config.get("layer_types") or ()):
         yield Finding(f"{TITLE}'s layer of an EAGLE-3 head has no window", OTHERWISE)
-    layers = folders.layers_read(pair)
-    if len(layers) == 1:
-        yield Finding(f"{TITLE} has fc for several streams only, the head reads one", OTHERWISE)
-    if 0 in layers:
+    if 0 in folders.layers_read(pair):
         yield Finding(
             f"the head reads the embedding, layer 0, but -1 means another state in {TITLE}",
             OTHERWISE,
@@ -111,11 +101,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
                 f"{TITLE} reads norm_before_fc in the section {SECTION} only, and drops the norm",
                 export_cure(TITLE),
             )
-        if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
-            yield Finding(
-                f"{TITLE} calls the first norm of layers.1 hidden_norm, and leaves it at one",
-                export_cure(TITLE),
-            )
+        yield from folders.misnamed_norms(pair, TITLE)
     elif pair.family.name in ("dflash", "dspark"):
         yield from folders.dropped_vocabulary(pair, TITLE)
         if pair.family.name == "dspark":
@@ -152,11 +138,7 @@ def _misread_dspark(pair: Pair) -> Iterator[Finding]:
 
 def write(export: Export, folder: Path) -> None:
     """Write the draft in TensorRT-LLM's format, with the options for the server."""
-    pair = export.pair
-    if pair.family.is_head:
-        folders.write_changed(pair, folder, lambda config, tensors: _edit(pair, config, tensors))
-    else:
-        folders.write_as_is(pair, folder)
+    folders.write(export.pair, folder, partial(_edit, export.pair))
     (folder / OPTIONS).write_text(json.dumps(options(export), indent=2) + "\n")  # JSON is YAML
 
 

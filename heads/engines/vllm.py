@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.engines.folders import (
-    export_cure,
-    shell,
-    write_as_is,
-    write_changed,
-)
+from redraft.heads.engines import folders
+from redraft.heads.engines.folders import export_cure, shell
 from redraft.heads.engines.table import Export
 
 
@@ -35,10 +31,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
 
 def write(export: Export, folder: Path) -> None:
     """Write the draft in the layout `vllm`."""
-    if export.pair.family.is_head:
-        write_changed(export.pair, folder, lambda config, tensors: None)
-    else:
-        write_as_is(export.pair, folder)
+    folders.write(export.pair, folder, lambda config, tensors: None)
 
 
 def serve(export: Export) -> str:
