@@ -8,7 +8,6 @@ are those of `distill.loss.gradients`.
 
 from __future__ import annotations
 
-# mypy: ignore-errors
 import triton
 import triton.language as tl
 

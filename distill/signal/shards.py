@@ -368,7 +368,7 @@ def _map_file(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             # The tensors keep the mapping after the file is closed.
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            return {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is corrupt or truncated ({error}): delete it and write the cache again"

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from redraft.files.artifact import safetensors_header
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
 from redraft.heads.families.run_table import MOST_VOTES, Entries, Found, RunTable
 
@@ -229,9 +229,9 @@ def require_answers(folder: Path) -> None:
     """Raise ValueError if the header of a folder's table shows no counted answers."""
     table = folder / WEIGHTS
     if table.is_file():
-        with safe_open(table, framework="numpy") as tensors:
-            if "ngrams.runs" in tensors.keys() and tensors.get_slice("ngrams.runs").get_shape()[0]:  # noqa: SIM118
-                return
+        runs = safetensors_header(table).get("ngrams.runs", {"shape": (0,)})
+        if runs["shape"][0]:
+            return
     raise ValueError(
         f"{folder} contains no answers: count some (`redraft data count --target TARGET --data FILE`), or "
         f"let the server count its own (--draft {LIVE})"

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def scan(  # type: ignore[no-untyped-def]
+@triton.jit
+def scan(
     logits,
     stride,
     vocab_size,
@@ -37,8 +37,8 @@ def scan(  # type: ignore[no-untyped-def]
     store_sum(peaks, sums, row * num_chunks + chunk, values, tl.max(largest, axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def scan_drafts(  # type: ignore[no-untyped-def]
+@triton.jit
+def scan_drafts(
     logits,
     slots,
     steps,
@@ -64,8 +64,8 @@ def scan_drafts(  # type: ignore[no-untyped-def]
     store_sum(peaks, sums, draft * num_chunks + chunk, values, tl.max(values, axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
+@triton.jit
+def store_sum(peaks, sums, place, values, peak):
     """Store a chunk's maximum, `peak`, and its sum of exp(value - maximum)."""
     # a chunk of -inf only would give nan
     peak = tl.where(peak == -float("inf"), 0.0, peak)
@@ -73,8 +73,8 @@ def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
     tl.store(sums + place, tl.sum(tl.exp(values - peak), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):
     """Compute the log-sum-exp of one row from its chunks in each program.
 
     WIDTH is a power of two, and at least the number of chunks.
@@ -90,8 +90,8 @@ def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: 
     tl.store(totals + row, peak + tl.log(tl.sum(chunk_sums * tl.exp(chunk_peaks - peak), axis=0)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: tl.constexpr):
     """Read the logits of one chosen group of one row in each program.
 
     They are stored in float32, with -inf beyond the end of the vocabulary.
@@ -105,8 +105,8 @@ def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: t
     tl.store(values + (row * num_groups + place) * GROUP + tl.arange(0, GROUP), found)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_ids(groups, places, ids, num_groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def find_ids(groups, places, ids, num_groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):
     """Find the token ids for one row in each program.
 
     They are the ids at these places among the logits of the chosen groups.

@@ -389,7 +389,7 @@ def read_tensors(files: Sequence[Path], shared: Set[str] = frozenset()) -> dict[
     tensors = {}
     for path in files:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in sorted(file.keys()):
                 if shared.isdisjoint(name.split(".")):
                     tensors[name] = file.get_tensor(name)
     return tensors

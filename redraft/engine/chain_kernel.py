@@ -28,8 +28,8 @@ BEHIND = tl.constexpr(1 << 40)
 """Larger than any position; used to combine a run's length and its place into one score."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def follow_chains(  # type: ignore[no-untyped-def]
+@triton.jit
+def follow_chains(
     texts,
     text_stride,
     lengths,
@@ -106,8 +106,8 @@ def follow_chains(  # type: ignore[no-untyped-def]
     tl.store(counts + batch, count.to(tl.int32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def read(text, draft, length, places, inside):  # type: ignore[no-untyped-def]
+@triton.jit
+def read(text, draft, length, places, inside):
     """Return the tokens at these places in a text of `length` tokens followed by its draft."""
     is_text = places < length
     written = tl.load(text + places, mask=inside & is_text, other=0).to(tl.int64)
@@ -115,8 +115,8 @@ def read(text, draft, length, places, inside):  # type: ignore[no-untyped-def]
     return tl.where(is_text, written, drafted)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.constexpr):
     """(length of the longest run at the end that also occurs earlier, its first place there)."""
     newest = read(text, draft, length, end - 1, end > 0)
     best = end - end
@@ -138,8 +138,8 @@ def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.con
     return best // BEHIND, BEHIND - 1 - best % BEHIND
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_in_table(  # type: ignore[no-untyped-def]
+@triton.jit
+def find_in_table(
     text,
     draft,
     length,
