@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 WAYS = 8
 """Slots of a bucket: 64 bytes of hashes."""
 
-SLOT_BYTES = 16
 HASH_BYTES = 8
 BUCKET_BYTES = WAYS * HASH_BYTES
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = 26, 16, 5

@@ -221,10 +221,6 @@ COMMANDS = {
 }
 
 
-MOVED = {"retrieval": "data count", "score": "data score"}
-"""Earlier names of commands, and the words to use now."""
-
-
 def list_recipes() -> Iterator[tuple[str, str]]:
     """(words after `redraft`, module) for every recipe.
 

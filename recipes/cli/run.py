@@ -22,7 +22,7 @@ from typing import Any
 
 from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
-from redraft.recipes.cli.commands import COMMANDS, MOVED, Command, Group
+from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
@@ -90,10 +90,8 @@ def dispatch(args: Sequence[str]) -> int:
         print(f"redraft {importlib.metadata.version('redraft')}")
         return 0
     if args[0] not in COMMANDS:
-        cure = (
-            f": use redraft {MOVED[args[0]]}" if args[0] in MOVED else _choices(args[0], COMMANDS)
-        )
-        print(f"redraft: there is no command {args[0]!r}{cure}", file=sys.stderr)
+        choices = _choices(args[0], COMMANDS)
+        print(f"redraft: there is no command {args[0]!r}{choices}", file=sys.stderr)
         return 2
     return run_guarded(lambda: _run(*find_recipe(args[0], args[1:])))
 

@@ -59,11 +59,11 @@ def main(cfg: ImportConfig) -> None:
         f"{header.name or cfg.file.name}: architecture {header.architecture}, "
         f"{', '.join(header.weight_types)}"
     )
-    model = load_gguf(cfg.file, header, config)
+    model, tokenizer = load_gguf(cfg.file, header, config)
     provenance = {
         "imported_from": {"file": cfg.file.name, "sha256": sha256(cfg.file), **asdict(header)}
     }
-    publish(cfg.output, partial(save, model), provenance, overwrite=cfg.overwrite)
-    if model.tokenizer.chat_template is None:
+    publish(cfg.output, partial(save, model, tokenizer), provenance, overwrite=cfg.overwrite)
+    if tokenizer.chat_template is None:
         print("note: the file has no chat template, as base models have none")
-    print(f"{model.model.num_parameters():,} parameters in bfloat16 -> {cfg.output}")
+    print(f"{model.num_parameters():,} parameters in bfloat16 -> {cfg.output}")

@@ -45,7 +45,6 @@ FROM_LAYERS = ("--optim.name", "muon", "--optim.lr", "2e-3")
 """Optimizer for a draft made of the target's layers; the default suits a trained checkpoint."""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
-CHECKPOINTS = "checkpoints"  # Folder for a training's checkpoints inside its run.
 
 HEAD_REQUESTS = 4
 """A head after counted answers drafts in steps with at most this many requests. In larger steps,

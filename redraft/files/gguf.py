@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from redraft.files.artifact import require_space
 from redraft.files.checkpoint import first_line, load_tokenizer
+from redraft.files.target_sizes import size_weights
 
 MAGIC = b"GGUF"
 
@@ -44,14 +45,6 @@ class GgufHeader:
     """Types of the stored tensors, e.g. `Q4_1` and `F32`."""
     end_of_turn: int | None
     """Id of the token that ends a turn of a chat, if it differs from the tokenizer's end token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufModel:
-    """A bfloat16 model that was read from a GGUF file, with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
 
 
 def check_gguf(path: Path) -> None:
@@ -173,15 +166,11 @@ def require_space_for(config: Any, output: Path) -> None:
 
     The model will be stored in bfloat16.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    # `parameters` yields tied weights once, and the file contains them once.
-    num_bytes = sum(weight.numel() for weight in model.parameters()) * torch.bfloat16.itemsize
-    require_space(output, int(num_bytes * WRITE_MARGIN))
+    require_space(output, int(size_weights(config, torch.bfloat16).whole * WRITE_MARGIN))
 
 
-def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
-    """Convert the weights to bfloat16, with a progress bar, and read the tokenizer.
+def load_gguf(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Any]:
+    """(model, tokenizer), with the weights converted to bfloat16 under a progress bar.
 
     Raises:
         ValueError: the file is truncated, a weight is missing, or the tokenizer cannot be read.
@@ -207,20 +196,20 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
         raise ValueError(
             f"{path} lacks {len(wrong)} weights of its architecture; the first is {wrong[0]}"
         )
-    return GgufModel(model=_make_savable(loaded, config, header.end_of_turn), tokenizer=tokenizer)
+    return _make_savable(loaded, config, header.end_of_turn), tokenizer
 
 
-def save(read: GgufModel, folder: Path) -> None:
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write the model and the tokenizer, and check the written tokenizer.
 
     Raises:
         ValueError: the written tokenizer does not reproduce a probe text, or the chat template
             fails.
     """
-    read.model.save_pretrained(folder)
-    read.tokenizer.save_pretrained(folder)
-    _drop_added_tokens(folder, read.model.config.vocab_size)
-    check_tokenizer(folder, vocab_size=read.model.config.vocab_size)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _drop_added_tokens(folder, model.config.vocab_size)
+    check_tokenizer(folder, vocab_size=model.config.vocab_size)
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
