@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+BETAS = (0.9, 0.95)
+"""AdamW's decay rates for the running means of the gradient and of its square."""
+
+LEAST_RATE = 0.1
+"""Final learning rate of the cosine schedule, as a fraction of the peak."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
@@ -20,23 +26,15 @@ class Optim:
     """Peak learning rate, reached after the warm-up; about the size of a weight change per step."""
     weight_decay: float = 0.0
     """Weight decay: each step shrinks the weights by this value times the learning rate."""
-    beta1: float = 0.9
-    """AdamW's decay rate for the running mean of the gradient."""
-    beta2: float = 0.95
-    """AdamW's decay rate for the running mean of the squared gradient."""
     momentum: float = 0.9
     """Muon's momentum, the decay rate of the sum of gradients. Use 0.8 for runs of a few dozen
     steps.
     """
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate schedule after the warm-up: cosine decay to `min_lr_fraction` of `lr`, or
-    constant.
-    """
+    """Learning rate schedule after the warm-up: cosine decay to a tenth of `lr`, or constant."""
     warmup_fraction: float = 0.03
     """Fraction of the steps in which the learning rate rises linearly from zero, e.g. 0.03 for 3%.
     """
-    min_lr_fraction: float = 0.1
-    """Final learning rate of the cosine schedule, as a fraction of `lr`."""
     max_grad_norm: float = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it before the optimizer step."""
     accumulation: int = 1
@@ -48,8 +46,10 @@ class Optim:
             raise ValueError(
                 f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0"
             )
-        if not (0 <= self.warmup_fraction <= 1 and 0 <= self.min_lr_fraction <= 1):
-            raise ValueError(f"warmup_fraction and min_lr_fraction must be between 0 and 1: {self}")
+        if not 0 <= self.warmup_fraction <= 1:
+            raise ValueError(
+                f"warmup_fraction is {self.warmup_fraction}: it must be between 0 and 1"
+            )
         if self.accumulation < 1:
             raise ValueError(f"accumulation is {self.accumulation}: it must be at least 1")
 
@@ -62,7 +62,4 @@ class Optim:
         if self.schedule == "constant":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return (
-            self.min_lr_fraction
-            + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
-        )
+        return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * progress)) / 2

@@ -31,7 +31,7 @@ from redraft.distill.signal.sharded import is_sharded
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.muon import Muon, split
 from redraft.distill.train.objective import distill_loss
-from redraft.distill.train.optim import Optim
+from redraft.distill.train.optim import BETAS, Optim
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows, token_rows
@@ -155,7 +155,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
         adamw = torch.optim.AdamW(
             rest,
             lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
+            betas=BETAS,
             weight_decay=optim.weight_decay,
             fused=True,  # one pass over each parameter instead of a dozen, on a CPU too
         )

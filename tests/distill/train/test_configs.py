@@ -24,7 +24,6 @@ from redraft.distill.train.run_config import Data, Loop, Prove, Signal
         (lambda: Optim(max_grad_norm=0.0), r"max_grad_norm\b.*\b0\.0\b"),
         (lambda: Optim(max_grad_norm=math.nan), r"max_grad_norm\b.*\bnan\b"),
         (lambda: Optim(warmup_fraction=100), r"warmup_fraction\b.*\b100\b"),
-        (lambda: Optim(min_lr_fraction=-0.1), r"min_lr_fraction\b.*-0\.1\b"),
         (lambda: Optim(accumulation=0), r"accumulation.*\b0\b"),
         (lambda: Prove(concurrency=0), r"--prove\.concurrency\b.*\b0\b"),
         (lambda: Prove(num_speculative_tokens=0), r"--prove\.num-speculative-tokens\b.*\b0\b"),

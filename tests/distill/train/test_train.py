@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.objective import StepResult, distill_loss, find_rows
-from redraft.distill.train.optim import Optim
+from redraft.distill.train.optim import BETAS, Optim
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import StandaloneDraft
@@ -192,7 +192,7 @@ def test_steps_are_those_of_a_plain_loop_bit_for_bit(accumulation: int):
     adamw = torch.optim.AdamW(
         plain.parameters(),
         lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
+        betas=BETAS,
         weight_decay=0.0,
         fused=True,
     )
@@ -309,7 +309,7 @@ def test_training_that_only_ever_sees_nan_stops_with_a_reason():
 
 
 def test_the_rate_warms_up_then_falls_along_a_cosine_to_its_floor():
-    optim = Optim(warmup_fraction=0.1, min_lr_fraction=0.1)
+    optim = Optim(warmup_fraction=0.1)
     assert [optim.rate(step, 100) for step in (0, 9)] == [0.1, 1.0]
     assert optim.rate(55, 100) == pytest.approx(0.1 + 0.9 / 2)
     assert optim.rate(100, 100) == pytest.approx(0.1)
