@@ -7,7 +7,6 @@ CUDA streams only. vLLM loads this module by name (`features.server_args`); noth
 """
 
 import time
-from collections import deque
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import PurePath
@@ -20,22 +19,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.v1.request import RequestStatus
 
-from redraft.distill.signal.features_store import WAIT_S, remove_states, write_states
+from redraft.distill.signal.features_store import Leftovers, write_states
 from redraft.files.folder import model_folder
 from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 
 COPY_POLL_S = 0.001  # Seconds between two checks of a copy from the GPU.
 
-KEPT_S = 10 * WAIT_S
-"""Age at which leftover states are removed: their trainer was killed or gave up."""
-
 
 class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     """vLLM's connector with another destination, and with support for copies on the CPU."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._written: deque[tuple[float, str]] = deque()
+    @cached_property
+    def _leftovers(self) -> Leftovers:
+        return Leftovers()
 
     def _url(self, filename: str) -> str:
         """Return the URL of the states. vLLM derives `filename` from the request's id."""
@@ -82,7 +78,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         # All ranks have the same states, and one writes them, as in vLLM's method.
         if not self._is_tp_rank_zero:
             return
-        self._remove_stale_states(self._url(pending.filename))
+        self._leftovers.note(self._url(pending.filename))
         if self._kv_cache.device.type != "cpu":
             super()._submit_async_write(pending)
             return
@@ -101,13 +97,6 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self._req_copy_events[pending.req_id] = _COPIED
         self._req_futures[pending.req_id] = written
         written.add_done_callback(lambda future: self._on_write_done(pending.req_id, future))
-
-    def _remove_stale_states(self, next_url: str) -> None:
-        """Remove states older than KEPT_S, and note the time of `next_url`."""
-        now_s = time.monotonic()
-        self._written.append((now_s, next_url))
-        while self._written[0][0] < now_s - KEPT_S:
-            self._executor.submit(remove_states, self._written.popleft()[1])
 
 
 class _Copied:

@@ -20,8 +20,10 @@ import json
 import math
 import os
 import re
+import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -44,6 +46,9 @@ WAIT_S = 120.0
 """How long a reader waits for a server to finish writing, after the server has answered the
 request.
 """
+
+KEPT_S = 10 * WAIT_S
+"""Age at which states are removed that nobody has read: their trainer was killed or gave up."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.25
 """Pauses between checks for the description. The first is short, because states of a short text
@@ -167,6 +172,27 @@ def name_states(token_ids: Sequence[int]) -> str:
 def remove_states(url: str) -> None:
     """Remove the states under `url`, if any."""
     _remove(*fsspec.core.url_to_fs(url))
+
+
+class Leftovers:
+    """Removes written states at the age of KEPT_S, on a server that may have no further request."""
+
+    def __init__(self, kept_s: float = KEPT_S) -> None:
+        self._kept_s = kept_s
+        self._written = deque[tuple[float, str]]()
+        threading.Thread(target=self._remove_often, name="unread states", daemon=True).start()
+
+    def note(self, url: str) -> None:
+        """Note the time of states that are about to be written."""
+        self._written.append((time.monotonic(), url))
+
+    def _remove_often(self) -> None:
+        while True:
+            time.sleep(self._kept_s / 20)
+            while self._written and self._written[0][0] < time.monotonic() - self._kept_s:
+                _, url = self._written.popleft()
+                with suppress(Exception):  # of a storage that does not answer
+                    remove_states(url)
 
 
 class Storage:

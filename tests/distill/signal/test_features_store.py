@@ -21,6 +21,7 @@ from torch import Tensor
 
 from redraft.distill.signal.features_store import (
     BLOCK_BYTES,
+    Leftovers,
     Storage,
     absolute,
     write_states,
@@ -59,6 +60,20 @@ def test_what_is_taken_is_what_was_written_and_nothing_stays(
     assert layers == [0, 2, 5]
     files, path = fsspec.core.url_to_fs(url)
     assert files.ls(files._parent(path)) == []
+
+
+def test_states_that_nobody_reads_are_removed_without_another_request(tmp_path: Path) -> None:
+    kept_s, leftovers = 0.5, Leftovers(0.5)
+    urls = [f"{tmp_path}/request-{number}" for number in range(2)]
+    leftovers.note("s4://no-such-storage/request")  # its error does not end the removal
+    for url in urls:
+        leftovers.note(url)
+        write_states(url, make_states(), (0, 2, 5))
+    begun_s = time.monotonic()
+    while any(tmp_path.iterdir()):
+        assert time.monotonic() - begun_s < 60
+        time.sleep(0.01)
+    assert time.monotonic() - begun_s > kept_s / 2
 
 
 def test_states_in_float8_take_a_byte_a_number_and_come_as_torch_decodes_them(
