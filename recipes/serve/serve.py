@@ -41,6 +41,7 @@ from redraft.recipes.serve.vllm_flags import (
     read_flags,
     require_agreement,
     require_private,
+    require_same_weights,
 )
 
 PLUGIN_GROUPS = (
@@ -70,6 +71,7 @@ def main(cfg: ServeConfig) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after minutes of loading in vLLM
     require_private(read_flags(cfg.vllm_args), os.environ)
+    require_same_weights(cfg.target, os.environ)
     require_target(cfg.target)
     command = server_command(cfg)
     notes = list_notes(_draft(cfg), tenants_share=cfg.live.shared, is_ahead=schedules_ahead(cfg))

@@ -66,6 +66,7 @@ from redraft.recipes.serve.vllm_flags import (
     read_flags,
     require_agreement,
     require_private,
+    require_same_weights,
 )
 
 HEAD = "head"  # --draft for a new head without a lookup before it.
@@ -132,6 +133,7 @@ def make_plan(cfg: UpConfig) -> Plan:
         raise ValueError(
             "--join uses the folder and draft of the running redraft up: remove the other flags"
         )
+    require_same_weights(cfg.target, os.environ)
     target = open_folder(cfg.target).absolute()
     read_config(target)
     flags = read_flags(cfg.vllm_args)

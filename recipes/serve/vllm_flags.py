@@ -14,6 +14,7 @@ from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Pair
 
 DEV_MODE, RUST_FRONTEND = "VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"
+MODELSCOPE, REDIRECT = "VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH"
 
 ALIASES = {
     "sc": "speculative_config", "dp": "data_parallel_size", "tp": "tensor_parallel_size",
@@ -346,6 +347,24 @@ def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) ->
         f"{DEV_MODE}=1 allows anyone who can reach the server to replace the weights: add --host 127.0.0.1 "
         "after the --, or unset it and load weights with POST /redraft/target"
     )
+
+
+def require_same_weights(target: str, environment: Mapping[str, str]) -> None:
+    """Refuse variables with which vLLM could load other weights than the target's.
+
+    Raises:
+        ValueError: such a variable is set.
+    """
+    if is_on(environment.get(MODELSCOPE, "0")) and not Path(target).exists():
+        raise ValueError(
+            f"{MODELSCOPE} makes vLLM load {target} from ModelScope, but redraft reads the Hugging Face "
+            "hub: download the target yourself, and give its folder"
+        )
+    if environment.get(REDIRECT):
+        raise ValueError(
+            f"{REDIRECT} may make vLLM load other weights than {target}: unset it, and give the folder "
+            "with the weights"
+        )
 
 
 def list_warnings(

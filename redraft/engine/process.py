@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 STOP_TIMEOUT_S = 10  # time for a process to shut down by itself before it is killed
+PLAIN_LOG = {"VLLM_LOGGING_COLOR": "0", "VLLM_LOGGING_PREFIX": ""}
+"""Variables for child processes, whose logs `engine_log` reads. FORCE_COLOR alone would colour them."""
 PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that the kernel sends when the parent exits
 
 # Loaded here and not in the child, where a loader lock held by another thread at fork would stay
@@ -95,7 +97,7 @@ def start_group(
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **PLAIN_LOG, **(env or {})},
             process_group=0,
             preexec_fn=prepare,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft.engine.engine_log import last_error
 from redraft.engine.process import free_port, process_group
 
 PARENT_OF_A_DEAF_CHILD = """
@@ -68,6 +69,22 @@ def test_the_group_is_gone_after_an_error_in_the_body(tmp_path: Path):
     ):
         raise RuntimeError("body")
     assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.vllm
+def test_a_cause_is_read_from_the_log_whatever_the_shell_says_of_colours_and_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("VLLM_LOGGING_COLOR", "1")
+    monkeypatch.setenv("VLLM_LOGGING_PREFIX", "[gateway 7] ")
+    script = (
+        "from vllm.logger import init_logger; init_logger('vllm.x').error('ValueError: no blocks')"
+    )
+    log = tmp_path / "log"
+    with process_group([sys.executable, "-c", script], log=log) as process:
+        assert process.wait(600) == 0
+    assert last_error(log) == "ValueError: no blocks", log.read_text()
 
 
 def test_a_process_that_ended_by_itself_is_no_error(tmp_path: Path):

@@ -1,6 +1,6 @@
-"""Every launch flag of vLLM is decided on.
+"""Every launch flag and every environment variable of vLLM is decided on.
 
-A flag that nobody has looked at may make records or drafts wrong.
+One that nobody has looked at may make records or drafts wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import json
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from redraft.recipes.serve.vllm_flags import (
     list_warnings,
     read_flags,
     require_agreement,
+    require_same_weights,
 )
 
 DECISIONS = {
@@ -121,6 +123,60 @@ DECISIONS = {
 }
 """The flags of vLLM 0.32, by the reason why records and drafts stay right."""
 
+VARIABLES = {
+    "set or read by redraft, or refused or warned of by it": """
+        CUDA_VISIBLE_DEVICES FORCE_COLOR VLLM_CPU_OMP_THREADS_BIND VLLM_ENGINE_READY_TIMEOUT_S
+        VLLM_LOGGING_COLOR VLLM_LOGGING_PREFIX VLLM_MODEL_REDIRECT_PATH VLLM_PLUGINS
+        VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_SERVER_DEV_MODE VLLM_USE_MODELSCOPE
+        VLLM_USE_RUST_FRONTEND VLLM_USE_V2_MODEL_RUNNER
+    """,
+    "how vLLM was built, where its files lie, and how it is debugged": """
+        CMAKE_BUILD_TYPE CUDA_HOME LD_LIBRARY_PATH MAX_JOBS NVCC_THREADS VERBOSE
+        VLLM_*BUILD* VLLM_*_PRECOMPILED* VLLM_SKIP_*VERSION_SUFFIX VLLM_IMAGE_TAG VLLM_TARGET_DEVICE
+        VLLM_MAIN_CUDA_VERSION VLLM_*CACHE VLLM_*_CACHE_PATH VLLM_*_ROOT VLLM_*_DIR VLLM_*_FOLDER
+        VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_RPC_BASE_PATH VLLM_RUST_FRONTEND_PATH VLLM_USE_RUST_BENCH
+        VLLM_*_SO_PATH VLLM_*_INCLUDE_PATH VLLM_CUDA_COMPATIBILITY_PATH VLLM_ENABLE_CUDA_COMPATIBILITY
+        VLLM_*DEBUG* VLLM_TRACE_FUNCTION VLLM_*PROFILING VLLM_TEST_* VLLM_*_CI_ENV
+        VLLM_GPU_SYNC_CHECK VLLM_LOG_MODEL_INSPECTION VLLM_USE_LAYERNAME VLLM_HAS_FLASHINFER_CUBIN
+    """,
+    "what vLLM logs and reports of itself": """
+        NO_COLOR VLLM_CONFIGURE_LOGGING VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_LOG_*_INTERVAL
+        VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_STREAM VLLM_MOONCAKE_STORE_TIER_LOG
+        VLLM_NO_USAGE_STATS VLLM_PROCESS_NAME_PREFIX VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_USAGE_*
+        VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS
+    """,
+    "kernels, compilers and devices: the same model, faster or within rounding": """
+        VLLM_ROCM_* VLLM_XPU_* VLLM_XLA_* VLLM_TPU_* VLLM_CPU_* VLLM_FLASHINFER_* VLLM_KIMI_* VLLM_HUMMING_*
+        VLLM_DEEPEP* VLLM_*TRITON* VLLM_*FLASHINFER* VLLM_*DEEP_GEMM* VLLM_*GEMM* VLLM_*INDUCTOR*
+        VLLM_*MOE* VLLM_*NCCL* VLLM_*CUDAGRAPH* VLLM_*SYMM_MEM VLLM_*MARLIN* VLLM_*EMULATION* VLLM_*DCP*
+        VLLM_ALLREDUCE_* VLLM_*SHARED_EXPERT* VLLM_WEIGHT_OFFLOADING_* VLLM_ZENTORCH_* VLLM_*_STREAM*
+        VLLM_*SPLIT_GROUP VLLM_USE_STANDALONE_COMPILE VLLM_ENABLE_PREGRAD_PASSES VLLM_PATTERN_MATCH_DEBUG
+        VLLM_USE_BYTECODE_HOOK VLLM_BATCH_INVARIANT VLLM_REPLICATE_EMBED VLLM_MLA_DISABLE
+        VLLM_SPARSE_INDEXER_* VLLM_SKIP_P2P_CHECK VLLM_DISABLED_KERNELS VLLM_USE_HW_AGNOSTIC
+        VLLM_ENABLE_FLA_* VLLM_DISABLE_PYNCCL VLLM_USE_OINK_OPS VLLM_ENABLE_HPC_OPS VLLM_DBO_COMM_SMS
+        VLLM_*_CHUNKED_LOCAL_ATTN_* VLLM_LORA_DISABLE_PDL VLLM_WSL2_* VLLM_USE_SPINLOOP_EXT
+        VLLM_MEMORY_PROFILER_* VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS VLLM_ENABLE_STARTUP_PLAN
+        VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_*AOT_* VLLM_FLOAT32_* VLLM_GDN_* VLLM_*_LAYOUT
+        VLLM_COMPILE_CACHE_SAVE_FORMAT
+    """,
+    "where and how processes meet": """
+        LOCAL_RANK MOONCAKE_* VLLM_DP_* VLLM_EC_* VLLM_ELASTIC_EP_* VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_MOONCAKE_*
+        VLLM_NIXL_* VLLM_P2P_* VLLM_PP_LAYER_PARTITION VLLM_*RAY_* VLLM_RANDOMIZE_DP_DUMMY_INPUTS
+        VLLM_*KV_OFFLOAD* VLLM_KV_EVENTS_* VLLM_MQ_* VLLM_MSGPACK_* VLLM_*_TIMEOUT_SECONDS
+        VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
+        VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_OBJECT_STORAGE_* VLLM_PORT VLLM_WORKER_MULTIPROC_METHOD
+        VLLM_V1_OUTPUT_PROC_CHUNK_SIZE S3_*
+    """,
+    "what the API takes and how long it waits": """
+        VLLM_API_KEY VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_MAX_* VLLM_*MEDIA* VLLM_*_FETCH_TIMEOUT VLLM_VIDEO_*
+        VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_XGRAMMAR_CACHE_MB
+        VLLM_V1_USE_OUTLINES_CACHE VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_*LORA_* VLLM_SKIP_MODEL_NAME_VALIDATION
+        VLLM_ENABLE_*_API* VLLM_*TOOL* VLLM_GPT_OSS_* VLLM_SYSTEM_START_DATE VLLM_USE_FASTOKENS
+        VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
+    """,
+}
+"""The environment variables of vLLM 0.32 (patterns), by the reason why `redraft up` needs no more."""
+
 CLASSES = {
     "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
     "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
@@ -167,6 +223,39 @@ def test_every_launch_flag_of_vllm_is_decided_on(vllm_package) -> None:
     decided = [name for names in DECISIONS.values() for name in names.split()]
     assert len(decided) == len(set(decided))
     assert flags - set(decided) == set()
+
+
+def list_variables(package: Path) -> set[str]:
+    """The keys of vLLM's table of environment variables."""
+    (table,) = (
+        node.value
+        for node in ast.walk(ast.parse((package / "envs.py").read_text()))
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.value, ast.Dict)
+        and ast.unparse(node.target) == "environment_variables"
+    )
+    return {key.value for key in table.keys if isinstance(key, ast.Constant)}
+
+
+def test_every_variable_of_vllm_is_decided_on(vllm_package) -> None:
+    known = list_variables(vllm_package)
+    assert len(known) > 250
+    decided = [pattern for patterns in VARIABLES.values() for pattern in patterns.split()]
+    assert {name for name in known if not any(fnmatchcase(name, one) for one in decided)} == set()
+    assert [one for one in decided if not any(fnmatchcase(name, one) for name in known)] == []
+
+
+def test_variables_that_give_vllm_other_weights_are_refused(tmp_path) -> None:
+    def check(target, **environment):
+        require_same_weights(target, environment)
+
+    check("owner/model")
+    check("owner/model", VLLM_USE_MODELSCOPE="False", VLLM_MODEL_REDIRECT_PATH="")
+    check(str(tmp_path), VLLM_USE_MODELSCOPE="True")
+    with pytest.raises(ValueError, match=r"VLLM_USE_MODELSCOPE.* owner/model .*folder"):
+        check("owner/model", VLLM_USE_MODELSCOPE="True")
+    with pytest.raises(ValueError, match=rf"VLLM_MODEL_REDIRECT_PATH.* {tmp_path}: unset"):
+        check(str(tmp_path), VLLM_MODEL_REDIRECT_PATH="redirects.json")
 
 
 def test_every_clash_is_with_a_flag_that_vllm_has(vllm_package) -> None:
