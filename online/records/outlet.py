@@ -106,7 +106,5 @@ def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
 
         return Publisher(config.ingest, config.nats, guard=guard)
     if config.spool is None:
-        raise ValueError(
-            "records go either to a spool or to an ingest log: set one of them, not both"
-        )
+        raise ValueError("there is no place for records: give a spool folder or an ingest log")
     return SpoolWriter(config.spool, server_id, config.spool_bytes)

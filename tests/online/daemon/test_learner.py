@@ -221,6 +221,7 @@ def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
         await until(lambda: world.last("training", "skipped") > 50, task)
 
     play(world, script, training=type(training)(**lagging))
+    assert 1 <= len(list((world.root / "learner" / "checkpoints").iterdir())) <= 2
 
 
 @pytest.mark.slow
@@ -589,6 +590,13 @@ def test_zero_retention_with_a_spool_on_a_disk_is_refused(world):
         pytest.skip("temporary files lie in memory here")
     with pytest.raises(ValueError, match="/dev/shm/spool"):
         run(world.config(zero_retention=True, fleet=FleetConfig(servers=("http://127.0.0.1:1",))))
+    log = {"spool": None, "ingest": "nats://127.0.0.1:1"}
+    with pytest.raises(ValueError, match="/dev/shm/spool"):
+        run(
+            world.config(
+                zero_retention=True, fleet=FleetConfig(servers=("http://127.0.0.1:1",)), **log
+            )
+        )
     assert is_in_memory(Path("/dev/shm/not/there/yet"))
 
 

@@ -249,6 +249,20 @@ def test_states_in_float8_survive_the_wire_and_what_is_not_finite_does_not():
             decode_record(encode_record(msgspec.structs.replace(record, hidden=bytes(hidden))))
 
 
+def test_a_record_has_no_other_field():
+    """The fields that docs/privacy.md lists: no address of a client, and no further header."""
+    known = """
+        server_id request_id sequence time_s domain tenant target_fingerprint target_version
+        draft_version sampling constraints adapter template_arguments num_prompt_tokens top_k context
+        output row_positions row_branches row_drafts row_draft_probs row_accepted row_proposers
+        row_topk_ids row_topk_log_probs row_log_sum_exp context_begin hidden_begin hidden_shape
+        hidden_format hidden
+    """
+    assert set(Record.__struct_fields__) == set(known.split())
+    numbers = msgspec.structs.fields(Sampling)
+    assert {field.type for field in numbers} == {int, float}
+
+
 def test_a_record_names_its_weights_and_its_adapter():
     plain, moved = make_record(), make_record(target_version="step_17@0123456789ab")
     assert decode_record(encode_record(moved)) == moved

@@ -304,6 +304,11 @@ def make_tap(folder):
     return checked(Tap(TapConfig(spool=folder), "target"))
 
 
+def test_a_tap_without_a_place_for_records_is_refused():
+    with pytest.raises(ValueError, match=r"place for records: .*spool.*ingest"):
+        Tap(TapConfig(), "target")
+
+
 def checked(tap):
     tap.check.verdict = Verdict(models=frozenset({"m"}), defaults=tap.check.defaults)
     return tap
