@@ -161,7 +161,7 @@ def make_plan(cfg: UpConfig) -> Plan:
     given = flags.get("port", "8000")
     if not given.isdecimal() or not 0 < (port := int(given)) < 1 << 16:
         raise ValueError(f"--port {given} is not a port: give a number from 1 to 65535")
-    if is_taken(port):
+    if is_taken(port, flags.get("host", "")):
         raise ValueError(
             f"port {port} is in use: choose another one after the --, e.g. --port 8001"
         )
@@ -232,16 +232,21 @@ def check_folder(
     return None
 
 
-def is_taken(port: int) -> bool:
-    """Whether a process listens on this port of the machine, over IPv4 or IPv6.
+def is_taken(port: int, host: str = "") -> bool:
+    """Whether a process listens on this port at the host's addresses; by default, at any address.
 
     Port 0, which stands for any free port, is never taken.
     """
-    for family in (socket.AF_INET, socket.AF_INET6):
+    passive, stream = socket.AI_PASSIVE, socket.SOCK_STREAM
+    try:
+        found = socket.getaddrinfo(host or None, port, type=stream, flags=passive)
+    except OSError:  # an unknown name: vLLM says so
+        return False
+    for family, _, _, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                tried.bind(("", port))
+                tried.bind(address)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return True

@@ -70,21 +70,34 @@ class Part:
         )
 
     def read_lines(self) -> list[str]:
-        """Return the complete log lines since the last call; empty if the log was moved away."""
-        if self.process is None or not self.log.is_file():
+        """Return the complete log lines since the last call; empty if the log cannot be read."""
+        if self.process is None:
             return []
-        with self.log.open("rb") as file:
-            # it may have been truncated
-            self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
-            file.seek(self._read_to)
-            new = file.read()
+        try:
+            with self.log.open("rb") as file:
+                # it may have been truncated
+                self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
+                file.seek(self._read_to)
+                new = file.read()
+        except OSError:  # the log was moved away, or the disk fails; serving continues
+            return []
         end = new.rfind(b"\n") + 1
         self._read_to += end
-        if self._read_to > self.most_bytes:  # a copy, because the part keeps writing into this file
-            shutil.copyfile(self.log, self.log.with_suffix(".before"))
+        if self._read_to > self.most_bytes:
+            self._restart_log()
+        return split_lines(new[:end].decode(errors="replace"))[:-1]
+
+    def _restart_log(self) -> None:
+        """Copy the log and empty it, because the part keeps writing into this file."""
+        before = self.log.with_suffix(".before")
+        try:
+            shutil.copyfile(self.log, before)
+        except OSError:  # the disk is full, and half a copy would keep it full
+            with contextlib.suppress(OSError):
+                before.unlink()
+        with contextlib.suppress(OSError):
             os.truncate(self.log, 0)
             self._read_to = 0
-        return split_lines(new[:end].decode(errors="replace"))[:-1]
 
     @property
     def has_ended(self) -> bool:
@@ -228,6 +241,8 @@ class Meter:
         """
         try:
             text = http_client().get(f"{self.url}/metrics", timeout=5).raise_for_status().text
+        except httpx.HTTPStatusError as error:
+            return f"the server answers /metrics with {error.response.status_code}"
         except httpx.HTTPError:
             return "the server does not answer" if self.is_ready else "the server is starting"
         shown = self.describe(text, now_s)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import pytest
 import stand_in_parts
 import torch
 import tyro
+from local_server import serve_handler
 from prometheus_client import CollectorRegistry, generate_latest
 from real_server import START_TIMEOUT_S
 from safetensors.torch import load_file
@@ -315,6 +317,16 @@ def test_a_port_that_no_server_can_have_is_refused(target, port):
         up.make_plan(UpConfig(target=target, draft="live", vllm_args=(f"--port={port}",)))
 
 
+def test_a_port_is_taken_only_at_the_addresses_on_which_something_listens():
+    with socket.create_server(("127.0.0.2", 0)) as listening:
+        port = listening.getsockname()[1]
+        taken = [up.is_taken(port, host) for host in ("127.0.0.2", "", "0.0.0.0")]
+        free = [
+            up.is_taken(port, host) for host in ("127.0.0.1", "localhost", "no.such.host.invalid")
+        ]
+    assert (taken, free) == ([True] * 3, [False] * 3)
+
+
 @pytest.mark.parametrize("config", [UpConfig, ServeConfig])
 def test_a_server_that_would_draft_nothing_is_refused(config):
     for count in (0, -1):
@@ -351,6 +363,7 @@ def test_before_the_first_request_it_says_what_is_recorded_and_how_to_stop_it(ta
     head = up.DraftSource(source=str(tiny_eagle3))
     (folder / "learner.toml").write_text(up.render_settings(plan, head, 0))
     cfg = load_config(folder / "learner.toml")
+    assert cfg.buffer.max_bytes <= shutil.disk_usage(folder).free // 4 + (1 << 30)
     capture = ServerSample(fraction=0.25, tenants=("acme",), spool_bytes=5 * 10**8)
     said = "\n".join(up_folder.describe_records(cfg, capture))
     config = read_config(tiny_eagle3)
@@ -573,6 +586,19 @@ def test_a_log_is_bounded_and_no_line_is_missed(tmp_path):
     assert "line 35" in part.log.with_suffix(".before").read_text() + part.log.read_text()
 
 
+def test_a_log_that_cannot_be_copied_or_read_ends_nothing(tmp_path):
+    part = up_parts.Part("server", ["true"], tmp_path / "log", most_bytes=3)
+    part.start()
+    part.process.wait()
+    part.log.with_suffix(".before").mkdir()  # in place of a full disk: no file can be written
+    part.log.write_text("one\n")
+    assert part.read_lines() == ["one"]
+    assert part.log.read_text() == ""
+    part.log.unlink()
+    part.log.mkdir()
+    assert part.read_lines() == []
+
+
 @pytest.mark.parametrize(
     ("gpus", "flags", "gpu", "arguments"),
     [
@@ -688,6 +714,11 @@ def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
     assert part.why_ended.startswith("killed by SIGKILL")
     up_parts.Screen(is_terminal=False).say("\x1b]0;title\x07 of a server")
     assert capsys.readouterr().out == r"\x1b]0;title\x07 of a server" + "\n"
+
+
+def test_a_server_that_hides_its_counters_is_not_said_to_start():
+    with serve_handler(BaseHTTPRequestHandler) as url:  # which knows no GET
+        assert up_parts.Meter(url).read(0) == "the server answers /metrics with 501"
 
 
 def test_answers_that_fail_are_in_the_status_line():
