@@ -170,7 +170,7 @@ PACES = {
     "shifted": (Pace(0.8), Pace(0.2)),
     "alike": (Pace(0.5), Pace(0.5)),
 }
-"""Paces of the group with fewer and of the one with more draft tokens."""
+"""Paces of the two groups: first the group with fewer draft tokens, then the one with more."""
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:

@@ -127,8 +127,7 @@ PRESETS = {
         records_b=200,
         traffic_b_s=420,
         window_s=90,
-        # A short training gives a draft of little tau: a useless one loses less than 0.2 against
-        # it.
+        # A draft from a short training has a low tau: a useless one loses less than 0.2 against it.
         max_loss=0.1,
         overhead_pairs=1,
         overhead_prompts=4,

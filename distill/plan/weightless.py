@@ -313,8 +313,7 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
         return 0
     named = {a.name: (a, value) for a, value in zip(func._schema.arguments, args, strict=False)}
     named |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}
-    # A result on the storage of an argument is a view of it, or the argument changed in place: not
-    # fresh.
+    # A result in the storage of an argument is not fresh: it is a view, or the changed argument.
     held = {_storage(x)._cdata for x in _tensors(value for _, value in named.values())}
     fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
     written = [

@@ -237,7 +237,7 @@ class Prove:
     """Evaluation of the trained draft: a forecast, then a real vLLM with and without it."""
 
     engine: bool = True
-    """After training, serve the target in vLLM with and without the draft, and compare the answers.
+    """Serve the target in vLLM with and without the draft after training, and compare the answers.
     If disabled, the report contains only the forecast. Use `redraft bench` to measure speed.
     """
     ce_baseline: bool = False

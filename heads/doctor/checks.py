@@ -1,6 +1,6 @@
 """All checks of a draft's folder.
 
-Some for every family, others from the family's row in the catalog.
+Some apply to every family, and others come from the family's row in the catalog.
 """
 
 import re

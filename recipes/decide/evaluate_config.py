@@ -61,7 +61,7 @@ class EvalConfig(MeasureConfig):
     --tensor-parallel-size=N`.
     """
     engine: bool = True
-    """Also serve every draft in a real vLLM, with the largest number of draft tokens. With
+    """Serve every draft in a real vLLM too, with the largest number of draft tokens. With
     --no-engine, drafts are only forecast.
     """
     concurrency: int = 4

@@ -61,6 +61,6 @@ def test_a_folder_of_another_user_is_refused_and_so_is_one_with_a_file_of_anothe
         return
     for path in (folder / "token", folder):
         os.chown(path, 65534, 65534)
-        with pytest.raises(PermissionError, match=f"^{path} belongs to the user 65534"):
+        with pytest.raises(PermissionError, match=f"^{path} belongs to user 65534"):
             require_own(folder)
         os.chown(path, 0, 0)

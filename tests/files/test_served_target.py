@@ -139,7 +139,7 @@ def test_a_long_row_beyond_the_targets_positions_is_refused(
     refuse(find_family(family), cfg)  # the default, 2,048 or more: of short conversations
     for length, is_refused in ((1024, False), (1025, True)):
         asked = replace(cfg, loop=replace(cfg.loop, sequence_length=length))
-        wrong = r"--loop\.sequence-length is 1025\b.*\b1,024 positions: give 1024 or less$"
+        wrong = r"--loop\.sequence-length is 1025\b.*\b1,024 positions: choose at most 1024$"
         with pytest.raises(ValueError, match=wrong) if is_refused else nullcontext():
             refuse(find_family(family), asked)
 

