@@ -10,7 +10,19 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 from tyro.constructors import (
@@ -66,22 +78,15 @@ def describe_dataclass(
             )
             if f"{owner.__name__}.{field.name}" not in common:
                 hint = Annotated[hint, tyro.conf.Suppress]
-        if tyro.conf.UseAppendAction not in getattr(
-            hint, "__metadata__", ()
-        ):  # tyro calls those repeatable
-            if default in ((), "", {}):
-                hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(default: none)")]
-            elif default is True:  # help prints --no-FLAG
-                hint = Annotated[
-                    hint, tyro.conf.arg(help_behavior_hint="(on; this flag turns it off)")
-                ]
-            elif (
-                default is tyro.MISSING_NONPROP
-            ):  # positional ones, of which tyro would accept none
-                hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(required)")]
         text = docs.get(field.name)
         if common is not None and text is not None:
             text = text.partition(". ")[0].rstrip(".") + "."  # `--help-all` prints all of it
+        if default is True and text is not None:  # help prints --no-FLAG
+            text = f"Turn off: {text}"
+        if (note := _describe_default(hint, default, text or "")) is not None:
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=note)]
+        if metavar := choose_metavar(field.name, hint):
+            hint = Annotated[hint, tyro.conf.arg(metavar=metavar)]
         fields.append(StructFieldSpec(name=field.name, type=hint, default=default, helptext=text))
 
     def instantiate(**values: Any) -> Any:
@@ -91,6 +96,45 @@ def describe_dataclass(
             raise RefusedConfigError(error) from error
 
     return StructConstructorSpec(instantiate=instantiate, fields=tuple(fields))
+
+
+def _describe_default(hint: Any, default: Any, text: str) -> str | None:
+    """The note on a flag's default in the help; None for tyro's own note."""
+    if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
+        return None  # tyro calls the flag repeatable
+    if default is None and "default" in text.lower():
+        return ""
+    if default is None or default in ((), "", {}):
+        return "(default: none)"
+    if default is True:
+        return "(default: on)"
+    # A positional argument that tyro would accept none of.
+    return "(required)" if default is tyro.MISSING_NONPROP else None
+
+
+def choose_metavar(name: str, hint: Any) -> str | None:
+    """The word for a value in the help, e.g. TARGET; None for tyro's own (INT, or the choices).
+
+    Text and paths are named after their field. An optional value is shown without its `None`, and
+    a tuple with the name of one of its elements.
+    """
+    markers = getattr(hint, "__metadata__", ())
+    plain = hint.__origin__ if markers else hint
+    options = [option for option in get_args(plain) if option is not NoneType]
+    is_optional = get_origin(plain) in (Union, UnionType)
+    if is_optional and len(options) == 1:
+        (plain,) = options
+    is_tuple = get_origin(plain) is tuple
+    element = get_args(plain)[0] if is_tuple else plain
+    word = {int: "INT", float: "FLOAT"}.get(element)
+    if element in (str, Path):
+        word = (name.removesuffix("s") if is_tuple else name).upper()
+    elif is_optional and (element is bool or get_origin(element) is Literal):
+        choices = (True, False) if element is bool else get_args(element)
+        word = f"{{{','.join(map(str, choices))}}}"
+    if word is None or tyro.conf.UseAppendAction in markers or not is_tuple:
+        return word
+    return f"[{word} [{word} ...]]"
 
 
 def refuse_repeated(args: Sequence[str], config_type: type[Any]) -> None:

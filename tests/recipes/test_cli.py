@@ -233,7 +233,7 @@ def test_the_settings_of_every_command_load_without_torch():
     assert run_python(code).returncode == 0
 
 
-FLAG = re.compile(r"  (?P<flag>(?:-\w, )?--\w[\w.-]*|\[*(?:STR|INT|FLOAT|PATH)\b).*")
+FLAG = re.compile(r"  (?P<flag>(?:-\w, )?--\w[\w.-]*|\[?[A-Z][A-Z_]+( \[.*\]\])?(?=$|  ))(?!\w).*")
 
 
 def read_flags(text):
@@ -300,12 +300,26 @@ def test_every_flag_that_a_document_names_exists(shown):
     assert named <= known, named - known
 
 
+def test_help_names_the_values(shown):
+    assert "redraft serve [-h] [OPTIONS] TARGET [VLLM_ARG [VLLM_ARG ...]]" in shown["serve"]["text"]
+    for flag in (
+        "--draft DRAFT",
+        "--verify-cost FLOAT",
+        "--method {dflash,",
+        "--targets [TARGET [",
+    ):
+        assert flag in shown["serve"]["text"]
+    for name in HELPS:
+        assert not re.search(r"None\b", " ".join(re.findall(r"--\S+ \S+", shown[name]["text"])))
+        assert "(default: None)" not in shown[name]["text"]
+
+
 def test_help_shows_the_form_of_a_switch_that_changes_it_and_the_parser_takes_both(capsys):
     with pytest.raises(SystemExit):
         parse(Switches, "x", {}, ["--help"], prog="redraft x")
     flags = read_flags(capsys.readouterr().out)
     assert flags.keys() == {"-h, --help", "--no-quick", "--dry"}
-    assert flags["--no-quick"] == "Skips the slow part. (on; this flag turns it off)"
+    assert flags["--no-quick"] == "Turn off: Skips the slow part. (default: on)"
     assert parse(Switches, "x", {}, ["--quick", "--no-dry"], prog="x") == Switches()
     assert parse(Switches, "x", {}, ["--no-quick", "--dry"], prog="x") == Switches(
         quick=False, dry=True
