@@ -175,7 +175,7 @@ async def judge_stream(
     patience: int | None = None,
     num_tokens: int | None = None,
 ) -> Verdict:
-    """Read the events; with `patience`, hang up after so many of them.
+    """Read the events; with `patience`, hang up after that many events.
 
     `num_tokens` must be reported as used.
     """

@@ -255,7 +255,7 @@ def count_peagle() -> tuple[Matmul, ...]:
 
 
 def count_blocks(family: str) -> tuple[Matmul, ...]:
-    """DFlash, which proposes nothing in the anchor's slot, and DSpark."""
+    """Products of DFlash, which proposes nothing in the anchor's slot, and of DSpark."""
     sizes = sizes_of(family)
     blocks = sizes.batch * sizes.anchors
     keys = _product(

@@ -1,4 +1,4 @@
-"""The parts of a target to start a head with, also of a target without its layers in this process.
+"""The parts of a target that start a head, even if this process does not have the target's layers.
 
 whole target in this process            its modules
 layers in shards, or on other machines  a few tensors of its files: by the first process, which shares the head

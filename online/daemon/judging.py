@@ -87,7 +87,7 @@ class Judge:
             verify(folder)  # loading a damaged draft could raise anything
         seqs, ours = self._score_served(folders[0], since_s=self.buffer.now_s - RECENT_S)
         theirs = self._score(folders[1], seqs)
-        # Two comparisons a look, each with a part of the error.
+        # Each look makes two comparisons, which share the error between them.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
         if is_worse:
             return True, f"on held-out requests it is worse than {previous}: {numbers}"

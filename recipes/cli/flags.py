@@ -108,7 +108,7 @@ def _describe_default(hint: Any, default: Any, text: str) -> str | None:
         return "(default: none)"
     if default is True:
         return "(default: on)"
-    # A positional argument that tyro would accept none of.
+    # A required positional argument, for which tyro would accept no value.
     return "(required)" if default is tyro.MISSING_NONPROP else None
 
 

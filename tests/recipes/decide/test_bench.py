@@ -446,7 +446,10 @@ def test_finished_drafts_forget_what_they_answered() -> None:
     ("flags", "said"),
     [
         (["--draft", "/nowhere"], "there is no draft /nowhere"),
-        (["--temperature", "1", "--min-p", "0.1"], "min_p 0.1 when it uses a draft: set --min-p 0."),
+        (
+            ["--temperature", "1", "--min-p", "0.1"],
+            "min_p 0.1 when it uses a draft: set --min-p 0.",
+        ),
         (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--acceptance", "pyproject.toml", "--draft", "suffix"], "pyproject.toml is corrupt"),
     ],
