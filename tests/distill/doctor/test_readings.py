@@ -167,7 +167,7 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
         (
             "dspark",
             lambda config: config.update(mask_token_id=VOCAB - 1),
-            "token 519 stands in the slots to fill, and the head was trained with token 512",
+            "the slots to fill contain token 519, but the head was trained with token 512",
             'write "mask_token_id": 512 at the top level of config.json',
         ),
         (
@@ -205,7 +205,7 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
             lambda config: config.update(
                 rope_theta=2.0, rope_parameters={"rope_type": "default", "rope_theta": 2.0}
             ),
-            "the head was trained with rope_parameters as the target has",
+            "the head was trained with the target's rope_parameters",
             'write "rope_parameters": ',
         ),
     ],
