@@ -216,7 +216,11 @@ nav = [
 font = false
 features = ["content.code.copy", "navigation.top", "toc.follow"]
 
-# The pictures follow the system's colours, so the pages do too, without a switch.
+# The pictures follow the system's colours, so the pages do too, without a switch. The first
+# palette stands for the other two; without it, the first visit would decide for good.
+[[project.theme.palette]]
+media = "(prefers-color-scheme)"
+
 [[project.theme.palette]]
 media = "(prefers-color-scheme: light)"
 scheme = "default"
