@@ -74,6 +74,11 @@ PUBLIC = {
 SHIM = "https://unpkg.com/iframe-worker/shim"
 """The script by which pages opened from a folder can search."""
 
+STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narrow one. */
+.md-grid { max-width: 76rem; }
+.md-typeset pre > code { font-size: 0.72em; }
+"""
+
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -95,6 +100,7 @@ def main(folder: Path) -> None:
             pages / _page(name),
             LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)),
         )
+    _write(pages / "site.css", STYLE)
     _write(pages / "commands.md", "\n".join(_commands()))
     _write(pages / "settings.md", "\n".join(_settings()))
     for title, modules in PUBLIC.items():
@@ -208,6 +214,7 @@ site_description = "Draft models for speculative decoding, trained and kept trai
 docs_dir = "pages"
 site_dir = "html"
 use_directory_urls = false
+extra_css = ["site.css"]
 nav = [
 {nav}
 ]
