@@ -77,6 +77,9 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narrow one. */
 .md-grid { max-width: 76rem; }
 .md-typeset pre > code { font-size: 0.72em; }
+/* The name that a row is about is not broken, and a table without a head has no bar. */
+.md-typeset td:first-child code { word-break: normal; overflow-wrap: normal; }
+.md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 """
 
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
