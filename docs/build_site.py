@@ -75,7 +75,7 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 """The script by which pages opened from a folder can search."""
 
 STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narrow one. */
-.md-grid { max-width: 76rem; }
+@media (min-width: 76.25em) { .md-grid { max-width: min(76rem, 100vw - 2.4rem); } }
 .md-typeset pre > code { font-size: 0.72em; }
 /* The name that a row is about is not broken, and a table without a head has no bar. */
 .md-typeset td:first-child code { word-break: normal; overflow-wrap: normal; }
