@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from redraft.engine.hooks import SchedulerState, find_state
-from redraft.engine.late_drafts import reads_prompt
+from redraft.engine.patches import reads_prompt
 from redraft.engine.settings import read_settings
 from redraft.online.engine.config import TABLE, check_pace, make_table, read_config
 from redraft.online.engine.pace_memory import PaceMemory, open_memory

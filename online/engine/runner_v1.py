@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from redraft.engine.hooks import RunnerState, around, find_state, hook
-from redraft.engine.late_drafts import after_draft, reads_prompt
+from redraft.engine.patches import after_draft, reads_prompt
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed

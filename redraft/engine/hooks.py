@@ -247,7 +247,7 @@ TABLE = (
     Hook(
         names=(f"{WORKER_WRAPPER}.initialize_from_config",),
         feature="late_drafts",
-        by="engine.late_drafts:install_late_drafts",
+        by="engine.patches:install_late_drafts",
         why="a client waits for its first token while the draft reads the prompt",
         runner="V1",
     ),
@@ -425,7 +425,7 @@ TABLE = (
             of_object=True,
             names=(f"{V1_RUNNER}.{name}",),
             feature="late_drafts",
-            by=f"engine.late_drafts:LateDrafts.{method}",
+            by=f"engine.patches:LateDrafts.{method}",
             why="a client waits for its first token while the draft reads the prompt",
             runner="V1",
         )

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from redraft.engine.hooks import hooked
+from redraft.engine.hooks import RunnerState, around, find_state, hook, hooked
 from redraft.engine.process import LIBC
 
 # vLLM's function that copies weights at the end of `load_weights`
@@ -189,3 +190,112 @@ def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
 def without_fused_buffers(block: Any) -> AbstractContextManager[None]:
     """Prevent a block draft's `load_weights` from making copies of its weights."""
     return hooked(block, "reload", **{BUILD: lambda _: lambda: None})
+
+
+class LateDrafts:
+    """Computes the proposals of one V1 runner after the tokens of a step have left the worker.
+
+        execute_model ─► sample_tokens ─► tokens to the client
+                                            └─► take_draft_token_ids ─► propose ─► next step
+
+    vLLM's V1 runner proposes within `sample_tokens`. A first token then waits until the draft has
+    read the prompt, and each token until the draft tokens after it are computed. The engine core
+    sends the tokens and then asks for the draft tokens (`EngineCore.post_step`), so the runner can
+    compute them then: the inputs stay as they are until the next `execute_model`. A step takes as
+    long as before.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self._waiting: list[Callable[[], None]] = []
+        self._propose: Any
+        self._take: Any
+        self._execute_model: Any
+        hook(
+            runner,
+            "late_drafts",
+            propose_draft_token_ids=around(self, "_propose", self.propose),
+            take_draft_token_ids=around(self, "_take", self.take),
+            execute_model=around(self, "_execute_model", self.execute_model),
+        )
+
+    def propose(self, scheduled: Any, sampled: Any, *rest: Any) -> Any:
+        if not (scheduled.num_spec_tokens_to_schedule or reads_prompt(scheduled)):
+            return self._propose(scheduled, sampled, *rest)
+        self._waiting = [partial(self._draft, scheduled, sampled, *rest)]
+        return [[] for _ in sampled]  # a list: vLLM copies nothing to the host yet
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call a function after the proposal of this step; at once if none waits."""
+        if self._waiting:
+            self._waiting.append(call)
+        else:
+            call()
+
+    def finish(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def take(self) -> Any:
+        self.finish()
+        return self._take()
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.finish()  # the inputs of a proposal that nobody took are overwritten next
+        return self._execute_model(*args, **kwargs)
+
+    @torch.inference_mode()
+    def _draft(self, scheduled: Any, *args: Any) -> None:
+        self.runner._draft_token_ids = self._propose(scheduled, *args)
+        self.runner._copy_draft_token_ids_to_cpu(scheduled)
+
+
+def reads_prompt(output: Any) -> bool:
+    """Whether a step reads more than the last token and the draft tokens of each request."""
+    drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)
+
+
+def install_late_drafts(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Wrap a worker's start-up so that its runner drafts after the answer, if it can."""
+
+    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(wrapper, kv_cache_configs)
+        install_late(wrapper.worker.model_runner)
+
+    return initialize_and_install
+
+
+def install_late(runner: Any) -> None:
+    """Make a V1 runner draft after the answer. It is safe to call again."""
+    config = runner.vllm_config
+    state = find_state(runner, RunnerState)
+    if state.late is None and can_draft_late(config):
+        state.late = LateDrafts(runner)
+
+
+def can_draft_late(config: Any) -> bool:
+    """Whether draft tokens are taken after each step, and nothing else waits for the draft.
+
+    Steps scheduled ahead take no draft tokens. A KV connector saves the draft's keys within the
+    step. Replicas run empty drafts beside those of others, at the same point of a step.
+    """
+    parallel = config.parallel_config
+    return bool(
+        config.speculative_config
+        and not config.use_v2_model_runner
+        and not config.scheduler_config.async_scheduling
+        and not config.kv_transfer_config
+        and parallel.data_parallel_size == 1
+        and parallel.pipeline_parallel_size == 1
+    )
+
+
+def after_draft(runner: Any, call: Callable[[], None]) -> None:
+    """Call a function after the proposal of this step, at once if the runner does not wait."""
+    late = find_state(runner, RunnerState).late
+    if late is None:
+        call()
+    else:
+        late.then(call)

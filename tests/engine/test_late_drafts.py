@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from redraft.engine.hooks import RunnerState, find_state, hook
-from redraft.engine.late_drafts import after_draft, can_wait, install
+from redraft.engine.patches import after_draft, can_draft_late, install_late
 
 
 class Runner:
@@ -73,8 +73,8 @@ def step(number: int, *, read: int = 1) -> Any:
 
 def make_runner() -> Runner:
     runner = Runner()
-    install(runner)
-    install(runner)  # once for each feature that asks
+    install_late(runner)
+    install_late(runner)  # once for each feature that asks
     return runner
 
 
@@ -140,10 +140,10 @@ def test_wrappers_of_the_proposal_run_with_it() -> None:
     ],
 )
 def test_no_draft_waits_where_another_part_waits_for_it(change: dict[str, Any]) -> None:
-    assert can_wait(config())
-    assert not can_wait(config(**change))
+    assert can_draft_late(config())
+    assert not can_draft_late(config(**change))
     runner = Runner(**change)
-    install(runner)
+    install_late(runner)
     assert find_state(runner, RunnerState).late is None
     done: list[int] = []
     after_draft(runner, lambda: done.append(1))
