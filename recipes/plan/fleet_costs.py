@@ -126,7 +126,10 @@ def passes() -> float:
 def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
     """The sizes of a learner's step."""
     plan = make_plan(PlanConfig(family=family, target=target, checkpoint=draft, signal="endpoint"))
-    return replace(plan, divergence=Divergence(name=Training().divergence))  # type: ignore[arg-type]
+    learner = Training()
+    divergence = Divergence(name=learner.divergence)  # type: ignore[arg-type]
+    # The optimizer of `redraft train` may be another one: Muon's products outweigh a small batch.
+    return replace(plan, divergence=divergence, optimizer=learner.optimizer)
 
 
 def find_reads(plan: Plan) -> tuple[Reads, int]:

@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks.capacity import Config, count_long_row, fill_tables
 from redraft.distill.plan.counted_step import count_flops
+from redraft.heads.catalog import FamilyName
+from redraft.online.learning.config import Training
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli.run import dispatch
@@ -106,6 +108,13 @@ def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
     assert products == 6 * (16 * small * tokens + rows * 128_256 * 2048)
     assert products < count_flops(counted) < 1.1 * products, "and attention"
     assert passes() == 8
+
+
+@pytest.mark.parametrize("family", ["standalone", "eagle1", "eagle3"])
+def test_a_step_has_the_learners_optimizer_and_loss(family: FamilyName) -> None:
+    plan = plan_learner(family, "llama-3.1-8b", "llama-3.2-1b")
+    learner = Training()
+    assert (plan.optimizer, plan.divergence.name) == (learner.optimizer, learner.divergence)
 
 
 def test_rows_follow_from_draft_tokens_and_acceptance() -> None:
