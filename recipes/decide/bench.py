@@ -201,7 +201,7 @@ def require_pace(cfg: BenchConfig, target: str) -> None:
     obstacles = [adaptive.find_obstacle(flags, target, config) for config in configs]
     if "" not in obstacles:
         obstacle = obstacles[0] if obstacles else adaptive.UNSURE
-        raise ValueError(f"--pace adaptive {obstacle}, or give --pace off")
+        raise ValueError(f"--pace adaptive {obstacle}, or use --pace off")
 
 
 def drop_curve(candidate: Candidate, cfg: BenchConfig, target: str) -> Candidate:

@@ -90,7 +90,7 @@ def find_obstacle(
     """
     family = find_speculative(speculative_config)
     if on_cpu:
-        return f"{GRAPHS.partition(':')[0]}, which do not exist on a CPU"
+        return f"{GRAPHS.partition(':')[0]}, which do not exist on a CPU: use a GPU"
     on_device = speculative_config.get("method") == ON_DEVICE and needs_plugin(speculative_config)
     if not on_device and (family is None or family.is_lookup or needs_plugin(speculative_config)):
         return UNSURE  # vLLM ignores the request for these drafts without an error

@@ -67,10 +67,10 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": ("layer-2",)}, "--train layer-2: .*layers-N"),
+        ({"train": ("layer-2",)}, "--train layer-2 .*layers-N"),
         ({"train": ("eagle1-8k",)}, "--train eagle1-8k"),
-        ({"train": ("ngram+eagle1-8k",)}, r"--train ngram\+eagle1-8k: "),
-        ({"train": ("ngram+dflash-8k",)}, r"\bngram\b.*\bretrieval\b.*\beagle3-Nk\b"),
+        ({"train": ("ngram+eagle1-8k",)}, r"--train ngram\+eagle1-8k "),
+        ({"train": ("ngram+dflash-8k",)}, r"\beagle3-Nk\b.*\bngram\b.*\bretrieval\b"),
         ({"rounds": 5}, r"--rounds 5\b.*95%.*\b6\b"),
         ({"concurrency": ()}, "--concurrency"),
         ({"concurrency": (0, 8)}, "--concurrency 0 8"),
@@ -427,7 +427,7 @@ def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
     ]
     assert names("ngram", "a/draft") == ["a"], "n-grams are measured in any case"
     for source in ("retrieval", "layers-2", "none"):
-        with pytest.raises(ValueError, match=rf"--draft {source}: .*\./{source}"):
+        with pytest.raises(ValueError, match=rf"--draft {source} .*\./{source}"):
             names(source)
     with pytest.raises(ValueError, match="--draft a/draft"):
         names("a/draft", "a/draft")
