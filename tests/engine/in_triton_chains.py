@@ -137,7 +137,7 @@ def test_a_runner_that_schedules_ahead_proposes_what_v1_does_token_by_token(
         install(runner)
         if version is RunnerAhead:
             runner.keep_counts(2 if head else 0)
-        found.append([drafts for drafts, _ in stream(runner, seed=3, num_steps=24)])
+        found.append([drafts for drafts, _ in stream(runner, seed=3, num_steps=18)])
     for one, other in zip(*found, strict=True):
         assert one == other
     assert sum(len(drafts) for drafts in found[0]) > 20
