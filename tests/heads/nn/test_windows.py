@@ -165,7 +165,7 @@ def test_what_is_written_is_read(views: tuple[View, ...]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"layer_types": ["sliding_attention"]}, "1 layers.*has 2"),
+        ({"layer_types": ["sliding_attention"]}, "has 1 entries.*2 layers"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
     ],
