@@ -266,7 +266,7 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> dict[str, str]:
-    import yaml  # type: ignore[import-untyped]  # only needed for such a file
+    import yaml  # only needed for such a file
 
     try:
         content = yaml.safe_load(path.read_text())
