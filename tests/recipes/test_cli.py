@@ -404,14 +404,6 @@ def test_a_command_far_from_all_gets_the_list(capsys):
     assert "train, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "now"), [("retrieval", "data count"), ("score", "data score")])
-def test_a_command_that_has_moved_names_its_place(name, now, capsys):
-    assert dispatch([name, "--target", "t"]) == 2
-    assert capsys.readouterr().err.count(f"redraft {now}") == 1
-    command, part = now.split()
-    assert part in COMMANDS[command].parts
-
-
 def test_flags_change_what_a_preset_sets():
     chosen = parse(Config, "x", PRESETS, ["--preset", "demo", "--steps", "7"], prog="redraft x")
     assert chosen == Config(steps=7, optim=Optim(lr=0.5))
