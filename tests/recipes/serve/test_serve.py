@@ -628,7 +628,7 @@ def test_a_lookup_that_cannot_be_served_is_refused_in_a_line_before_the_start(tm
     answers, many = write_answers(tmp_path / "answers"), ("--", "--pipeline-parallel-size", "2")
     for draft in (answers, "live"):
         server_command(parse("target", "--draft", draft))
-        with pytest.raises(ValueError, match=rf"^--pipeline-parallel-size .*{draft}.*\n?$"):
+        with pytest.raises(ValueError, match=rf"^with --pipeline-parallel-size .*{draft}.*\n?$"):
             server_command(parse("target", "--draft", draft, *many))
     empty = tmp_path / "empty"
     empty.mkdir()
