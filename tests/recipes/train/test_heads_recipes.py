@@ -223,7 +223,8 @@ def test_least_squares_refuse_other_flags_before_any_work(
 
 def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_target)
-    run = SimpleNamespace(model=model, cfg=SimpleNamespace(target="models/other"))
+    target = SimpleNamespace(model=model)
+    run = SimpleNamespace(target=target, cfg=SimpleNamespace(target="models/other"))
     scales = read_scales(run, (1, 2))
     assert all(
         map(
