@@ -58,6 +58,9 @@ def main(cfg: ForgetConfig) -> None:
         lines, is_held = asyncio.run(forget_live(learner, cfg.tenant))
         print(*lines, sep="\n")
     if not forgotten.num_records and not is_held:
+        print(
+            "nothing of this tenant was found: check the spelling, and the fleet's other learners"
+        )
         sys.exit(1)
 
 
@@ -100,11 +103,6 @@ def describe(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     lines = [
         f"{forgotten.num_records} records of {cfg.tenant} {deleted}{f': {found}' if found else ''}"
     ]
-    if not forgotten.num_records:
-        lines.append(
-            "no records of this tenant were found: check the spelling, and the fleet's other "
-            "learners"
-        )
     if forgotten.unattributed:
         lines.append(
             f"{forgotten.unattributed} unreadable files and messages {deleted} too: they may "

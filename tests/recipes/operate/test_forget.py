@@ -334,7 +334,14 @@ def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, cap
     with pytest.raises(SystemExit) as ended:
         dispatch(["fleet", "forget", "acme"])
     assert ended.value.code == 1
-    assert "no records of this tenant were found: check the spelling" in capsys.readouterr().out
+    assert "nothing of this tenant was found: check the spelling" in capsys.readouterr().out
+
+    async def forget_live(*_):
+        return ["a server deleted 12 token runs"], True
+
+    monkeypatch.setattr(forget, "forget_live", forget_live)
+    assert dispatch(["fleet", "forget", "acme"]) == 0
+    assert "spelling" not in capsys.readouterr().out, "live counts had text of the tenant"
 
 
 def test_the_servers_memory_is_forgotten_too_and_who_did_not_is_named(world):
