@@ -271,7 +271,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b.*\b{VOCAB}\b"),
-        ({"block_size": 1}, r"block_size 2\b"),
+        ({"block_size": 1}, r"block_size to 2\b"),
         ({"aux_layer_ids": (0, 2)}, r"layer 0\b"),
         ({"aux_layer_ids": (2, 6)}, r"layers 0 to 5\b"),
     ],

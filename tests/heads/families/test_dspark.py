@@ -320,8 +320,8 @@ def test_another_kind_of_head_is_refused(
     ("options", "message"),
     [
         ({"markov_rank": 0}, r"rank is 0\b"),
-        ({"block_size": 0}, r"block_size 1\b"),
-        ({"block_size": 1, "sample_from_anchor": False}, r"block_size 2\b"),
+        ({"block_size": 0}, r"block_size to 1\b"),
+        ({"block_size": 1, "sample_from_anchor": False}, r"block_size to 2\b"),
         ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b"),
     ],
 )

@@ -360,7 +360,7 @@ def test_windows_that_cannot_be_meant_are_refused(
     [
         ({"sliding_window": 12}, r"window of 12\b.*trained with a window of 9\b"),
         ({"layer_types": ["full_attention"] * 3}, r"no window.*trained with a window of 9\b"),
-        ({"layer_types": ["sliding_attention"]}, r"names 1 layers.*has 3\b"),
+        ({"layer_types": ["sliding_attention"]}, r"has 1 entries.*has 3 layers\b"),
         ({"sliding_window": None}, "no sliding_window"),
         ({"model_type": "qwen3", "use_sliding_window": False}, "use_sliding_window"),
     ],

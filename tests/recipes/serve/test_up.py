@@ -954,7 +954,7 @@ def live_server(tiny_target, tmp_path_factory):
         yield port, folder
         assert run.poll() is None, "it serves on"
     finally:
-        run.send_signal(signal.SIGINT)
+        run.terminate()
         run.wait()
 
 
