@@ -24,14 +24,14 @@ from redraft.heads.target import Target
                 dspark.Config(aux_layer_ids=(1, 2, 4), num_layers=1, block_size=3, markov_rank=8),
                 target,
             ),
-            "only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0",
+            "only vLLM's V2 model runner serves DSpark, but VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         (
             "1",
             lambda target: peagle.PEagle(
                 peagle.Config(aux_layer_ids=(1, 2, 4), num_layers=2, num_steps=3), target
             ),
-            "only vLLM's V1 model runner serves P-EAGLE, and VLLM_USE_V2_MODEL_RUNNER=1",
+            "only vLLM's V1 model runner serves P-EAGLE, but VLLM_USE_V2_MODEL_RUNNER=1",
         ),
     ],
 )
