@@ -22,7 +22,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.loop import make_accelerator, peak_rss_mib
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch
@@ -99,8 +99,8 @@ def measure(case: str, length: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         distillation.step([row])
     seconds = time.perf_counter() - start_s
-    # Linux counts it in KiB. The earlier row was shorter, so the peak belongs to these steps.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
+    # The earlier row was shorter, so the peak belongs to these steps.
+    peak = peak_rss_mib() * 2**20 - held
     return {
         "case": case,
         "tokens": length,

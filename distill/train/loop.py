@@ -8,12 +8,12 @@ from __future__ import annotations
 import datetime
 import netrc
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -396,8 +396,9 @@ def _take_held_out(
 
 def peak_rss_mib() -> float:
     """The peak resident memory of this process so far, in MiB."""
-    # Linux counts `ru_maxrss` in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not `ru_maxrss`: a process that a larger one has started inherits that one's peak.
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if "VmHWM" in line)
 
 
 class _Meter:

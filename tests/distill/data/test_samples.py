@@ -598,9 +598,10 @@ def test_a_rendered_text_has_one_first_token_and_is_counted() -> None:
 
 
 LONG_CHATS = """
-import resource, sys
+import sys
 from make_tokenizers import make_byte_tokenizer
 from redraft.distill.data.samples import build_samples
+from redraft.distill.train.loop import peak_rss_mib
 tokenizer = make_byte_tokenizer()
 tokenizer.chat_template = sys.argv[1]
 def chat(i, turns):
@@ -610,21 +611,21 @@ def chat(i, turns):
 build_samples([chat(0, 2)], tokenizer, max_length=512, progress=False)
 chats = [chat(i, 60) for i in range(160)]
 assert sum(len(m["content"]) for c in chats for m in c["messages"]) > 8e6
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_rss_mib()
 build_samples(chats, tokenizer, max_length=512, progress=False)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak_rss_mib() - before)
 """
 
 
 @pytest.mark.slow
-def test_160_conversations_of_60_turns_take_at_most_100_mb() -> None:
+def test_160_conversations_of_60_turns_take_at_most_150_mib() -> None:
     environment = os.environ | {
         "PYTHONPATH": str(Path("tests/helpers").absolute()),
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [sys.executable, "-c", LONG_CHATS, CHAT_TEMPLATE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100_000  # KiB
+    assert float(done.stdout) < 150
 
 
 SWITCHED = (
