@@ -53,7 +53,7 @@ from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.engine.hardware import Machine, launch_machine
-from redraft.engine.head_size import require_head_size, require_model_heads
+from redraft.engine.head_size import require_draft_heads
 from redraft.engine.server import require_runner
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
@@ -154,11 +154,12 @@ class Run:
         """Raise ValueError if the draft's attention cannot launch, or the run needs more memory."""
         cfg = self.cfg
         dtype = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
-        if isinstance(cfg, StandaloneConfig):
-            require_model_heads("the draft", sketch.config, dtype, machine)
-        elif self.family.name != "medusa":  # the one family without attention
-            shape = getattr(sketch, "shape", files.text_config)
-            require_head_size("the draft", shape, dtype, machine)
+        sizes = (
+            sketch.config
+            if isinstance(cfg, StandaloneConfig)
+            else getattr(sketch, "shape", files.text_config)
+        )
+        require_draft_heads(self.family, "the draft", sizes, dtype, machine)
         if sketch is None:
             return
         counted = {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from redraft.engine.hooks import SchedulerState, find_state
+from redraft.engine.hooks import SchedulerState, after_start, find_state
 from redraft.engine.lookup_first import SECTION
 from redraft.engine.settings import read_settings
 from redraft.heads.families.retrieval import FOLDER
@@ -95,14 +95,8 @@ def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
     return end_and_update
 
 
-def install_runner(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a worker's start-up so that its runner skips the draft at 0 draft tokens."""
-
-    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        initialize(wrapper, kv_cache_configs)
-        pace.install(wrapper.worker.model_runner)
-
-    return initialize_and_install
+install_runner = after_start(lambda each: pace.install(each.model_runner))
+"""Wraps a worker's start-up, so that its runner skips the draft at 0 draft tokens."""
 
 
 def take_drafts(call: Any) -> Any:
@@ -212,13 +206,6 @@ def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str],
     return set_and_pass
 
 
-def install_worker(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a worker's start-up to call `install` at its end."""
-
-    # vLLM calls this on every worker, after the target and the draft are loaded.
-    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        # vLLM's part first, because rereading needs the attention groups. Warm-up comes later.
-        initialize(wrapper, kv_cache_configs)
-        worker.install(wrapper.worker)
-
-    return initialize_and_install
+# Rereading needs the attention groups that vLLM's part makes.
+install_worker = after_start(lambda each: worker.install(each))
+"""Wraps a worker's start-up, so that it records and swaps."""

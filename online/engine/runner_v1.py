@@ -103,10 +103,10 @@ class Proposers:
         if verified and result is not None:
             # If steps are scheduled ahead, vLLM hands over a wrapper.
             mark_step(getattr(result, "_model_runner_output", result), foreign=verified)
-        after_draft(self.runner, partial(self._find_foreign, verified))
+        after_draft(self.runner, partial(self._note_foreign, verified))
         return result
 
-    def _find_foreign(self, verified: dict[str, int]) -> None:
+    def _note_foreign(self, verified: dict[str, int]) -> None:
         batch = self.runner.input_batch.req_ids
         lookup = self.state.lookup
         if not self._is_proposed:

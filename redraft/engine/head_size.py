@@ -80,7 +80,8 @@ def require_draft_heads(
 ) -> None:
     """`require_head_size` for a draft.
 
-    For a head, `config` is the target's, because the head's layers have the same sizes.
+    For a head, `config` is the `LlamaShape` of its layers, or the target's config if they have the
+    same sizes.
     """
     if family.name != "medusa":  # the only family without attention
         (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)

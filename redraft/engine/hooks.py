@@ -816,6 +816,23 @@ def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
     return wrap
 
 
+def after_start(install: Callable[[Any], None]) -> Wrap:
+    """Return a wrap of a worker's start-up that calls `install(worker)` at its end.
+
+    vLLM calls the start-up on every worker, after the target and the draft are loaded. Warm-up comes
+    later.
+    """
+
+    def wrap(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+            initialize(wrapper, kv_cache_configs)
+            install(wrapper.worker)
+
+        return initialize_and_install
+
+    return wrap
+
+
 def _find_place(feature: str, attribute: str) -> int:
     return next(
         place

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from redraft.engine.hooks import RunnerState, around, find_state, hook, hooked
+from redraft.engine.hooks import RunnerState, after_start, around, find_state, hook, hooked
 from redraft.engine.process import LIBC
 
 # vLLM's function that copies weights at the end of `load_weights`
@@ -257,16 +257,6 @@ def reads_prompt(output: Any) -> bool:
     return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)
 
 
-def install_late_drafts(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a worker's start-up so that its runner drafts after the answer, if it can."""
-
-    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
-        initialize(wrapper, kv_cache_configs)
-        install_late(wrapper.worker.model_runner)
-
-    return initialize_and_install
-
-
 def install_late(runner: Any) -> None:
     """Make a V1 runner draft after the answer. It is safe to call again."""
     config = runner.vllm_config
@@ -290,6 +280,10 @@ def can_draft_late(config: Any) -> bool:
         and parallel.data_parallel_size == 1
         and parallel.pipeline_parallel_size == 1
     )
+
+
+install_late_drafts = after_start(lambda worker: install_late(worker.model_runner))
+"""Wraps a worker's start-up, so that its runner drafts after the answer if it can."""
 
 
 def after_draft(runner: Any, call: Callable[[], None]) -> None:
