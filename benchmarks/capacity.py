@@ -54,7 +54,7 @@ FAMILIES: tuple[FamilyName, ...] = ("eagle3", "peagle", "dflash", "dspark", "sta
 
 
 def long_rows_table() -> Iterator[str]:
-    """Yield the rows of a step of one long conversation on one training device.
+    """Yield a table row for each training step on one long conversation, on one device.
 
     The target runs on other devices.
     """

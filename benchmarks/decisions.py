@@ -176,9 +176,9 @@ PACES = {
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
     """Return the canary's findings by traffic, drafts per request and running requests per server.
 
-    The largest rates come first. Unequal traffic works against the truth: an equal draft gets more
-    of the harder domain, and a worse one more of the easier one. Time is up after `polls`; the
-    policy is the default one.
+    The largest rates come first. Unequal traffic is misleading by design: an equally good draft
+    receives more requests from the harder domain, and a worse draft more from the easier one. The
+    canary times out after `polls` polls. The policy is the default policy.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(MIXES.items(), (28, 100, 200, 400), (1, 8))
@@ -505,7 +505,7 @@ def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
 def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
     """Count the records until a sleeping learner wakes, by the true loss of tau.
 
-    The loss is that of one of two domains, measured from the promotion. `unchanged_woken` is the
+    One of two domains loses tau, relative to its tau at the promotion. `unchanged_woken` is the
     share of the longest pauses that a false alarm ends. `steps_saved` is the share of the optimizer
     steps that a learner saves in the long run if its traffic does not change; it still looks for a
     gain after every pause.
@@ -580,7 +580,7 @@ def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
 
 
 def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Return the share of comparisons of two reports that list a fall, by the true loss of tau.
+    """Compare pairs of reports; return how often a fall is listed, by the true loss in tau.
 
     The reports have 2 domains and 2 numbers of tokens.
     """
@@ -682,7 +682,7 @@ def _sum_prompts(
 ) -> tuple[Array, Array, float, float]:
     """Return (accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1, its gain).
 
-    tau and its gain are those of the first draft.
+    The last two values are for the first draft.
     """
     drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
     # gamma(4, 0.5) has mean 2 and standard deviation 1.

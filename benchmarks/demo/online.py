@@ -144,7 +144,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
             records_at_shift = count_trained_records(cfg_learner)
 
             def is_learned() -> bool:
-                # `records` of a version includes those of A.
+                # A version's `records` includes the records of domain A.
                 served = read_provenance(stage.registry, stage.registry.current() or "")
                 return int(served.get("records", 0)) - records_at_shift >= cfg.records_b
 

@@ -166,7 +166,7 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     """Estimate the share of the gap between two drafts that learning closed.
 
     The arrays hold accepted draft tokens and drafts of every prompt. The 95% interval is over seeds
-    and prompts. `share` and `interval` are None if the ceiling is not above the draft before.
+    and prompts. `share` and `interval` are None unless the ceiling is above the first draft.
     """
     learned_S, ceiling_S, share_S = _share_by_seed(before_N2, learned_SN2, ceiling_SN2)
     report: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Judge how three drafts follow a policy that reinforcement learning moves.
 
-They are judged on the records of its rollouts, each under the weights that the record names: which
-tokens of each draft would have been accepted there, and are the recorded distributions those of
-these weights?
+The drafts are judged on the records of the policy's rollouts, each with the weights that the record
+names: how many tokens of each draft would these weights have accepted, and do the recorded
+distributions belong to these weights?
 
 R = rows of a record, K = kept top-k ids.
 """

@@ -12,9 +12,9 @@ one at the server's own pace, one without drafts (`POST /redraft/pace`). Their r
 server with itself at 0 draft tokens, with the learner running in both cases, not with a plain vLLM.
 Nothing is measured while a version is rolled out. In the middle, SIGKILL ends all processes, and
 the same command continues. Then the workloads of `benchmarks.workloads` compare it with a plain
-`vllm serve`, beside which the learner rests: `never_slower`. At the end the command starts again
-with `--draft head`, which measures the head without counted answers, and the answers are compared
-with the target's.
+`vllm serve` while the learner is paused: `never_slower`. At the end, the command starts again with
+`--draft head`, to measure the head without counted answers, and the answers are compared with the
+target's.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Without a GPU, it runs everything that needs none.
     engine   vLLM: its model runner, CUDA graphs, capture and swaps                             engine.json
 
 Each phase is a process with a time limit and writes its file after every result, so that a kill loses
-at most one phase. Its log is beside the file. `tests` and `train` measure no time and run side by
-side. On a CPU, step, loss and engine are left out.
+at most one phase. Its log is in the same folder. `tests` and `train` measure no time, so they run at
+the same time. On a CPU, step, loss and engine are left out.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def make_accelerator(
     wandb_project: str | None,
     machine: Machine | None = None,
 ) -> Accelerator:
-    """The accelerator for this launch. `machine` is that of `launch_machine` by default.
+    """Return the accelerator for this launch. `machine` defaults to `launch_machine()`.
 
     The main process prints the precision (`choose_precision`); wandb logs offline unless there is a
     login.

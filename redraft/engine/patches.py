@@ -268,8 +268,9 @@ def install_late(runner: Any) -> None:
 def can_draft_late(config: Any) -> bool:
     """Whether draft tokens are taken after each step, and nothing else waits for the draft.
 
-    Steps scheduled ahead take no draft tokens. A KV connector saves the draft's keys within the
-    step. Replicas run empty drafts beside those of others, at the same point of a step.
+    With asynchronous scheduling, the engine core takes no draft tokens. A KV connector saves the
+    draft's keys within the step. A data-parallel replica without a draft runs an empty one when the
+    other replicas draft, at the same point of a step.
     """
     parallel = config.parallel_config
     return bool(

@@ -340,8 +340,8 @@ def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
 def http_client() -> httpx.Client:
     """A client for the servers of this machine, which bypasses any proxy and keeps no connection.
 
-    Each new client, as in `httpx.get`, reads the certificates of all authorities in 30 ms of CPU
-    time: too much for what asks every second beside an engine.
+    `httpx.get` makes a new client for each call, which reads all certificates: 30 ms of CPU time.
+    That is too much for a process that polls every second on an engine's cores.
     """
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(trust_env=False, limits=limits)
