@@ -2,7 +2,7 @@
 
 The speed is compared with the same server without drafts, over time.
 
-    $ make demo-up                                # SmolLM2-135M-Instruct, 40 minutes on two cores: outputs/demo-up/
+    $ make demo-up                                # SmolLM2-135M-Instruct, 75 minutes on two cores: outputs/demo-up/
     $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target tests/assets/tiny-target
 
 One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard
@@ -12,7 +12,7 @@ one at the server's own pace, one without drafts (`POST /redraft/pace`). Their r
 server with itself at 0 draft tokens, with the learner running in both cases, not with a plain vLLM.
 Nothing is measured while a version is rolled out. In the middle, SIGKILL ends all processes, and
 the same command continues. Then the workloads of `benchmarks.workloads` compare it with a plain
-`vllm serve` while the learner is paused: `never_slower`. At the end, the command starts again with
+`vllm serve`, whose blocks run while the learner is paused: `never_slower`. At the end, the command starts again with
 `--draft head`, to measure the head without counted answers, and the answers are compared with the
 target's.
 """
@@ -102,7 +102,7 @@ class Config:
     """Folder for the report and for the folder of `redraft up`."""
     overwrite: bool = False
     """Replace the demo in `output`."""
-    workload_pairs: int = 8
+    workload_pairs: int = 20
     """Pairs of blocks of each workload, next to a plain server: at least 6, for an interval."""
     pairs: int = 24
     """Pairs of blocks at the start, at the end for one client, and with the head alone: at least 6,
