@@ -225,6 +225,17 @@ class Distillation:
                 "are sharded"
             )
 
+    def divide(self, accumulation: int) -> None:
+        """Take steps in this many micro-batches from now on. An interrupted step is forgotten."""
+        self.optim = replace(self.optim, accumulation=accumulation)
+        self.accelerator.gradient_accumulation_steps = accumulation
+        self.accelerator.step = 0  # accelerate counts micro-batches
+        self.module.zero_grad()  # accelerate's optimizers ignore `zero_grad` between micro-batches
+        if self.step_index == 0:
+            # An interrupted first update may have left the state of some parameters half made.
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+
     def weights(self) -> dict[str, Tensor]:
         """The draft's state dict, which is whole on the main process even if the ranks shard it.
 

@@ -35,7 +35,12 @@ from redraft.heads.draft import Batch, Draft, TargetSignal
 from redraft.heads.family import Family, Reads
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
-from redraft.online.learning.replay import make_batches, read_signal, select_texts
+from redraft.online.learning.replay import (
+    RecordedBatch,
+    make_batches,
+    read_signal,
+    select_texts,
+)
 from redraft.online.records.record import Record
 
 P = ParamSpec("P")
@@ -151,7 +156,8 @@ class Candidate:
             # as a fraction of `warmup_steps`, which is the only length that the schedule has
             warmup_fraction=1.0,
             max_grad_norm=cfg.max_grad_norm,
-            accumulation=cfg.accumulation,
+            # more than `cfg.accumulation` if a step did not fit into memory
+            accumulation=self.accelerator.gradient_accumulation_steps,
         )
         divergence = Divergence(name=cfg.divergence)
         # In float32: a small step of AdamW is lost in bf16's 8 bits.
@@ -182,13 +188,51 @@ class Candidate:
             self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
-        """Take one optimizer step on the records, which are divided among the ranks."""
+        """Take one optimizer step on the records, which are divided among the ranks.
+
+        If it does not fit into the GPU's memory, it is taken in twice as many micro-batches, as are
+        all later steps.
+
+        Raises:
+            ValueError: a micro-batch of one row does not fit, or several ranks would have to agree.
+        """
+        while True:
+            batches = self._make_batches(records, seed)
+            try:
+                return self.distillation.step(
+                    [to_device(batch, self.accelerator.device) for batch in batches]
+                )
+            except torch.OutOfMemoryError as error:
+                full = ". ".join(str(error).split(". ")[:2])
+            # Outside the handler: the error's traceback keeps the step's tensors.
+            self._divide(*batches[0].input_ids_BT.shape, full)
+
+    def _divide(self, rows: int, width: int, full: str) -> None:
+        """Take steps in twice as many micro-batches from now on."""
+        ranks, count = self.accelerator.num_processes, self.distillation.optim.accumulation
+        does_not_fit = (
+            f"a micro-batch of {rows} x {width} tokens does not fit into the GPU's memory"
+        )
+        if ranks > 1 or rows == 1:
+            cure = "training.accumulation" if rows > 1 else "training.sequence_length"
+            change = f"raise {cure}" if rows > 1 else f"lower {cure}"
+            raise ValueError(
+                f"{does_not_fit}: {change} in learner.toml, or give the server less "
+                f"--gpu-memory-utilization ({full})"
+            )
+        print(f"{does_not_fit}: a step now has {2 * count} micro-batches ({full})", flush=True)
+        self.distillation.divide(2 * count)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _make_batches(self, records: Sequence[Record], seed: int) -> list[RecordedBatch]:
+        """This rank's micro-batches of a step."""
         rng = np.random.default_rng(seed)
         reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         batches = make_batches(
             select_texts(records),
-            num_batches=ranks * self.cfg.accumulation,
+            num_batches=ranks * self.distillation.optim.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,
             # Drawn, because seeds of steps are multiples of the number of records per step, and
@@ -198,8 +242,7 @@ class Candidate:
             needed_states=self.family.needed_states(read_config(self.version)),
         )
         # Every rank has packed all batches from the same seed, and keeps a share.
-        mine = [to_device(batch, self.accelerator.device) for batch in batches[rank::ranks]]
-        return self.distillation.step(mine)
+        return batches[rank::ranks]
 
     def write(self, folder: Path) -> None:
         """Write the STATE and DRAFT folders of a checkpoint.

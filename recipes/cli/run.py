@@ -245,6 +245,14 @@ def describe_error(error: BaseException) -> str | None:
         httpx is not None and isinstance(error, httpx.HTTPError)
     ):
         return " ".join(str(error).split()) or type(error).__name__
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        reason = ". ".join(str(error).split(". ")[:2])
+        return (
+            f"{reason}. Use smaller batches (for a training run, a smaller --loop.batch-size with a "
+            "larger --optim.accumulation), or a GPU with more memory: `redraft plan` counts what a "
+            "training step needs"
+        )
     if is_full(error):
         return f"no space left on a disk, or in your quota or file limit: {error}"
     return None

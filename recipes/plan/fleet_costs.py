@@ -61,6 +61,10 @@ class Costs:
     captured_bytes: float
     stored_bytes: float
     learner_flops: float
+    step_memory_bytes: int
+    """Peak memory of the learner's step in one micro-batch. It belongs to the step, not a token."""
+    row_memory_bytes: int
+    """The same with one row per micro-batch, to which the learner resorts if memory is short."""
 
 
 def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
@@ -94,11 +98,17 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
     """Count a family's costs from records of the traffic and a learner's step on these records."""
     plan = plan_learner(family, target, draft)
     reads, num_states = find_reads(plan)
-    records = _records((num_states, plan.target.hidden_size) if num_states else None, traffic)
+    hidden = (num_states, plan.target.hidden_size) if num_states else None
+    records = _records(hidden, traffic, STATEFUL_RECORDS if hidden else NUM_RECORDS)
     counted, tokens = count_learner(plan, records, reads)
     met = sum(
         work.flops * n for work, n in counted.operations.items() if (work.part, work.kind) == MEETS
     )
+    num_texts = count_texts(max(len(record.hidden) for record in records))
+    memory = [
+        sum(count_learner(plan, _records(hidden, traffic, number), reads)[0].memory.values())
+        for number in (num_texts, 1)
+    ]
     captured = (
         statistics.mean(len(encode_record(record)) for record in records) / traffic.output_tokens
     )
@@ -108,6 +118,8 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
         captured_bytes=captured,
         stored_bytes=captured * stored_per_captured(traffic),
         learner_flops=count_flops(counted) * passes() / len(records) / traffic.output_tokens,
+        step_memory_bytes=memory[0],
+        row_memory_bytes=memory[1],
     )
 
 
@@ -148,13 +160,18 @@ def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Coun
     return count_step(plan, batch=batch, signal=batch.signal), batch.input_ids_BT.numel()
 
 
-def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
+def count_texts(state_bytes: int) -> int:
+    """Number of texts in a learner's step, if each has so many bytes of hidden states."""
+    training, most_bytes = Training(), BufferConfig().max_read_bytes
+    numbers = (training.fresh_per_step, training.replay_per_step)
+    return sum(min(number, max(1, most_bytes // max(1, state_bytes))) for number in numbers)
+
+
+def _records(hidden: tuple[int, int] | None, traffic: Traffic, number: int) -> list[Record]:
+    records = [make_record(seed, traffic) for seed in range(number)]
     if hidden is None:
-        return [make_record(number, traffic) for number in range(NUM_RECORDS)]
-    return [
-        with_states(make_record(number, traffic), hidden, number)
-        for number in range(STATEFUL_RECORDS)
-    ]
+        return records
+    return [with_states(record, hidden, seed) for seed, record in enumerate(records)]
 
 
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
@@ -209,12 +226,15 @@ def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
 
 def token_table(found: list[Costs]) -> Iterator[str]:
     """A row per family, for one token that is served and captured."""
-    yield "| draft | weights per token | captured | stored | learner |"
-    yield "|---|---|---|---|---|"
+    yield (
+        "| draft | weights per token | captured | stored | learner | learner's memory | at least |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for cost in found:
         yield (
             f"| {cost.name} | {two(cost.weights / 1e6)}M | {format_bytes(cost.captured_bytes)} "
-            f"| {format_bytes(cost.stored_bytes)} | {two(cost.learner_flops / 1e9)} GFLOP |"
+            f"| {format_bytes(cost.stored_bytes)} | {two(cost.learner_flops / 1e9)} GFLOP "
+            f"| {format_bytes(cost.step_memory_bytes)} | {format_bytes(cost.row_memory_bytes)} |"
         )
 
 

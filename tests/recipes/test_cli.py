@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from parse_flags import parse
 from waiting import wait_until
 
@@ -487,6 +488,14 @@ def disk_full() -> None:
         (
             ModuleNotFoundError("No module named 'vllm'"),
             "No module named 'vllm'; `redraft doctor` says what to install",
+        ),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 80 GiB."
+            ),
+            "CUDA out of memory. Tried to allocate 2 GiB. Use smaller batches (for a training run, a "
+            "smaller --loop.batch-size with a larger --optim.accumulation), or a GPU with more "
+            "memory: `redraft plan` counts what a training step needs",
         ),
         (TypeError("a defect"), None),
         (AssertionError("a defect"), None),

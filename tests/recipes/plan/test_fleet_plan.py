@@ -22,6 +22,7 @@ from redraft.recipes.plan.fleet import FleetPlanConfig
 from redraft.recipes.plan.fleet_costs import (
     all_costs,
     count_learner,
+    count_texts,
     fleet_table,
     passes,
     plan_learner,
@@ -115,6 +116,20 @@ def test_a_step_has_the_learners_optimizer_and_loss(family: FamilyName) -> None:
     plan = plan_learner(family, "llama-3.1-8b", "llama-3.2-1b")
     learner = Training()
     assert (plan.optimizer, plan.divergence.name) == (learner.optimizer, learner.divergence)
+
+
+def test_the_learners_memory_is_that_of_its_whole_step_and_of_one_row() -> None:
+    (cost,) = all_costs(FleetPlanConfig(families=("eagle3",), target="qwen3-0.6b", traffic=SMALL))
+    plan = plan_learner("eagle3", "qwen3-0.6b", "llama-3.2-1b")
+    texts = [with_states(make_record(seed, SMALL), (3, 1024), seed) for seed in range(32)]
+    counted, _ = count_learner(plan, texts, "layers")
+    assert cost.step_memory_bytes == pytest.approx(sum(counted.memory.values()), rel=0.01)
+    assert cost.row_memory_bytes < cost.step_memory_bytes
+
+
+@pytest.mark.parametrize(("state_bytes", "texts"), [(0, 32), (18 << 20, 4 + 10), (400 << 20, 2)])
+def test_a_learners_step_has_as_many_texts_as_it_may_read(state_bytes: int, texts: int) -> None:
+    assert count_texts(state_bytes) == texts
 
 
 def test_rows_follow_from_draft_tokens_and_acceptance() -> None:
