@@ -205,7 +205,8 @@ class Candidate:
             except torch.OutOfMemoryError as error:
                 full = ". ".join(str(error).split(". ")[:2])
             # Outside the handler: the error's traceback keeps the step's tensors.
-            self._divide(*batches[0].input_ids_BT.shape, full)
+            rows, width = batches[0].input_ids_BT.shape
+            self._divide(rows, width, full)
 
     def _divide(self, rows: int, width: int, full: str) -> None:
         """Take steps in twice as many micro-batches from now on."""
