@@ -190,11 +190,6 @@ COMMANDS = {
                 "Delete everything recorded from a tenant",
                 "redraft fleet forget acme --config learner.toml",
             ),
-            "watch": Part(
-                "redraft.recipes.operate.watch",
-                "Watch the acceptance of running servers, with an alarm",
-                "redraft fleet watch http://gpu1:8000 --min-tau 1.8",
-            ),
             "token": Part(
                 "redraft.recipes.operate.make_token",
                 "Create the token that protects the routes for swaps",

@@ -41,7 +41,6 @@ from redraft.online.engine.pace_memory import PaceMemory
 from redraft.online.engine.pace_status import PaceMetrics, describe_pace, read_gauges
 from redraft.online.engine.routes import BeforeMetrics
 from redraft.online.engine.runner_v2 import complete_graphs, explain_adaptive, without_table
-from redraft.recipes.operate.watch import read_server
 
 
 def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
@@ -948,7 +947,12 @@ def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(
         assert [cell["requests"] for cell in pace["cells"]] == [1]
         assert pace["cells"][0]["steps"] >= 60
         assert pace["line"].startswith("pace auto: ")
-        wait_until(lambda: read_server(server.url).pace.startswith("pace auto: "))
+        wait_until(
+            lambda: (
+                (gauges := read_gauges(server.http.get("/metrics").text))
+                and describe_pace(gauges).startswith("pace auto: ")
+            )
+        )
         server.swap("v000002")  # the policy is told
         taken = server.http.post("/redraft/pace", json={"pace": "0"})
         assert (taken.status_code, taken.json()["pace"]) == (200, "0")

@@ -1,6 +1,6 @@
 """A server that cannot be reached is named with the reason and the cure.
 
-Learner, tap and `watch` name it alike.
+Learner, proxy and tap name it alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from redraft.online.records.guard import Guard
 from redraft.online.traffic import upstream
 from redraft.online.traffic.server_check import ServerCheck
 from redraft.online.traffic.upstream import ForwardedRequest, Upstream
-from redraft.recipes.operate import watch
-from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import tap
 
 HEALTH = ForwardedRequest(method="GET", path=b"/health", headers=[], body=b"")
@@ -73,7 +71,7 @@ async def listening(context=None, head="204 No Content"):
 
 
 async def ask_all(url):
-    """What learner, proxy, tap and `watch` say about a server."""
+    """What learner, proxy and tap say about a server."""
     async with make_client(trusted_certificates()) as http:
         with pytest.raises((UnreachableError, RefusedError)) as by_learner:
             await FleetServer(url, "token", http).status()
@@ -84,14 +82,7 @@ async def ask_all(url):
     checking.cancel()
     with contextlib.suppress(upstream.RefusedError, upstream.BrokenError):
         await (await server.send(HEALTH)).aclose()
-    with pytest.raises(ConnectionError) as by_watch:
-        await asyncio.to_thread(read_server, url)
-    return (
-        str(by_learner.value),
-        server.problem,
-        check.problem,
-        str(by_watch.value),
-    )
+    return str(by_learner.value), server.problem, check.problem
 
 
 def reserve_port():
@@ -143,7 +134,6 @@ def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
         lambda: FleetConfig(servers=(url,)),
         lambda: list_servers(fleet),
         lambda: tap.main(tap.TapCommandConfig(upstream=url, target=tmp_path, spool=tmp_path)),
-        lambda: watch.main(watch.WatchConfig(urls=(url,))),
     ]
     for each in ask:
         with pytest.raises(ValueError, match="--uds"):
@@ -162,8 +152,6 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
         await reply.aclose()
         async with make_client(trusted_certificates()) as http:
             assert (await http.get(url)).status_code == 204
-        with pytest.raises(ValueError, match="counters"):  # of an answer without any
-            await asyncio.to_thread(read_server, url)
 
 
 @in_event_loop
