@@ -109,6 +109,7 @@ def test_sglang_and_tensorrt_have_a_place_for_every_tensor_of_an_export(
             for mine, its in zip(shape, sizes, strict=True):
                 assert its in (mine, None), (name, shape, part)
     optional = {"embed_tokens", "embed_proj", "lm_head", "input_norm", "fc_norm.{N}"}
+    optional |= {"enorm", "eh_proj"}  # made for a section with `eh_proj_before_attn` only
     # SGLang's later layers have a norm that they do not apply, EAGLE-1's layer none
     unused = {"layers.{N}.input_layernorm"} if family == "eagle1" else set()
     assert table["modules"][family].keys() - taken <= optional | unused
@@ -158,15 +159,17 @@ def test_the_tables_are_of_the_versions_that_the_rules_name() -> None:
             assert table["sources"]
 
 
-def test_the_installed_sglang_has_the_loaders_of_the_table() -> None:
-    found = importlib.util.find_spec("sglang")
+@pytest.mark.parametrize(("package", "root"), [("sglang", "srt"), ("tensorrt_llm", ".")])
+def test_the_installed_sglang_or_tensorrt_has_the_loaders_of_the_table(
+    package: str, root: str
+) -> None:
+    found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        pytest.skip("sglang is not installed")
-    table = TABLES["sglang"]
-    read = read_engine(
-        "sglang", table["version"], Path(found.submodule_search_locations[0]) / "srt"
-    )
-    assert {**read, "date": table["date"]} == table
+        pytest.skip(f"{package} is not installed")
+    table = TABLES[package.replace("_", "-")]
+    read = read_engine(package, table["version"], Path(found.submodule_search_locations[0]) / root)
+    for key in ("modules", "keys", "architectures", "stacked", "renamed", "layers"):
+        assert read[key] == table[key]
 
 
 @pytest.mark.parametrize("head", ["dflash", "dspark"])
