@@ -1,1 +1,1 @@
-"""A check of everything that only a GPU runs, in fifteen minutes on one card."""
+"""Check everything that only a GPU runs, in fifteen minutes on one card."""

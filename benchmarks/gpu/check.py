@@ -1,21 +1,21 @@
 """Check everything that only a GPU runs, in fifteen minutes on one card.
 
-Without a GPU, it runs everything that needs none.
+On a machine without a GPU, it runs only the phases that need none.
 
     $ python -m benchmarks.gpu                       # every phase, the most valuable first
     $ python -m benchmarks.gpu --phases facts tests --tests "norm or attention"
 
-    facts    versions, the card, its copy bandwidth and matrix products                         facts.json
-    tests    tests/gpu in shards                                                                tests.json
-    train    trainings end to end with a resumed run, on a small target of random weights       train.json
-    micro    kernels and attention beside their roofs, swaps, capture                           micro.json
-    step     the steps that `redraft plan` counts: device and host time of each part      step.json
-    loss     the fused loss alone                                                               loss.json
-    engine   vLLM: its model runner, CUDA graphs, capture and swaps                             engine.json
+    facts    versions, the card, its bandwidth and its matrix products                  facts.json
+    tests    tests/gpu in shards                                                        tests.json
+    train    whole training runs and a resumed one, on a small target with random weightstrain.json
+    micro    kernels and attention compared with the card's limits; swaps and capture   micro.json
+    step     the steps that `redraft plan` counts: device and host time of each part    step.json
+    loss     the fused loss alone                                                       loss.json
+    engine   vLLM: its model runner, CUDA graphs, capture and swaps                     engine.json
 
-Each phase is a process with a time limit and writes its file after every result, so that a kill loses
-at most one phase. Its log is in the same folder. `tests` and `train` measure no time, so they run at
-the same time. On a CPU, step, loss and engine are left out.
+Each phase is a process with a time limit. It writes its file after every result, so a kill loses at
+most one phase. Its log is in the same folder. `tests` and `train` measure no time, so they run side
+by side. On a CPU, step, loss and engine are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from typing import Any, Literal
 PhaseName = Literal["facts", "tests", "train", "micro", "step", "loss", "engine"]
 
 LEFT_S = 8.0
-"""Seconds of the whole limit that remain after a phase; with fewer left, no phase starts."""
+"""Time in seconds to keep in reserve at the end. A phase that would get less than this is
+skipped.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +46,21 @@ class Config:
     """The check's settings."""
 
     output: Path = Path("outputs/gpu")
-    """Folder of the results. Files of the phases that run are replaced."""
+    """Folder for the results. Files of the selected phases are replaced."""
     phases: tuple[PhaseName, ...] = ("facts", "tests", "train", "micro", "step", "loss", "engine")
     """Phases to run, in this order."""
     minutes: float = 14.5
     """Time limit of all phases together."""
     tests: str = ""
-    """Tests to run, as an expression of pytest -k; by default all."""
+    """Tests to run, as an expression for `pytest -k`. By default, all tests run."""
     trainings: tuple[str, ...] = ("eagle3", "standalone", "dflash", "compiled", "cached")
-    """Trainings to run: families, `compiled` for EAGLE-3 with compiled layers, `cached` for Medusa
-    on a cache.
+    """Training runs: families, `compiled` for EAGLE-3 with compiled layers, `cached` for Medusa on
+    a cached signal.
     """
     steps: int | None = None
-    """Steps of each training; by default 60 on a GPU and 3 on a CPU."""
+    """Number of steps in each training run. By default, 60 on a GPU and 3 on a CPU."""
     families: tuple[str, ...] = ("eagle3", "dflash", "mtp", "medusa", "standalone")
-    """Families of the step."""
+    """Draft families whose training step is measured."""
     drafts: tuple[Literal["eagle3", "draft_model"], ...] = ("eagle3", "draft_model")
     """Drafts that the engine serves."""
 
@@ -71,15 +73,15 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of the check, in a process of its own."""
+    """A part of the check, run in its own process."""
 
     name: PhaseName
     module: str
-    """Of benchmarks.gpu, with `measure(config, results)`."""
+    """Name of a module in benchmarks.gpu. Its `MEASURES` has this phase's function."""
     limit_s: float
     needs_gpu: bool = False
     is_timed: bool = True
-    """Whether it measures time, so that nothing may run at the same time."""
+    """Whether the phase measures time and therefore runs alone."""
 
 
 PHASES = (
@@ -103,10 +105,10 @@ class Ended:
 
 
 def main(cfg: Config) -> None:
-    """Run the phases and print each as it ends.
+    """Run the phases, and print the outcome of each as it ends.
 
     Raises:
-        ValueError: a phase failed, or did not end in its time.
+        ValueError: a phase failed or exceeded its time limit.
     """
     cfg.output.mkdir(parents=True, exist_ok=True)
     began_s, device = time.monotonic(), cfg.device
@@ -125,7 +127,7 @@ def main(cfg: Config) -> None:
 
 
 def group_phases(phases: Sequence[Phase]) -> list[list[Phase]]:
-    """Phases that run side by side: neighbours that measure no time."""
+    """Group neighbouring phases that measure no time; each group runs side by side."""
     groups: list[list[Phase]] = []
     for phase in phases:
         if groups and not phase.is_timed and not groups[-1][-1].is_timed:
@@ -136,7 +138,7 @@ def group_phases(phases: Sequence[Phase]) -> list[list[Phase]]:
 
 
 def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
-    """Run a phase in a process of its own, for at most `left_s` seconds."""
+    """Run a phase in its own process for at most `left_s` seconds."""
     limit_s = min(phase.limit_s, left_s - LEFT_S)
     if (phase.needs_gpu and device == "cpu") or limit_s < LEFT_S:
         return Ended(name=phase.name, outcome="left out", seconds=0)
@@ -146,7 +148,7 @@ def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
     command = [sys.executable, "-m", "benchmarks.gpu.check", phase.name, settings]
     began_s = time.monotonic()
     with (cfg.output / f"{phase.name}.log").open("w") as log:
-        # A session of its own, so that the limit stops the phase's children too.
+        # The process gets its own session, so that the limit also stops its children.
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -163,7 +165,7 @@ def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
 
 
 def measure(name: str, settings: str) -> None:
-    """A phase, in its own process."""
+    """Run a phase in this process."""
     from benchmarks.gpu.results import Results
 
     read: dict[str, Any] = json.loads(settings)

@@ -1,6 +1,7 @@
-"""redraft's plugin in vLLM on the card.
+"""Measure redraft's plugin in vLLM on the card.
 
-The model runner, the target's text, records against Transformers, and swaps under CUDA graphs.
+It checks the model runner, the target's text, the records against Transformers, and swaps under
+CUDA graphs.
 
 R = recorded rows, K = kept ids, T = tokens, V = vocabulary.
 """
@@ -39,7 +40,7 @@ NUM_TOKENS = 3
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Measure every draft in an engine of its own, with and without capture.
+    """Measure every draft in its own engine, with and without capture.
 
     Raises:
         ValueError: a draft failed.
@@ -50,7 +51,7 @@ def measure(cfg: Config, results: Results) -> None:
             name = f"{draft}, {kind}"
             file, spool = cfg.output / f"engine-{draft}-{kind}.json", cfg.output / f"spool-{draft}"
             shutil.rmtree(spool, ignore_errors=True)
-            # A server with a registry pins the memory of drafts at its start.
+            # A server with a registry pins the memory for staged drafts when it starts.
             settings: dict[str, Any] = {"registry": str(cfg.output)}
             if kind == "recorded":
                 settings["capture"] = {"spool": str(spool), "hidden_states": True}
@@ -72,7 +73,7 @@ def measure(cfg: Config, results: Results) -> None:
 
 
 def serve(draft: str, results: Results, spool: Path) -> None:
-    """An engine with this draft in this process."""
+    """Start an engine with this draft in this process, and measure it."""
     from vllm import LLM
 
     good = TARGET if draft == "draft_model" else HEAD
@@ -121,7 +122,7 @@ def serve(draft: str, results: Results, spool: Path) -> None:
 
 
 class Engine:
-    """vLLM in this process."""
+    """A vLLM engine in this process."""
 
     def __init__(self, llm: Any) -> None:
         self._llm, self._seen = llm, (0.0, 0.0)
@@ -131,7 +132,7 @@ class Engine:
         return dict(status)
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Return the greedy answers of this length, recorded as if one server had given them."""
+        """Return greedy answers of `length` tokens; the plugin records them."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -145,7 +146,7 @@ class Engine:
         ]
 
     def read_accepted(self) -> float:
-        """Accepted tokens per step since the last call."""
+        """Return the number of accepted tokens per step since the last call."""
         found = {
             metric.name: metric.value
             for metric in self._llm.get_metrics()
@@ -157,7 +158,7 @@ class Engine:
         return float((accepted - before[0]) / max(1, drafts - before[1]))
 
     def swap(self, folder: Path) -> dict[str, Any]:
-        """Read a draft, load it and commit it. Raises: ValueError if it is refused."""
+        """Stage a draft, load it and commit it. Raises: ValueError if it is refused."""
         (staged,) = self._llm.collective_rpc("redraft_stage", args=(str(folder), "check"))
         if not staged["ok"]:
             raise ValueError(staged["error"])
@@ -170,13 +171,13 @@ class Engine:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Prompts of random tokens, each longer than the one before."""
+    """Return prompts of random tokens; each is 7 tokens longer than the previous one."""
     chosen = random.Random(0)
     return [[chosen.randrange(8, 4096) for _ in range(10 + 7 * i)] for i in range(count)]
 
 
 def make_noise(good: Path, folder: Path) -> Path:
-    """The draft with noise for matrices."""
+    """Write a copy of the draft whose matrices are random noise."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(good, folder)
     torch.manual_seed(0)
@@ -191,7 +192,7 @@ def make_noise(good: Path, folder: Path) -> Path:
 
 
 def load_model(on_gpu: bool) -> Any:
-    """The target in Transformers, in float32."""
+    """Load the target in Transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
     return (
@@ -203,7 +204,7 @@ def load_model(on_gpu: bool) -> Any:
 
 @torch.no_grad()
 def read_log_probs(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """log p of every next token, [T, V], on the CPU."""
+    """Return log p of every next token, [T, V], on the CPU."""
     found: torch.Tensor = (
         model(torch.tensor([list(ids)], device=model.device)).logits[0].log_softmax(-1).cpu()
     )
@@ -213,9 +214,9 @@ def read_log_probs(model: Any, ids: Sequence[int]) -> torch.Tensor:
 def find_distance(
     model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> list[float]:
-    """For each answer the largest log p that a token lacks to the best one.
+    """Return, for each answer, the largest gap in log p between a token and the best token there.
 
-    Rounding in bfloat16 gives 0.1.
+    Rounding in bfloat16 alone causes gaps of 0.1.
     """
     found = []
     for prompt, text in zip(prompts, texts, strict=True):
@@ -242,7 +243,7 @@ def compare_records(model: Any, spool: Path) -> dict[str, Any]:
             )
             num_rows += len(ids_RK)
     if not errors:
-        raise ValueError(f"no records in {spool}")
+        raise ValueError(f"there are no records in {spool}")
     quantiles = torch.cat(errors).quantile(torch.tensor([0.5, 0.99, 1.0])).tolist()
     return {"rows": num_rows, "error of log p: median, 99%, worst": quantiles}
 

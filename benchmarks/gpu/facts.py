@@ -1,4 +1,4 @@
-"""The machine, its packages, and the roofs of its card: copies and matrix products."""
+"""Measure the machine's limits: its packages, its card, copy bandwidth and matrix products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = (
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Versions, then the roofs."""
+    """Record the versions, then measure bandwidth and matrix products."""
     device = torch.device(cfg.device)
     results.measure("environment", environment)
     results.measure("machine", lambda: asdict(this_machine()))
@@ -55,7 +55,7 @@ def find_version(package: str) -> str | None:
 
 
 def time_copy(device: torch.device) -> float:
-    """Bytes read and written per second by a copy, in TB/s."""
+    """Measure the bandwidth of a copy, read plus written bytes, in TB/s."""
     source = torch.ones(
         1 << (30 if device.type == "cuda" else 25), dtype=torch.uint8, device=device
     )
@@ -64,7 +64,7 @@ def time_copy(device: torch.device) -> float:
 
 
 def time_product(device: torch.device, dtype: torch.dtype) -> float:
-    """Of two square matrices, in TFLOP/s."""
+    """Measure the product of two square matrices, in TFLOP/s."""
     size = 8192 if device.type == "cuda" else 512
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / median_s(lambda: left @ right, device, rounds=5) / 1e12

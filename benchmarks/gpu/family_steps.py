@@ -1,7 +1,7 @@
-"""Run the steps that `redraft plan` counts on the card.
+"""Run on the card the training steps that `redraft plan` counts.
 
-The results are the benchmark's numbers, then the time of each part on device and host, the waits,
-and the kernels that take most of it.
+The results are the benchmark's numbers, the time of each part on device and host, the waits, and
+the slowest kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure_family(
 
 
 class Marks:
-    """The beginnings of a step's parts, on the device and on the host."""
+    """Start times of a step's parts, on the device and on the host."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, torch.cuda.Event, float]] = []
@@ -58,9 +58,9 @@ class Marks:
 
 
 def measure_parts(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each part.
+    """Measure each part of a step in milliseconds, on the device and on the host.
 
-    If the host's are the device's, launches are the limit, or the host waits.
+    If both times are equal, kernel launches are the limit, or the host waits for the device.
     """
     run = gpu.prepare_step(plan, device)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Compare kernels and attention with their roofs, and measure the work of capture and swaps.
+"""Compare kernels and attention with the card's limits, and measure capture and swaps.
 
 B = batch, H = query heads, G = key heads, T = tokens, E = head size, M = draft rows, C = target
 rows, V = vocabulary.
@@ -30,7 +30,7 @@ from redraft.online.engine.swap import checksum
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Take every measurement; kernels are measured on a GPU only."""
+    """Take every measurement; kernels are measured only on a GPU."""
     device = torch.device(cfg.device)
     both: list[Callable[[torch.device], Any]] = [
         product_into_float32,
@@ -50,14 +50,14 @@ def measure(cfg: Config, results: Results) -> None:
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Numbers with a standard deviation of 2."""
+    """Return random numbers with a standard deviation of 2."""
     return (2 * torch.randn(*shape, device=device)).to(dtype)
 
 
 def product_into_float32(device: torch.device) -> dict[str, float]:
-    """A product of bfloat16 operands that is added to a float32 gradient.
+    """Time a product of bfloat16 operands that is added to a float32 gradient.
 
-    PyTorch before 2.10 refuses it on a GPU.
+    PyTorch before 2.10 does not support it on a GPU.
     """
     m, w, d = (14336, 32000, 4096) if device.type == "cuda" else (64, 256, 128)
     dz_MW, hidden_MD = random(m, w, device=device).mul_(1e-3), random(m, d, device=device)
@@ -67,9 +67,9 @@ def product_into_float32(device: torch.device) -> dict[str, float]:
 
 
 def rows_without_a_number(device: torch.device) -> dict[str, Any]:
-    """A NaN or an overflow in the target's state makes the loss NaN in every form.
+    """Check that a NaN or an overflow in the target's states makes the loss NaN in every form.
 
-    Otherwise, a meaningless step would be taken.
+    Otherwise, the optimizer would take a meaningless step.
     """
     hidden_MD, target_CD = (random(64, 64, device=device) for _ in range(2))
     head_WD, target_head_VD = (random(1000, 64, device=device) for _ in range(2))
@@ -106,9 +106,9 @@ def rows_without_a_number(device: torch.device) -> dict[str, Any]:
 
 
 def attention(device: torch.device) -> dict[str, Any]:
-    """Compare the drafts' FlexAttention with PyTorch's own on one document of twice the work.
+    """Compare the drafts' FlexAttention on two documents with PyTorch's attention on one.
 
-    The first call compiles.
+    PyTorch's does twice the work. The first call compiles ours.
     """
     on_gpu = device.type == "cuda"
     sizes = ((128, 32, 8, 2048, 8), (64, 32, 8, 2048, 8), (128, 32, 8, 8192, 2), (256, 16, 4, 2048, 4)) if on_gpu else (
@@ -123,7 +123,7 @@ def attention(device: torch.device) -> dict[str, Any]:
 def time_attention(
     size: int, heads: int, keys: int, tokens: int, batch: int, *, device: torch.device
 ) -> Any:
-    """Two documents in each row."""
+    """Time both kinds of attention; each row holds two documents."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         random(batch, h, tokens, size, device=device, dtype=dtype).requires_grad_()
@@ -152,7 +152,7 @@ def time_attention(
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The search for the largest logits of a step of 256 requests with 3 draft tokens each."""
+    """Time the search for the largest logits, for 256 requests with 3 draft tokens each."""
     num_rows, width = (1024, 128256) if device.type == "cuda" else (16, 8192)
     logits_RV = random(num_rows, width, device=device)
     table = {
@@ -165,9 +165,9 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def checksums(device: torch.device) -> dict[str, float]:
-    """The target's checksum, which a swap computes twice in the pause.
+    """Time the target's checksum, which every swap computes twice during its pause.
 
-    And its memory for a transposed weight.
+    On a GPU, also measure the memory it needs for a transposed weight.
     """
     wide, layers = (14336, 32) if device.type == "cuda" else (512, 2)
     model = nn.ModuleList(
@@ -189,9 +189,9 @@ def checksums(device: torch.device) -> dict[str, float]:
 
 
 def pinning(device: torch.device) -> dict[str, float]:
-    """Measure the staged draft's pinned buffer.
+    """Measure how long it takes to pin the buffer for a staged draft.
 
-    Returns the time to allocate it, and the longest wait of another thread's launch meanwhile.
+    Also return the longest delay of a kernel launch in another thread meanwhile.
     """
     num_bytes = 1 << (31 if device.type == "cuda" else 24)
     memory, done = HostMemory(pin_on(device)), threading.Event()
@@ -216,9 +216,9 @@ def pinning(device: torch.device) -> dict[str, float]:
 
 
 def rows_of_the_loss(device: torch.device) -> dict[str, Any]:
-    """The kernels at the sizes of EAGLE-3 for Llama-3.1-8B and of a standalone draft.
+    """Measure the loss kernels' bandwidth, counting the bytes that must be moved.
 
-    Bytes that must be moved.
+    The sizes are those of EAGLE-3 for Llama-3.1-8B and of a standalone draft.
     """
     target_CV, ids_W = (
         random(2048, 128256, device=device),
@@ -247,7 +247,7 @@ def rows_of_the_loss(device: torch.device) -> dict[str, Any]:
 
 
 def launch(work_MW: Tensor, *args: Any) -> Callable[[], Tensor]:
-    """A call of `draft_rows` at temperature 1."""
+    """Return a call of `draft_rows` at temperature 1."""
     kept_CW, sums_2C, place_M, scale_M, name = args
 
     def run() -> Tensor:
@@ -260,7 +260,7 @@ def launch(work_MW: Tensor, *args: Any) -> Callable[[], Tensor]:
 
 
 def beyond_2_to_31(device: torch.device) -> dict[str, Any]:
-    """The last rows of more than 2^31 logits, against the same rows by themselves."""
+    """Compare the last rows of more than 2^31 logits with the same rows computed alone."""
     m, width, c = 14400, 151936, 2048
     target_CV, work_MW = random(c, width, device=device), random(m, width, device=device)
     last_MW = work_MW[-8:].clone()
@@ -278,7 +278,7 @@ def beyond_2_to_31(device: torch.device) -> dict[str, Any]:
 
 
 def attention_in_compiled_layers(device: torch.device) -> dict[str, Any]:
-    """Check attention inside compiled layers: it is compiled separately from a layer's graph.
+    """Check attention inside compiled layers, where it is compiled separately.
 
     It must not hold all scores in memory.
     """

@@ -1,4 +1,4 @@
-"""Results of a phase, written as each is found, and times on either device."""
+"""Results of a phase, saved one by one, and timing on either device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redraft.files.artifact import write_whole
 
 
 class Results:
-    """A JSON file that is complete after every result, so that a kill loses only later ones."""
+    """A JSON file that is saved after every result, so that a kill loses only later results."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Results:
         print(f"{name}: {said if len(said) < 600 else said[:600] + '...'}", flush=True)
 
     def measure(self, name: str, make: Callable[..., Any], *args: Any) -> None:
-        """Keep the result of `make(*args)`, or its error: no result depends on another."""
+        """Save the result of `make(*args)`, or its error. Later measurements run in both cases."""
         began_s = time.perf_counter()
         try:
             value = make(*args)
@@ -41,7 +41,10 @@ class Results:
 
 
 def median_s(run: Callable[[], Any], device: torch.device, rounds: int = 10) -> float:
-    """Median time of a call, in seconds; by the events of a GPU, without its launch."""
+    """Return the median time of a call, in seconds.
+
+    On a GPU, CUDA events measure it, without the launch.
+    """
     for _ in range(2):
         run()
     times = []

@@ -1,4 +1,4 @@
-"""tests/gpu in shards side by side, each in a process, with the outcome of every test."""
+"""Run tests/gpu in parallel shards, and record the outcome of every test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure(cfg: Config, results: Results) -> None:
     """Run the tests.
 
     Raises:
-        ValueError: a test did not pass, or none ran.
+        ValueError: a test did not pass, or no test ran.
     """
     on_cpu = cfg.device == "cpu"
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
@@ -37,7 +37,7 @@ def measure(cfg: Config, results: Results) -> None:
     lock = threading.Lock()
 
     def run(number: int) -> None:
-        # Every n-th test, because neighbours take alike times.
+        # A shard takes every n-th test, because neighbouring tests take similar times.
         for test, outcome, message in run_shard(env, nodes[number::num_shards]):
             with lock:
                 outcomes[outcome] += not message
@@ -50,11 +50,11 @@ def measure(cfg: Config, results: Results) -> None:
         for job in [pool.submit(run, number) for number in range(num_shards)]:
             job.result()
     if not_passed or not outcomes["PASSED"]:
-        raise ValueError(f"{len(not_passed)} tests did not pass, {outcomes['PASSED']} did")
+        raise ValueError(f"{len(not_passed)} tests did not pass; {outcomes['PASSED']} passed")
 
 
 def collect(cfg: Config, env: dict[str, str]) -> list[str]:
-    """The ids of the tests. Raises: ValueError if they cannot be collected."""
+    """Return the ids of the tests. Raises: ValueError if pytest cannot collect them."""
     command = [*PYTEST, "-q", "--collect-only", "-m", "gpu", "-k", cfg.tests, str(TESTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     nodes = [
@@ -63,12 +63,12 @@ def collect(cfg: Config, env: dict[str, str]) -> list[str]:
         if "::" in line and " " not in line.partition("[")[0]
     ]
     if done.returncode or not nodes:
-        raise ValueError(f"no tests are collected: {done.stdout[-2000:]}{done.stderr[-1000:]}")
+        raise ValueError(f"pytest collected no tests: {done.stdout[-2000:]}{done.stderr[-1000:]}")
     return nodes
 
 
 def run_shard(env: dict[str, str], nodes: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (test, outcome, "") as each test ends, then (test, outcome, message) of failures."""
+    """Yield (test, outcome, "") as each test ends, then (test, outcome, message) per failure."""
     command = [*PYTEST, "-v", "-rfE", "--color=no", *nodes]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

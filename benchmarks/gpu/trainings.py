@@ -1,6 +1,7 @@
-"""Trainings end to end, with the product's command, on a small target of random weights.
+"""Run whole training runs with redraft's command, on a small target with random weights.
 
-The loss falls, the export exists, and a resumed run has the same result as an uninterrupted one.
+The loss must fall, the export must exist, and a resumed run must end with the same loss as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "compiled": ("eagle3", ("--loop.compile",)),
     "cached": ("medusa", ("--signal.kind", "cache")),
 }
-"""Family and flags of the trainings that are not named as a family."""
+"""Family and further flags of the runs that are not named after a family."""
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Run the trainings, and resume the first one.
+    """Run every training run, then resume the first.
 
     Raises:
-        ValueError: a training failed.
+        ValueError: a training run failed.
     """
     on_gpu = cfg.device == "cuda"
     work = cfg.output / "trainings"
@@ -61,7 +62,7 @@ def measure(cfg: Config, results: Results) -> None:
 
 
 def make_target(folder: Path) -> Path:
-    """The tiny target of the tests with other, random weights."""
+    """Save a copy of the tests' tiny target with new random weights."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ASSET))
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -72,7 +73,7 @@ def make_target(folder: Path) -> Path:
 def train(
     name: str, target: Path, folder: Path, steps: int, *flags: str, on_gpu: bool
 ) -> dict[str, Any]:
-    """A training by the command. Raises: ValueError with the end of its output if it fails."""
+    """Run the command. Raises: ValueError with the end of its output if it fails."""
     family, own = SETTINGS.get(name, (name, ()))
     rows = ("4", "1024") if on_gpu else ("1", "256")
     third = str(max(1, steps // 3))
@@ -132,7 +133,7 @@ def train(
 
 
 def resume(name: str, target: Path, folder: Path, steps: int, on_gpu: bool) -> dict[str, Any]:
-    """The same training, continued from the checkpoint before the last."""
+    """Resume the run from its second-last checkpoint."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     unbroken = [line["loss"] for line in lines if "loss" in line][-1]
     checkpoints = sorted((folder / "checkpoints").iterdir())
