@@ -7,7 +7,7 @@ On a machine without a GPU, it runs only the phases that need none.
 
     facts    versions, the card, its bandwidth and its matrix products                  facts.json
     tests    tests/gpu in shards                                                        tests.json
-    train    whole training runs and a resumed one, on a small target with random weightstrain.json
+    train    whole training runs and a resumed one, on a small random target            train.json
     micro    kernels and attention compared with the card's limits; swaps and capture   micro.json
     step     the steps that `redraft plan` counts: device and host time of each part    step.json
     loss     the fused loss alone                                                       loss.json

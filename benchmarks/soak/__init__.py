@@ -1,1 +1,1 @@
-"""A soak: the whole online service under traffic and random faults, and a judge at its end."""
+"""Soak test: the whole online service under traffic and random faults, judged at the end."""

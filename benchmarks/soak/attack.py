@@ -2,11 +2,12 @@
 
 It sends bursts of requests to one door after another.
 
-a burst    some well-known attacks, and mutations of the door's requests: bad lengths, upgrades, pipelining, half heads
-           and bodies, header lines of 9,000 bytes, trailers, chunk extensions, answers that nobody reads,
-           wrong keys, torn bytes; the connections stay open until it ends
-judged     the process is alive; an honest request that began before is answered whole; the log has hardly grown;
-           every answer is a status blaming the request, or the end of the connection; none is from /redraft/...
+a burst    some well-known attacks, and mutations of the process's requests: bad lengths, upgrades, pipelining,
+           truncated heads and bodies, header lines of 9,000 bytes, trailers, chunk extensions, answers that
+           nobody reads, wrong keys, torn bytes; the connections stay open until the burst ends
+judged     the process is alive; an honest request that began before the burst is answered whole; the log has
+           hardly grown; every answer is an error status that blames the request, or the end of the connection;
+           no answer comes from /redraft/...
 """
 
 from __future__ import annotations
@@ -27,40 +28,42 @@ from benchmarks.soak.clients import Verdict, judge_refusal, judge_stream
 from benchmarks.soak.supervisor import Supervised
 
 BURST = 100
-"""Requests of a burst."""
+"""Number of requests per burst."""
 
 AT_ONCE = 16
-"""Requests under way at the same time."""
+"""Maximum number of concurrent requests."""
 
 HELD_S = 1.3
-"""Shortest time with open connections in a burst: taps look for unfinished requests once
-a second.
+"""Minimum duration of a burst with its connections open. Taps look for unfinished requests once a
+second.
 """
 
 LOOK_S = 0.15
-"""Time for the answer to a mutated request, which may wait for the rest."""
+"""Time to wait for an answer to a mutated request. The server may be waiting for the rest of it."""
 
 ANSWER_S = 60.0
-"""Deadline of the answer to a complete request. It is generous, because a fault may stop the tap or
-all servers meanwhile.
+"""Deadline for the answer to a complete request. It is long because a fault may stop the tap or all
+servers in the meantime.
 """
 
 MAX_LOG_BYTES = 10_000
-"""Growth of a log above which a burst has flooded it."""
+"""Maximum growth of a log in one burst. Above it, the burst counts as having flooded the log."""
 
 NUM_TOKENS = 40
-"""Tokens of an honest answer."""
+"""Number of tokens in an honest answer."""
 
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 SECRET = b"draft_version"
-"""A word of every /redraft/status page."""
+"""A word that every /redraft/status page contains."""
 
 UNAVAILABLE = (502, 503)
-"""The tap has no server. Another fault caused this, and the status says so clearly."""
+"""Statuses of a tap without a server. Another fault caused this, so they are not held against the
+tap.
+"""
 
 KILLED = b"EngineCore encountered an issue"
-"""Part of vLLM's status 500 after a kill of the engine. If nobody killed the server, this counts as
-a failure of its own (judge.py).
+"""Part of the body of vLLM's status 500 after its engine was killed. If no fault killed it,
+judge.py reports that as a separate failure.
 """
 
 
@@ -71,10 +74,12 @@ class Shot:
     name: str
     sent: bytes
     is_complete: bool = False
-    """The bytes are one request, whose answer is awaited."""
+    """Whether `sent` is one complete request, which must be answered."""
     max_answers: int = BURST
     is_read: bool = True
-    """Whether the answer is read; if not, it stays in the buffers until the burst ends."""
+    """Whether the client reads the answer. If not, the answer stays in the buffers until the burst
+    ends.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,35 +89,38 @@ class Door:
     process: Supervised
     port: int
     paths: Sequence[bytes]
-    """Paths of the requests to mutate."""
+    """Paths that the mutated requests use."""
     generates: bool = False
-    """It forwards requests to an engine, so well-known attacks on those are sent as well."""
+    """Whether the process forwards requests to an engine. If so, well-known attacks on completion
+    servers are sent too.
+    """
     streams: str = ""
-    """Path of an honest stream; empty: the first of `paths` is an honest request, answered by JSON.
+    """Path of an honest stream. If empty, the honest request is a GET of the first of `paths`,
+    answered with JSON.
     """
 
 
 @dataclass(kw_only=True)
 class Attack:
-    """The requests sent, and the effects."""
+    """The requests sent, and their effects."""
 
     doors: Sequence[Door]
     seed: int
     requests: int = 0
     bursts: int = 0
     ended: int = 0
-    """Number of processes that an attack ended."""
+    """Number of processes that exited during a burst although no fault had killed them."""
     honest_streams: int = 0
     honest_streams_cut: int = 0
     most_log_bytes: int = 0
     problems: list[str] = field(default_factory=list)
-    """The first broken rules."""
+    """The first 20 violations."""
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
 
     async def run(self, is_over: asyncio.Event, pause_s: float) -> None:
-        """Bursts until the event is set, one every `pause_s` seconds on average, if so many fit."""
+        """Send bursts until the event is set, one every `pause_s` seconds if they are short enough."""
         began_s, number = time.monotonic(), 0
         while not is_over.is_set():
             await self.burst(self.doors[number % len(self.doors)])
@@ -122,7 +130,7 @@ class Attack:
                     await is_over.wait()
 
     async def burst(self, door: Door) -> None:
-        """Send one burst. A process that another fault ended meanwhile is not judged."""
+        """Send one burst. If a fault ends the process meanwhile, the burst is not judged."""
         process, began_s = door.process, time.monotonic()
         if not process.was_up(began_s):
             await asyncio.sleep(0.5)
@@ -155,7 +163,7 @@ class Attack:
             self._report(f"{process.name}: {problem}")
 
     def describe(self) -> dict[str, Any]:
-        """The figures for the report."""
+        """Return the figures for the report."""
         counts = (
             "seed",
             "requests",
@@ -174,7 +182,7 @@ class Attack:
 
 
 async def ask_honestly(http: httpx.AsyncClient, door: Door) -> Verdict:
-    """The verdict on an honest request: a stream, which must be whole, or an answer of JSON."""
+    """Send an honest request, and judge its answer: a whole stream, or an answer in JSON."""
     url = f"http://127.0.0.1:{door.port}"
     try:
         if not door.streams:
@@ -201,7 +209,7 @@ async def ask_honestly(http: httpx.AsyncClient, door: Door) -> Verdict:
 
 
 def draw_shot(rng: random.Random, door: Door) -> Shot:
-    """A well-known attack, or a mutation of one of the door's requests."""
+    """Return a well-known attack, or a mutation of a request for one of the door's paths."""
     if rng.random() < 0.2:
         return rng.choice(build_requests(rng) if door.generates else build_plain_requests(rng))
     names, sent = [], _draw_request(rng, door.paths)
@@ -325,7 +333,7 @@ def _add_header(sent: bytes, lines: bytes) -> bytes:
 
 
 def build_plain_requests(rng: random.Random) -> list[Shot]:
-    """Well-known attacks on any server of HTTP."""
+    """Return well-known attacks on any HTTP server."""
     body = b'{"model":"m","prompt":"x","max_tokens":2}'
     plain = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     length = b"Content-Length: %d\r\n" % len(body)
@@ -367,7 +375,7 @@ def build_plain_requests(rng: random.Random) -> list[Shot]:
         ),
     ]
     shots = [Shot(name=name, sent=sent, is_complete=True, max_answers=2) for name, sent in requests]
-    # No request is complete: a server without our limits waits for the rest.
+    # These requests are never complete: a server without our limits would wait for the rest.
     for name, sent in (("trailer", b"0\r\nX: "), ("chunk extension", b"2;")):
         endless = plain + chunked + b"\r\n" + sent + b"a" * 300_000
         shots.append(Shot(name=f"endless {name}", sent=endless))
@@ -378,7 +386,7 @@ def build_plain_requests(rng: random.Random) -> list[Shot]:
 
 
 def build_requests(rng: random.Random) -> list[Shot]:
-    """These, and well-known attacks on a server of completions."""
+    """Return well-known attacks on any HTTP server and on a completion server."""
     requests = [
         (
             "websocket",
@@ -463,7 +471,7 @@ def _complete(content: bytes, headers: bytes = b"") -> bytes:
 
 
 async def _shoot(port: int, shot: Shot, slots: asyncio.Semaphore, held: AsyncExitStack) -> str:
-    """Send a shot, and return the broken rule; empty if there is none.
+    """Send a shot, and return the rule that its answers violate; empty if none.
 
     The connection is left open in `held`.
     """
@@ -481,7 +489,7 @@ async def _shoot(port: int, shot: Shot, slots: asyncio.Semaphore, held: AsyncExi
 
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is closed without a shutdown."""
+    """Open a connection; it is closed without a shutdown."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
@@ -490,12 +498,12 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shot: Shot) -> bytes:
-    """Return the answer, up to the end of the connection or a pause.
+    """Return what the server answers until it closes the connection or pauses.
 
     The result is empty if there was no answer.
 
     Raises:
-        TimeoutError: a complete request has no answer.
+        TimeoutError: a complete request got no answer.
     """
     answer = b""
     try:
@@ -516,7 +524,7 @@ async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, s
 
 
 def find_broken_rule(answer: bytes, max_answers: int = 2) -> str:
-    """Return the broken rule; empty if there is none."""
+    """Return the rule that the answers violate; empty if none."""
     if SECRET in answer:
         return "it reached /redraft/status"
     statuses = [int(status) for status in STATUS.findall(answer)]

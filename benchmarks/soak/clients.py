@@ -1,6 +1,6 @@
-"""Clients with churn, and the verdict on every request.
+"""Clients that come and go, and a verdict on every request.
 
-Was it answered, or did the client learn why not?
+The verdict says whether the request was answered or, if not, whether the client learned why.
 
 answered    complete: every choice has a finish reason, and a stream ends with [DONE]
 left        the client hung up in the middle, on purpose
@@ -25,8 +25,8 @@ import httpx
 from redraft.engine.prompts import Prompt
 
 SILENCE_S = 90.0
-"""Maximum wait for a byte, in seconds. No fault of the soak takes longer, so after a longer silence
-nobody reported the failure to the client.
+"""Maximum wait for a byte, in seconds. Every fault of the soak is shorter, so a longer silence
+means that the client was not told of the failure.
 """
 
 TENANTS = ("", "acme", "globex", "initech", "umbrella")
@@ -44,7 +44,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     told: Counter[str] = field(default_factory=Counter)
     untold: list[str] = field(default_factory=list)
-    """The first of them, for the report."""
+    """The first 20 untold failures, for the report."""
 
     def add(self, verdict: Verdict) -> None:
         self.counts[verdict.kind] += 1
@@ -56,10 +56,12 @@ class Tally:
 
 @dataclass
 class Clients:
-    """`num_clients` that talk to the taps, one request each at a time."""
+    """`num_clients` concurrent clients, each with one request at a time."""
 
     taps: Mapping[str, Callable[[float], bool]]
-    """By address: whether the tap has lived without a break since this monotonic time."""
+    """For each tap's address, a function that returns whether the tap has been up since a monotonic
+    time.
+    """
     prompts: Sequence[Prompt]
     rng: random.Random
     num_clients: int
@@ -72,7 +74,8 @@ class Clients:
 
     async def _live(self, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
-            # A new connection now and then. An idle one is given up before the tap closes it.
+            # Open a new connection every few requests. httpx drops an idle one before the tap
+            # closes it.
             limits = httpx.Limits(keepalive_expiry=2)
             async with httpx.AsyncClient(timeout=SILENCE_S, limits=limits) as http:
                 for _ in range(self.rng.randrange(1, 8)):
@@ -99,7 +102,8 @@ class Clients:
             is_silence = isinstance(error, httpx.TimeoutException) and not isinstance(
                 error, httpx.ConnectTimeout
             )
-            # A refused connection is not a silence: a killed tap refuses, and the client notices.
+            # A refused connection is not a silence: the tap is down, and the client notices at
+            # once.
             if is_silence or was_up(began_s):
                 return Verdict(
                     "untold", f"{name} of {path} stream={body['stream']} after {_since(began_s)}"
@@ -107,7 +111,7 @@ class Clients:
             return Verdict("cut", name)
 
     def draw_request(self) -> tuple[str, dict[str, Any], dict[str, str]]:
-        """Path, body and headers of a random request."""
+        """Return path, body and headers of a random request."""
         rng, prompt = self.rng, self.rng.choice(self.prompts)
         body: dict[str, Any] = {
             "model": "m",
@@ -142,7 +146,7 @@ class Clients:
 
 
 def judge_refusal(status: int, body: bytes) -> Verdict:
-    """Judge an error status: it must come with a message in the form that OpenAI's clients read."""
+    """Judge an error status: its body must have a message where OpenAI's clients look for it."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -175,9 +179,9 @@ async def judge_stream(
     patience: int | None = None,
     num_tokens: int | None = None,
 ) -> Verdict:
-    """Read the events; with `patience`, hang up after that many events.
+    """Read the events, and hang up after `patience` events if given.
 
-    `num_tokens` must be reported as used.
+    If `num_tokens` is given, the reported usage must equal it.
     """
     finished: set[int] = set()
     num_events, used = 0, None
@@ -203,8 +207,7 @@ async def judge_stream(
         finished |= {choice["index"] for choice in event["choices"] if choice.get("finish_reason")}
         num_events += 1
         if num_events == patience:
-            # Returning leaves the caller's `async with`, which closes the connection: so the client
-            # hangs up.
+            # Returning leaves the caller's `async with`, which closes the connection.
             return Verdict("left")
     return Verdict("untold", "the stream ended without [DONE]")
 

@@ -1,9 +1,9 @@
-"""Small disks that can fill up and hang: files with an ext4 inside, mounted through a loop device.
+"""Small disks that can fill up and hang: image files with ext4, mounted through a loop device.
 
 Needs root.
 
 fill     the rest of the disk is allocated, so every write fails with ENOSPC
-freeze   every write waits, and so do fsync, create and unlink, as on a network disk whose server is gone
+freeze   every write waits, and so do fsync, create and unlink, as on a network disk without its server
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from redraft.engine.process import start_group
 FILLER = "filler"
 
 PIECES = (64 << 20, 1 << 20, 4 << 10)
-"""Bytes allocated at once, from the largest to a block, until not even that fits."""
+"""Sizes of the pieces to allocate, from the largest to one block. Each is repeated until none fits.
+"""
 
 
 @dataclass(frozen=True)
 class Disk:
     folder: Path
     is_real: bool
-    """False if nothing could be mounted: the disk is then a plain folder, which can neither fill up
-    nor hang.
+    """Whether the disk is a mount. If mounting failed, it is a plain folder, which can neither fill
+    up nor hang.
     """
 
     def fill(self) -> None:
-        """Take all free space."""
+        """Allocate all free space."""
         assert self.is_real
         descriptor = os.open(self.folder / FILLER, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
@@ -43,8 +44,8 @@ class Disk:
             for piece in PIECES:
                 with contextlib.suppress(OSError):
                     while True:
-                        # Allocated, not written: gigabytes in no time, and the rest of the disk is
-                        # truly gone.
+                        # Allocating is instant even for gigabytes, and fills the disk as writing
+                        # would.
                         os.posix_fallocate(descriptor, size, piece)
                         size += piece
         finally:
@@ -54,22 +55,22 @@ class Disk:
         (self.folder / FILLER).unlink(missing_ok=True)
 
     def freeze(self, seconds: float, log: Path) -> subprocess.Popen[bytes]:
-        """Freeze the disk; the returned process thaws it.
+        """Freeze the disk, and return the process that thaws it.
 
-        It does so even if this process is killed.
+        That process thaws the disk even if this one is killed.
         """
         assert self.is_real
-        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. If a disk stayed
-        # frozen, everyone who touches it would hang.
+        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. A disk left
+        # frozen would hang every process that touches it.
         script = f'trap "" TERM; fsfreeze -f "$1" && sleep {seconds:.1f}; fsfreeze -u "$1"'
         return start_group(["sh", "-c", script, "freeze", str(self.folder)], log=log)
 
 
 @contextlib.contextmanager
 def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
-    """An empty disk of `num_bytes` at `folder`.
+    """Mount an empty disk of `num_bytes` at `folder`.
 
-    A plain folder if this machine does not allow mounts.
+    If this machine does not allow mounts, make a plain folder.
     """
     folder.mkdir(parents=True, mode=0o700)
     tools = [
@@ -85,7 +86,7 @@ def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
         return
     with image.open("wb") as file:
         file.truncate(num_bytes)
-    # -m 0: no blocks in reserve for root, as which the soak runs.
+    # -m 0 reserves no blocks for root, because the soak runs as root.
     _run(str(tools[0]), "-q", "-F", "-m", "0", str(image))
     if subprocess.run(
         [str(tools[1]), "-o", "loop", image, folder], capture_output=True, check=False
@@ -108,7 +109,7 @@ def unmount_below(folder: Path) -> None:
 
 
 def _unmount(folder: Path) -> None:
-    # Thaw first, because unmounting a frozen disk would wait. Unmount lazily, because a killed
+    # Thaw first, because unmounting a frozen disk would hang. Unmount lazily, because a killed
     # process may still have a file open.
     for command in (["fsfreeze", "-u"], ["umount", "--lazy"]):
         subprocess.run([*command, folder], capture_output=True, check=False)

@@ -1,14 +1,15 @@
-"""The faults.
+"""The faults that the soak injects.
 
-Each is injected into the running service, ended, and judged by whether its target is well again.
+Each fault is injected into the running service and then ended. The service survives it if the
+target recovers.
 
 kill      kill -9 of a process, or of the engine inside a server        the supervisor starts it again
 stop      SIGSTOP of a process for seconds, then SIGCONT
 fill      a disk is full for seconds
 freeze    every write to a disk hangs for seconds
-pipe      a server is asked to swap to a version with a pipe among its weights, which would never end
+pipe      a server is asked to swap to a version whose weights include a pipe without a writer
 clock     the wall clock of a process jumps, and jumps back
-records   hostile records with right checksums, in the log or in the spool
+records   hostile records with correct checksums, in the log or in the spool
 tear      a file is torn or a stray one appears while its process is down
 """
 
@@ -39,13 +40,13 @@ from redraft.online.records.publisher import MESSAGE_ID
 from redraft.online.records.spool import PARTIAL, SUFFIX
 
 RECOVERY_S = 600.0
-"""Deadline for a target to be well again. A server loads for half a minute, and on a busy machine
-for minutes.
+"""Deadline for a target to recover. A server takes half a minute to load, and minutes on a busy
+machine.
 """
 
 JUMPS = ("+1h", "-1h", "+1d", "-1d", "+8d")
-"""The longest jump exceeds the age at which the buffer deletes records. A learner must not follow a
-jump that is undone so soon.
+"""Jumps of the wall clock. The longest exceeds the age at which the buffer deletes records, and the
+learner must not delete any during such a short jump.
 """
 
 
@@ -55,7 +56,7 @@ class NotSurvivedError(Exception):
 
 @dataclass(kw_only=True)
 class World:
-    """The running service, as faults see it."""
+    """The running service that the faults act on."""
 
     stage: Stage
     processes: dict[str, Supervised]
@@ -84,13 +85,13 @@ class Injected:
     fault: Fault
     began: datetime.datetime
     seconds: float
-    """From the injection until its target was well again."""
+    """Time in seconds from the injection until the target recovered."""
     problem: str = ""
-    """The reason why the service did not survive it; empty if it did."""
+    """Why the service did not survive the fault; empty if it did."""
 
 
 async def inject(world: World, fault: Fault) -> Injected:
-    """Inject the fault, and wait until its target is well again."""
+    """Inject the fault, and wait until its target has recovered."""
     began, began_s = datetime.datetime.now(datetime.UTC), time.monotonic()
     problem = ""
     try:
@@ -111,7 +112,7 @@ async def until_well(world: World, target: str, deadline_s: float = RECOVERY_S) 
     """Wait until the target works.
 
     Raises:
-        NotSurvivedError: if it does not in time.
+        NotSurvivedError: the target does not work before the deadline.
     """
     end_s = time.monotonic() + deadline_s
     while True:
@@ -124,7 +125,7 @@ async def until_well(world: World, target: str, deadline_s: float = RECOVERY_S) 
 
 
 async def find_problem(world: World, target: str) -> str:
-    """The reason why the target does not work; empty if it does."""
+    """Return why the target does not work; empty if it does."""
     stage = world.stage
     try:
         async with asyncio.timeout(10):
@@ -135,7 +136,7 @@ async def find_problem(world: World, target: str) -> str:
             else:
                 async with httpx.AsyncClient() as http:
                     answer = await http.get(f"{stage.url(target)}/health")
-                # A tap is well without its server, too: it reports that it has none.
+                # A tap works even if its server is down: it then answers 503.
                 is_tap = target in stage.taps
                 if answer.status_code != 200 and not (is_tap and answer.status_code == 503):
                     return f"/health answers {answer.status_code}"
@@ -163,12 +164,12 @@ async def kill_engine(world: World, target: str) -> None:
 
 
 async def _until_ended(process: Supervised) -> None:
-    """Wait until the killed run has exited, so that the next check does not take it for healthy."""
+    """Wait until the killed run has exited, so that the next check does not see it as healthy."""
     run, end_s = process.run, time.monotonic() + 60
     while run.ended_s is None:
         if time.monotonic() > end_s:
             raise NotSurvivedError(
-                f"{process.name} is still running a minute after kill -9 of it or its engine"
+                f"{process.name} is still running a minute after it or its engine was killed"
             )
         await asyncio.sleep(0.1)
 
@@ -204,19 +205,19 @@ async def freeze(world: World, target: str) -> None:
 async def until_flowing(world: World, target: str) -> None:
     """Wait until the broker acknowledges records again, or the learner has caught up.
 
-    It has caught up when the log or the spool is empty.
+    The learner has caught up when its log or spool is almost empty.
     """
     end_s = time.monotonic() + RECOVERY_S
     before = len(world.witness.acked)
     while True:
         if target == "broker" and len(world.witness.acked) > before:
             return
-        # Not 0: the traffic continues, so a few records are always on the way.
+        # Not 0, because traffic continues and a few records are always waiting.
         if target != "broker" and await count_waiting(world, target) <= 16:
             return
         if time.monotonic() > end_s:
             raise NotSurvivedError(
-                f"records do not flow through {target} {RECOVERY_S:.0f} s after the fault"
+                f"records still do not flow through {target} {RECOVERY_S:.0f} s after the fault"
             )
         await asyncio.sleep(1)
 
@@ -224,7 +225,7 @@ async def until_flowing(world: World, target: str) -> None:
 async def count_waiting(world: World, target: str) -> float:
     """Count the records in the log, or files in the spool, that the learner has not taken yet.
 
-    The count is infinite if nobody answers.
+    The count is infinite if the broker does not answer.
     """
     if target == "spool-learner":
         return len(list(world.stage.spool.glob(f"*{SUFFIX}")))
@@ -240,13 +241,13 @@ async def count_waiting(world: World, target: str) -> float:
 
 
 async def offer_pipe(world: World, target: str) -> None:
-    """Ask a server for a version with a pipe without a writer among its weights.
+    """Ask a server to swap to a version whose weights include a pipe without a writer.
 
-    The server must not wait for the pipe.
+    The server must refuse the version instead of waiting for the pipe.
     """
     stage = world.stage
     registry = stage.registry
-    # The registry numbers versions from 1, so this name is never given to a real one.
+    # The registry numbers versions from 1, so no real version has this name.
     folder = registry.folder / "v000000"
     shutil.copytree(registry.path(registry.current() or ""), folder)
     os.mkfifo(folder / "z.safetensors")
@@ -288,19 +289,19 @@ async def shift_clock(world: World, target: str) -> None:
 
 
 async def poison_log(world: World, target: str) -> None:
-    """Publish hostile records to the log. It waits while another fault has the broker."""
+    """Publish hostile records to the log, as soon as no other fault blocks the broker."""
     deadline_s = time.monotonic() + RECOVERY_S
     while not await _publish_hostile(world):
         if time.monotonic() > deadline_s:
             raise NotSurvivedError(
-                "the log accepted no hostile record, so none reached the learner"
+                "the log accepted no hostile record, so the learner was not tested"
             )
         await asyncio.sleep(2)
     await until_flowing(world, "learner")
 
 
 async def _publish_hostile(world: World, count: int = 100) -> int:
-    """The number of hostile records that the log acknowledged."""
+    """Publish hostile records. Return how many of them the log acknowledged."""
     number, published = world.rng.randrange(1 << 30), 0
     with suppress(BrokerError, OSError, TimeoutError):
         client = await connect(world.stage.ingest, NATS)
@@ -342,10 +343,10 @@ def _write_spool(spool: Path, name: str, content: bytes) -> None:
 
 
 def _draw_hostile(world: World, number: int) -> bytes:
-    """A fuzzed record, or now and then frames out of proportion to their bytes.
+    """Return a fuzzed record, or rarely frames that need far more memory than their size.
 
-    Those unpack to 60 MB, are nested 100,000 deep, have states that take 16 times their bytes, or
-    continue a long text a hundred times.
+    Such frames unpack to 60 MB, are nested 100,000 levels deep, hold 40 MB of compressed hidden
+    states, or continue a long text a hundred times.
     """
     draw = world.rng.random()
     if draw < 0.01:
@@ -360,7 +361,7 @@ def _draw_hostile(world: World, number: int) -> bytes:
 
 
 async def flood_spool(world: World, target: str) -> None:
-    """Write good records of one tenant into the spool, far more and longer than all others'."""
+    """Write one tenant's valid records into the spool: far more and longer than other tenants'."""
     number = world.rng.randrange(1 << 30)
     for i in range(20):
         frames = poison.make_flood(number + 50 * i, 50, world.stage.fingerprint)
@@ -374,14 +375,14 @@ async def flood_spool(world: World, target: str) -> None:
 
 
 async def tear_learner(world: World, target: str) -> None:
-    """Kill the learner, and damage a file of its folder before the next one starts."""
+    """Kill the learner, and damage a file in its folder before it restarts."""
     await kill(world, target)
     folder = world.stage.learners[target].folder
     world.rng.choice((_tear_journal, _leave_partial_checkpoint, _leave_stray_files))(folder)
 
 
 def _tear_journal(folder: Path) -> None:
-    """A last line without its end, and bytes that are not text."""
+    """Append a line that is incomplete and not valid UTF-8."""
     with (
         suppress(OSError),
         max((folder / "journal").glob("journal-*.jsonl"), default=folder / "none").open(
@@ -408,7 +409,7 @@ async def tear_fleet(world: World, target: str) -> None:
     """Tear fleet.toml for some seconds, as an editor that writes in place does."""
     path = world.stage.folder / "fleet.toml"
     whole = path.read_text()
-    # In place, not with a rename: readers are to see the torn file.
+    # Write in place instead of renaming, so that readers see the torn file.
     path.write_text(whole[: world.rng.randrange(len(whole))])
     try:
         await asyncio.sleep(world.rng.uniform(4, 10))
@@ -417,7 +418,7 @@ async def tear_fleet(world: World, target: str) -> None:
 
 
 async def tear_spool(world: World, target: str) -> None:
-    """Kill the spool's learner, and leave a torn file and a half-written one for the next."""
+    """Kill the spool's learner, and leave it a torn file and a partial file."""
     await kill(world, target)
     spool, now = world.stage.spool, time.time_ns()
     await asyncio.to_thread(_write_spool, spool, f"{now:020d}-torn-{0:08d}", poison.pack({})[:-3])
@@ -430,7 +431,7 @@ async def tear_spool(world: World, target: str) -> None:
 
 
 def list_faults(stage: Stage) -> list[Fault]:
-    """Every fault that this machine can inject."""
+    """Return every fault that this machine can inject."""
     learners = list(stage.learners)
     processes = [*stage.servers, *learners, *stage.taps, "broker"]
     faults = [
@@ -459,9 +460,9 @@ def list_faults(stage: Stage) -> list[Fault]:
 
 
 def shuffle(faults: Sequence[Fault], count: int, rng: random.Random) -> list[Fault]:
-    """`count` faults: whole rounds of all of them, each in another order.
+    """Return `count` faults: rounds of all faults, each round in a new random order.
 
-    The beginning of one more round fills up.
+    The last round may be incomplete.
     """
     deck: list[Fault] = []
     while len(deck) < count:

@@ -1,12 +1,12 @@
-"""The judge: did the service survive everything?
+"""Judge whether the service survived everything.
 
-Its functions are pure functions of the observations.
+The functions depend only on the observations they are given.
 
-faults     every target was well again, and no process ended that nobody had killed
-records    every record that the broker, or the spool, acknowledged is stored, by id: no fault is long enough to let any
-           expire, and nobody deletes one
-versions   all servers of a domain serve the current version; in a long soak, new ones came meanwhile
-requests   every request that failed was told to fail
+faults     every target recovered, and no process ended unless the soak killed it
+records    every record that the broker or the spool acknowledged is stored, by id: faults are too short
+           for records to expire, and nothing deletes them
+versions   all servers of a domain serve the current version; in a long soak, new versions were promoted
+requests   every failed request got an error that the client can see
 attack     no process was ended, no honest stream cut, no log flooded, no rule broken, and enough was sent
 memory     resident bytes and descriptors of every process are flat over its life
 """
@@ -20,19 +20,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WARM_UP_S = 120.0
-"""Seconds that are not measured after a process is ready: it fills its caches, and a learner begins
-to train.
+"""Time in seconds after readiness that is not measured: the process fills its caches, and a learner
+begins to train.
 """
 
 MIN_LIFE_S = 120.0
-"""Seconds below which a life says nothing about growth."""
+"""Minimum measured lifetime of a process in seconds. A shorter one shows no growth."""
 
 MIN_TOLD = 6
-"""Minimum number of changes of phase to judge a learner's memory."""
+"""Minimum number of phase changes for judging a learner's memory."""
 
 FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 64 << 20, 64
-"""A process is flat if it grows by less than this share, or by less than these bytes: allocators
-and caches move.
+"""A process is flat if it grows by less than this share or by less than this number of bytes.
+Allocators and caches need some room.
 """
 
 
@@ -40,11 +40,11 @@ and caches move.
 class FaultSeen:
     name: str
     at: str = ""
-    """Time of the injection, UTC, to find it in the logs."""
+    """Time of the injection (UTC), for finding it in the logs."""
     problem: str = ""
-    """The reason why the service did not survive it; empty if it did."""
+    """Why the service did not survive the fault; empty if it did."""
     seconds: float = 0.0
-    """From the injection until its target was well again."""
+    """Time in seconds from the injection until the target recovered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class RecordsSeen:
     acked: Collection[str]
     """Ids of the records that the log or the spool acknowledged."""
     stored: Collection[str]
-    """Ids in the learner's files at the end."""
+    """Ids of the records in the learner's files at the end."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Records that the learner dropped, by reason: the hostile ones."""
+    """Number of records that the learner dropped, by reason. They are the hostile ones."""
 
     @property
     def lost(self) -> set[str]:
@@ -67,23 +67,23 @@ class LifeSeen:
 
     name: str
     samples: Sequence[tuple[float, int, int]] = ()
-    """(monotonic time, resident bytes, descriptors), oldest first."""
+    """Samples of (monotonic time, resident bytes, descriptors), oldest first."""
     settled: Sequence[int] = ()
-    """Resident bytes of a learner each time it had given freed memory back, from the end of its
-    first training on: no optimizer existed before.
+    """Resident bytes of a learner after each phase change, once freed memory was returned. The
+    first value follows the first training attempt, because no optimizer exists before it.
     """
     unwanted_exit: str = ""
-    """How the process ended, if nobody had killed it."""
+    """How the process ended, if the soak did not kill it."""
 
     def find_growth(self) -> Growth | None:
-        """Compare the least memory of the last quarter with the first two, after the warm-up.
+        """Compare the minimum memory in the last quarter with the first two, after the warm-up.
 
-        The least is compared because a learner that trains uses more memory than one that waits,
-        and the larger of two quarters because it may begin to train in the second. A learner that
-        trains reports the memory it keeps at each change of phase. It is judged by the least of
-        each half of these values, because gradients and optimizer states (87 MB for the draft here)
-        come and go. Descriptors are compared by their medians. None if the life was too short, or
-        had too few changes of phase.
+        Minima are compared because a learner uses more memory while it trains than while it waits.
+        The larger minimum of the first two quarters counts, because training may begin in the
+        second. A learner that trains reports the memory it keeps at each phase change. The minima
+        of the two halves of these values are compared, because gradients and optimizer states (87
+        MB for the draft here) come and go. Descriptors are compared by their medians. Returns None
+        if the life was too short or had too few phase changes.
         """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
@@ -97,8 +97,8 @@ class LifeSeen:
         )
         least = [min(size for _, size, _ in part) for part in (first, second, last)]
         before, after = max(least[:2]), least[2]
-        # Measured after freed blocks were returned. A sample may lie in a training step, which
-        # takes 70 MiB more than the learner keeps.
+        # These values exclude freed blocks. A sample may fall into a training step, which takes 70
+        # MiB more than the learner keeps.
         if told := len(self.settled):
             if told < MIN_TOLD:
                 return None
@@ -120,14 +120,14 @@ class LifeSeen:
 class Growth:
     name: str
     before: int
-    """Resident bytes early in the life."""
+    """Resident bytes early in the process's life."""
     after: int
-    """Resident bytes at the end."""
+    """Resident bytes at the end of its life."""
     descriptors: int
     """Descriptors gained."""
     by_minute: Mapping[int, int]
-    """Resident MiB at the end of each minute of the life, the warm-up included: a step is a cache,
-    a slope a leak.
+    """Resident MiB at the end of each minute of the life, including the warm-up. A step indicates a
+    cache, a slope a leak.
     """
 
     @property
@@ -148,30 +148,30 @@ class Seen:
 
     faults: Sequence[FaultSeen]
     num_planned: int
-    """Number of faults that were asked for."""
+    """Number of faults requested."""
     records: Mapping[str, RecordsSeen]
-    """By their route: log and spool."""
+    """What became of the records, by route: `log` and `spool`."""
     served: Mapping[str, str]
-    """Version that each server serves at the end; empty if it does not answer."""
+    """Version that each server serves at the end; empty if the server does not answer."""
     current: str
-    """The registry's current version."""
+    """The registry's current version at the end."""
     num_promoted: int = 0
-    """Versions that became current during the soak."""
+    """Number of versions that became current during the soak."""
     must_promote: bool = False
-    """Whether the soak is long enough for a rollout under faults."""
+    """Whether the soak is long enough that a version must have been promoted."""
     requests: Mapping[str, int]
     """Number of requests by verdict: answered, left, told, cut, untold."""
     untold: Sequence[str] = ()
-    """The first of the requests that failed untold."""
+    """The first requests that failed untold."""
     attack: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the attacker, `Attack.describe`."""
+    """Figures of the attacker, from `Attack.describe`."""
     must_attack: int = 0
     """Minimum number of the attacker's requests."""
     lives: Sequence[LifeSeen] = ()
 
 
 def judge(seen: Seen) -> dict[str, Any]:
-    """The report: figures, and under `failures` one line for everything that was not survived."""
+    """Return the report: figures, and under `failures` a line for everything not survived."""
     growths = [growth for life in seen.lives if (growth := life.find_growth())]
     worst = max(growths, key=lambda growth: growth.share, default=None)
     survived = [fault for fault in seen.faults if not fault.problem]
@@ -206,7 +206,7 @@ def judge(seen: Seen) -> dict[str, Any]:
 
 
 def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
-    """One line for everything that was not survived."""
+    """Return one line for everything that was not survived."""
     failures = [f"{fault.name}: {fault.problem}" for fault in seen.faults if fault.problem]
     if not seen.faults:
         failures.append("no fault was injected")
@@ -275,7 +275,7 @@ def _count_by_name(faults: Sequence[FaultSeen]) -> dict[str, dict[str, float]]:
 
 
 def write_table(report: Mapping[str, Any]) -> str:
-    """The table of faults, and the figures below it."""
+    """Return the table of faults with the figures below it."""
     rows = [f"{'fault':<36} injected survived  slowest"]
     for name, counts in report["faults"]["by_name"].items():
         rows.append(

@@ -1,6 +1,6 @@
 """Hostile records.
 
-They are frames whose CRC is right and whose content is not, and bytes that are no frames at all.
+They are frames with a correct CRC and invalid content, and bytes that are not frames.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from redraft.online.records.record import MAGIC, Record, Sampling, encode_record
 VOCAB, TARGET = 512, "target"
 
 SHAPE = (1, 4)
-"""Hidden states of the records here: one state of 4 numbers for each token."""
+"""Shape of a token's hidden states in these records: one state of 4 numbers."""
 
 
 def i32(*values: int) -> bytes:
@@ -26,9 +26,9 @@ def i32(*values: int) -> bytes:
 
 
 def make_record(number: int = 0, **changes: Any) -> Record:
-    """A prompt of 3 tokens and 6 of output.
+    """Return a record with 3 prompt tokens and 6 output tokens.
 
-    The first step rejects its second draft token, the second accepts all.
+    The first step rejects its second draft token; the second step accepts all.
     """
     rows = 8
     fields: dict[str, Any] = {
@@ -43,13 +43,13 @@ def make_record(number: int = 0, **changes: Any) -> Record:
         "sampling": Sampling(),
         "num_prompt_tokens": 3,
         "top_k": 2,
-        # The text is 5 6 n | 10 | 11 20 21 22 23 24: prompt, token of the prefill, output. Step 1
-        # reads up to 10 (position 3) and drafts 11 12 13: 11 is accepted, and 20 replaces 12. Step
+        # The text is 5 6 n | 10 | 11 20 21 22 23 24: prompt, first generated token, output. Step 1
+        # starts after 10 (position 3) and drafts 11 12 13: 11 is accepted, and 20 replaces 12. Step
         # 2 drafts 21 22 23, which are all accepted, and 24 is the bonus token.
         "context": i32(5, 6, number % VOCAB, 10),
         "output": i32(11, 20, 21, 22, 23, 24),
-        # 4 rows a step: 3 draft tokens and the bonus. In step 1, rows 2 and 3 follow one and two
-        # rejected tokens.
+        # Each step has 4 rows: 3 draft tokens and the bonus token. In step 1, rows 2 and 3 follow
+        # one and two rejected tokens.
         "row_positions": i32(4, 5, 6, 7, 6, 7, 8, 9),
         "row_branches": i32(0, 0, 1, 2, 0, 0, 0, 0),
         "row_drafts": i32(11, 12, 13, -1, 21, 22, 23, -1),
@@ -65,13 +65,13 @@ def make_record(number: int = 0, **changes: Any) -> Record:
 
 
 def unpack(record: Record) -> dict[str, Any]:
-    """Decode the map in the record's payload."""
+    """Return the record's fields as a map."""
     found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
     return found
 
 
 def frame_around(payload: bytes, magic: bytes = MAGIC) -> bytes:
-    """Return a frame with the right length and CRC, whatever the payload."""
+    """Return a frame with the correct length and CRC for any payload."""
     return (
         magic
         + len(payload).to_bytes(4, "little")
@@ -81,12 +81,12 @@ def frame_around(payload: bytes, magic: bytes = MAGIC) -> bytes:
 
 
 def pack(fields: Any) -> bytes:
-    """A frame of any map, compressed as a record is."""
+    """Return a frame with any map, compressed like a record."""
     return frame_around(zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(fields)))
 
 
 def make_later(number: int) -> bytes:
-    """A frame of the next layout."""
+    """Return a frame of a future layout."""
     return frame_around(
         zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR4"
     )
@@ -104,7 +104,7 @@ ONE_ROW: dict[str, Any] = {
 
 
 def make_bomb(number: int = 0) -> bytes:
-    """About 2 kB that unpack to 60 MB of an otherwise valid record."""
+    """Return about 2 kB that unpack to 60 MB of an otherwise valid record."""
     tokens = 60_000_000 // (4 + 2 * SHAPE[1])  # an id and a hidden state each
     return encode_record(
         make_record(number, context=bytes(4 * tokens), output=i32(1), row_positions=i32(tokens),
@@ -115,10 +115,10 @@ def make_bomb(number: int = 0) -> bytes:
 def make_chain(
     number: int, num_tokens: int, num_segments: int, num_random: int = 0, **changes: Any
 ) -> list[bytes]:
-    """A long text, and segments of one token that continue it.
+    """Return a long text, and segments of one token that continue it.
 
-    The text's first ids are random. Segments are about 400 bytes each, and become records of the
-    whole text.
+    The text's first ids are random. A segment takes about 400 bytes, and the reader rebuilds it as
+    a record of the whole text.
     """
     rest: dict[str, Any] = ONE_ROW | {"hidden": b"", "hidden_shape": (0, 0), "output": i32(5)}
     rest |= changes
@@ -137,11 +137,11 @@ def make_chain(
 
 
 def make_float8(number: int = 0, num_bytes: int = 60 << 20, **changes: Any) -> bytes:
-    """A record with this much of hidden states in 8-bit floats: shrunk as far as is taken."""
+    """Return a record with float8 hidden states, compressed as far as the reader accepts."""
     size = 4096
     tokens = num_bytes // (size + 4)
     hidden = np.zeros((tokens, size + 4), np.uint8)
-    # a payload may unpack to 1 MiB plus 64 times its size: so much of it does not shrink
+    # A payload may unpack to at most 1 MiB plus 64 times its size, so this share is random.
     num_random = tokens // 48
     hidden[:num_random, :size] = np.random.default_rng(number).integers(0, 0x70, (num_random, size))
     return encode_record(
@@ -151,17 +151,17 @@ def make_float8(number: int = 0, num_bytes: int = 60 << 20, **changes: Any) -> b
 
 
 def make_flood(first: int, count: int, target: str) -> bytes:
-    """Good records of one tenant, each of about 30 kB."""
+    """Return valid records of one tenant, each of about 30 kB."""
     flood = {"tenant": "flood", "target_fingerprint": target}
     numbers = range(first, first + count)
     return b"".join(make_chain(number, 10_000, 0, 10_000, **flood)[0] for number in numbers)
 
 
 def make_nested(depth: int) -> bytes:
-    """A record with an unknown field that is nested this deep."""
+    """Return a record with an unknown field of nested arrays, `depth` levels deep."""
     plain = msgspec.msgpack.encode(unpack(make_record()) | {"zzz": 0})
     assert plain.endswith(b"\xa3zzz\x00")
-    # In msgpack 0x91 is an array of one element, and 0xc0 is nil.
+    # In msgpack, 0x91 is an array of one element, and 0xc0 is nil.
     return frame_around(zstandard.compress(plain[:-1] + b"\x91" * depth + b"\xc0"))
 
 
@@ -204,7 +204,7 @@ STRINGS = (
 def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
     """Return one frame, or bytes that are not a frame.
 
-    They are a mutation of a good frame in a random place, usually with the right CRC.
+    Most are mutations of a valid frame, usually with a correct CRC.
     """
     fields = unpack(make_record(number, sequence=number, target_fingerprint=target))
     kind = rng.randrange(8)
@@ -254,7 +254,7 @@ def _mutate(rng: random.Random, fields: dict[str, Any]) -> None:
 
 
 def _mutate_array(rng: random.Random, name: str, data: bytes) -> bytes:
-    """Other values in an array, in all places or in one; or another length."""
+    """Change the values of an array, in all places or in one, or change its length."""
     if rng.random() < 0.2:
         return (
             data * rng.choice((0, 2))

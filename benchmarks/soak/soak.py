@@ -1,16 +1,16 @@
-"""Soak the whole online service in traffic and random faults.
+"""Run the whole online service under traffic and random faults.
 
-At the end, judge whether it survived all of them.
+At the end, judge whether it survived all faults.
 
     $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
     $ python -m benchmarks.soak --overwrite --minutes 3 --faults 12 --seed 7
 
-Two real vLLM servers, a tap before each, a real nats-server and two learners run below a supervisor
-that starts them again whenever they end. Clients stream, hang up, ask for several answers and opt
-out. Meanwhile processes are killed and stopped, disks fill up and hang, clocks jump, hostile
-records arrive, and an attacker sends mutated requests. Everything stays on this machine. Full and
-hung disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without
-them these faults are left out. The exit status is 1 if the service did not survive everything.
+Two real vLLM servers, a tap before each, a real nats-server and two learners run under a supervisor
+that restarts them whenever they end. Clients stream, hang up, request several answers and opt out.
+Meanwhile processes are killed and stopped, disks fill up and hang, clocks jump, hostile records
+arrive, and an attacker sends mutated requests. Everything stays on this machine. Full and hung
+disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without them,
+these faults are skipped. The exit status is 1 if the service did not survive everything.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ from redraft.online.records.spool import SpoolWriter
 from redraft.recipes.cli.run import run_recipe
 
 START_S = 900.0
-"""Deadline for the first start of everything."""
+"""Deadline for the first start of all processes."""
 
 CALM_SHARE, MAX_CALM_S = 0.1, 120.0
-"""Share of the time at the end without new faults, under traffic."""
+"""Share of the duration, at its end, with traffic but without new faults; at most MAX_CALM_S."""
 
 SETTLE_S = 600.0
-"""Deadline after the traffic: the log and the spool are empty, and all servers serve the current
-version.
+"""Time in seconds after the traffic in which the log and the spool must become empty and all
+servers must serve the current version.
 """
 
 PROMOTING_MINUTES = 20.0
-"""A soak of at least this many minutes must promote a version: a learner's first version takes
-several minutes, and faults set it back.
+"""Minimum duration of a soak that must promote a version. A learner's first version takes several
+minutes, and faults delay it.
 """
 
 ATTACKS_PER_MINUTE = 10_000 / 30
-"""Minimum number of the attacker's requests."""
+"""Minimum number of the attacker's requests per minute."""
 
 PROGRESS_S = 10.0
 
@@ -90,15 +90,15 @@ class Config:
     output: Path = Path("outputs/soak")
     """Folder for the report, the drafts, the disks and the logs."""
     overwrite: bool = False
-    """Replace the soak in `output`."""
+    """Replace an earlier soak in `output`."""
     minutes: float = 30
-    """Duration of the traffic, in minutes. Starting and judging take a few more."""
+    """Duration of the traffic, in minutes. Starting and judging take a few minutes more."""
     faults: int = 100
-    """Number of faults to inject, spread evenly. There are fewer if all remaining targets are still
-    recovering when the time is up: the table shows how many.
+    """Number of faults to inject, spread evenly over the time. If all remaining targets are still
+    recovering when the time is up, there are fewer; the table shows how many.
     """
     seed: int | None = None
-    """Seed of the faults and the traffic. By default a new one, which is printed."""
+    """Random seed for faults and traffic. By default, a new seed, which is printed."""
     clients: int = 8
     """Number of clients, each with one request at a time."""
     pause_s: float = 0.5
@@ -108,8 +108,8 @@ class Config:
 def main(cfg: Config) -> None:
     seed = secrets.randbelow(1 << 31) if cfg.seed is None else cfg.seed
     print(f"seed: {seed}", flush=True)
-    # Before `begin_report` empties the folder, because a killed soak may have left disks mounted in
-    # it.
+    # Unmount before `begin_report` empties the folder: a killed soak may have left disks mounted
+    # there.
     unmount_below(cfg.output.absolute())
     day = choose_day()
     report = begin_report(cfg, day) | {"seed": seed}
@@ -119,14 +119,14 @@ def main(cfg: Config) -> None:
         seen = asyncio.run(play(cfg, stage, random.Random(seed)))
         report |= judge(seen)
         if report["failures"]:
-            # Inside the block: at the end of it the disks are gone.
+            # Copy inside the block, because the disks are unmounted at its end.
             keep_evidence(stage, cfg.output / "evidence")
     report["duration_s"] = round(time.monotonic() - began_s, 1)
     write_results(cfg.output / "report.json", report)
     print(write_table(report))
     print(f"report: {cfg.output / 'report.json'}")
     if report["failures"]:
-        print(f"the buffers and the broker's files: {cfg.output / 'evidence'}")
+        print(f"copies of the buffers and the broker's files: {cfg.output / 'evidence'}")
         raise SystemExit(1)
 
 
@@ -138,9 +138,10 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
     async with running(world):
         await asyncio.gather(*(until_well(world, name, START_S) for name in world.processes))
         print(
-            f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True
+            f"{len(world.processes)} processes are up; {cfg.minutes:g} minutes of faults begin",
+            flush=True,
         )
-        # A separate generator for the clients, because the number of requests must not change the
+        # The clients get their own generator, so that the number of requests does not change the
         # faults drawn.
         clients = Clients(
             {stage.url(name): world.processes[name].was_up for name in stage.taps},
@@ -198,7 +199,7 @@ def build_processes(stage: Stage) -> dict[str, Supervised]:
 def build_doors(world: World) -> list[Door]:
     """Return the processes under attack.
 
-    The second server is not attacked, so that it can answer the requests that the first one loses.
+    The second server is not attacked, so that it can take over requests from the first.
     """
     processes, ports = world.processes, world.stage.ports
     api = (b"/v1/completions", b"/v1/models", b"/v1/messages/", b"/health", b"/redraft/status")
@@ -225,7 +226,7 @@ def build_doors(world: World) -> list[Door]:
 
 @asynccontextmanager
 async def running(world: World) -> AsyncIterator[None]:
-    """Supervise all processes, and listen to the log, while the block runs."""
+    """Supervise all processes, and listen to the log, until the block ends."""
     keepers = [process.supervise() for process in world.processes.values()]
     tasks = [asyncio.create_task(task) for task in (*keepers, world.witness.listen())]
     try:
@@ -237,9 +238,9 @@ async def running(world: World) -> AsyncIterator[None]:
 
 
 class Shipper:
-    """A server's end of the spool.
+    """Writes the witness's records into the spool, as a server would.
 
-    A thread writes the witness's records, because the disk may hang.
+    A thread writes them, because the disk may hang.
     """
 
     def __init__(self, writer: SpoolWriter) -> None:
@@ -265,7 +266,7 @@ class Shipper:
         except OSError:
             is_written = False
         for record in records:
-            # Without the text before it, which never came, a learner cannot read it.
+            # The learner cannot read a continuation if the text before it was dropped.
             is_cut = bool(record.context_begin) and record.previous_id in self.dropped
             is_read = is_written and not is_cut
             (self.shipped if is_read else self.dropped).add(record.record_id)
@@ -278,7 +279,7 @@ class Shipper:
 async def play_faults(
     cfg: Config, world: World, clients: Clients, attack: Attack
 ) -> list[Injected]:
-    """Traffic and attacks for `cfg.minutes`, and faults until the calm end."""
+    """Run traffic and attacks for `cfg.minutes`, with faults until the calm end."""
     began_s, is_over = time.monotonic(), asyncio.Event()
     length_s = 60 * cfg.minutes
     calm_s = min(MAX_CALM_S, CALM_SHARE * length_s)
@@ -288,8 +289,7 @@ async def play_faults(
         traffic = tasks.create_task(clients.run(is_over))
         tasks.create_task(attack.run(is_over, 60 * BURST / (1.3 * ATTACKS_PER_MINUTE)))
         progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
-        # The inner group ends when every fault has a result. Traffic and
-        # progress continue.
+        # The inner group ends when every fault has a result. Traffic and progress reports continue.
         async with asyncio.TaskGroup() as faults:
             busy: set[str] = set()
             for number in range(cfg.faults):
@@ -303,7 +303,7 @@ async def play_faults(
                 if fault is not None:
                     busy.add(fault.target)
                     faults.create_task(_inject(world, fault, injected, busy))
-        # The calm is whole even if the last fault took longer than planned.
+        # Keep the calm period at full length even if the last fault took longer than planned.
         await asyncio.sleep(max(calm_s, began_s + length_s - time.monotonic()))
         is_over.set()
         await traffic
@@ -312,7 +312,7 @@ async def play_faults(
 
 
 def take_free(deck: list[Fault], busy: set[str]) -> Fault | None:
-    """Take the first fault off the deck whose target is not under another one."""
+    """Take the first fault from the deck whose target no other fault occupies."""
     for fault in deck:
         if fault.target not in busy:
             deck.remove(fault)
@@ -356,10 +356,9 @@ def _clock(seconds: float) -> str:
 
 
 async def settle(world: World, shipper: Shipper) -> None:
-    """Wait until no record is on the way.
+    """Wait until the log and the spool are empty and all servers serve the current version.
 
-    Then the log and the spool are empty, and all servers serve the current version. After SETTLE_S
-    seconds the function returns anyway, and the judge reports what is missing.
+    After SETTLE_S seconds, the function returns anyway, and the judge reports what is missing.
     """
     with suppress(TimeoutError, NotSurvivedError):
         async with asyncio.timeout(SETTLE_S):
@@ -391,7 +390,7 @@ async def read_version(stage: Stage, server: str) -> str:
 def keep_evidence(stage: Stage, folder: Path) -> None:
     """Copy the contents of the disks: the buffers and the broker's files.
 
-    The disks go with the soak.
+    The disks themselves are unmounted when the soak ends.
     """
     for name, disk in stage.disks.items():
         shutil.copytree(disk.folder, folder / name, dirs_exist_ok=True)
@@ -404,9 +403,10 @@ def see_fault(one: Injected) -> FaultSeen:
 
 
 def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:
-    """Return the memory that a learner kept at each change of phase, by life.
+    """Return the memory that a learner kept at each phase change, by life.
 
-    Changes before its first training are left out. The list is empty for any other process.
+    Changes before a life's first training attempt are left out. The list is empty without a
+    configuration.
     """
     lives: list[list[int]] = []
     for entry in Journal(cfg.folder / "journal").read().entries if cfg else ():
@@ -428,7 +428,7 @@ def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
             else ""
         )
 
-    # A life that ended during the start has no line in the journal, so the two cannot be paired.
+    # A life that ended during start-up is not in the journal, so the two lists cannot be paired.
     if len(settled) != len(process.runs):
         settled = [[] for _ in process.runs]
     return [
@@ -443,7 +443,7 @@ def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
 
 
 def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
-    """Return the records in the files of a stopped learner, and those it counted as dropped."""
+    """Return the records in a stopped learner's files, and those that it counted as dropped."""
     folder = cfg.buffer_config.folder
     assert folder is not None
     return RecordsSeen(
@@ -454,8 +454,8 @@ def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
 def read_stored_ids(folder: Path) -> set[str]:
     """Return the ids of all records in the buffer's files that can still be decoded.
 
-    They are not read with `Buffer`: the judge must not rely on the code that it judges, and
-    `Buffer` returns only a prompt's newest request.
+    The function does not use `Buffer`, because the judge must not rely on the code that it judges,
+    and because `Buffer` returns only the newest request for each prompt.
     """
     stored = set[str]()
     for path in folder.glob("records-*.db"):
@@ -475,7 +475,8 @@ def sum_dropped(journal: Path) -> Counter[str]:
     for entry in Journal(journal).read().entries:
         if isinstance(entry, BufferEntry):
             now = Counter(entry.dropped)
-            # A count that has decreased belongs to a new life: the last count of the previous life is final.
+            # A smaller count means that a new life began: the previous count is that life's final
+            # one.
             if any(now[reason] < count for reason, count in last.items()):
                 total += last
             last = now

@@ -1,4 +1,4 @@
-"""The service under test: folders, disks, settings and the command of every process.
+"""The service under test: folders, disks, settings and commands of all processes.
 
 clients ─► tap-1 ─► server-1 ─► broker ─► learner ─► registry ─► both servers
         └► tap-2 ─► server-2      └ witness ─► spool ─► spool-learner (it only stores)
@@ -43,11 +43,11 @@ NUM_SERVERS = 2
 MAX_MODEL_LEN = 512
 NUM_SPECULATIVE_TOKENS = 3
 DISK_BYTES = 1 << 30
-"""Size of every small disk. Its file is sparse."""
+"""Size of each small disk. Its image file is sparse."""
 
 NOISE = 0.3
-"""Standard deviation of the noise on every matrix of the draft, a copy of the target, as a multiple
-of the matrix's own standard deviation.
+"""Noise on every matrix of the draft, which is a copy of the target: standard deviation relative to
+that of the matrix.
 """
 
 NATS = Nats(fleet="soak")
@@ -61,14 +61,15 @@ class Stage:
     token: str
     prompts: Sequence[Prompt]
     disks: Mapping[str, Disk]
-    """Disks by the name of the process that stores its files there: broker, learner, spool-learner.
+    """Disks by the name of the process that stores its files there: `broker`, `learner`,
+    `spool-learner`.
     """
     ports: Mapping[str, int]
-    """By the name of the process; `learner-page` is the learner's only one."""
+    """Ports by process name. `learner-page` is the learner's status page, its only port."""
     learners: Mapping[str, LearnerConfig]
     """learner and spool-learner."""
     faketime: Path | None
-    """Path of the library that shifts the clock of a process; None if this machine has none."""
+    """Path of the library that shifts a process's clock. None if it is not installed."""
 
     @property
     def registry(self) -> Registry:
@@ -88,7 +89,7 @@ class Stage:
 
     @property
     def taps(self) -> list[str]:
-        """One before each server."""
+        """Names of the taps; each is in front of one server."""
         return [f"tap-{number}" for number in range(1, NUM_SERVERS + 1)]
 
     def url(self, name: str) -> str:
@@ -131,7 +132,7 @@ class Stage:
             *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
             "--disable-uvicorn-access-log",  # a line for each request of the attacker
         ]
-        # By default vLLM would bind both servers to the first core.
+        # By default, vLLM would bind both servers to the first core.
         core = str((number - 1) % (os.cpu_count() or 1))
         return Supervised(
             name,
@@ -149,7 +150,8 @@ class Stage:
 
     def build_tap(self, number: int) -> Supervised:
         name, server = f"tap-{number}", self.url(f"server-{number}")
-        # Log-probabilities for every request would slow the servers down.
+        # The tap samples a fifth of the requests, because log-probabilities for all of them would
+        # slow the servers down.
         sample = ("--fraction", "0.2", "--spool", str(self.folder / f"{name}-spool"))
         ports = ("--port", str(self.ports[name]), "--admin-port", "0")
         tap = self._build(name, "tap", server, "--target", str(self.target), *sample, *ports)
@@ -157,10 +159,10 @@ class Stage:
         return tap
 
     def build_broker(self) -> list[str]:
-        """The command of nats-server.
+        """Return the command that starts nats-server.
 
         Raises:
-            FileNotFoundError: if it is not installed.
+            FileNotFoundError: nats-server is not installed.
         """
         return [find_broker(), "-c", str(self.folder / "nats.conf")]
 
@@ -174,17 +176,17 @@ class Stage:
         )
 
     def _shift_clock(self, name: str) -> dict[str, str]:
-        """Variables for a process with another wall clock.
+        """Return the environment variables that shift a process's wall clock.
 
-        Its clock is this machine's plus the offset in `clock_file`.
+        The process sees this machine's time plus the offset in `clock_file`.
         """
         if self.faketime is None:
             return {}
         return {
             "LD_PRELOAD": str(self.faketime),
             "FAKETIME_TIMESTAMP_FILE": str(self.clock_file(name)),
-            # The file is read once a second. The monotonic clock and the times of files stay
-            # true: only the wall clock jumps.
+            # The library reads the file once a second. Only the wall clock jumps: the monotonic
+            # clock and file times stay correct.
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",
@@ -194,9 +196,9 @@ class Stage:
 def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack) -> Stage:
     """Prepare everything that exists before the first process starts.
 
-    `opened` unmounts the disks at its end.
+    The disks are unmounted when `opened` closes.
 
-    `day` is the date in the clients' prompts, if the chat template writes today's.
+    `day` is the date in the clients' prompts if the chat template writes today's date.
     """
     draft, prompts = make_draft_and_prompts(target, folder, day)
     names = ("broker", "learner", "spool-learner")
@@ -214,7 +216,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
     learners = {name: load_config(folder / f"{name}.toml") for name in names[1:]}
     for config in learners.values():
         config.registry.mkdir(parents=True, exist_ok=True)
-        # Before any process starts: the servers load the registry's current version.
+        # Before any process starts, because the servers load the registry's current version.
         provide_first_version(config, Registry(config.registry), TargetFolder.open(target))
     faketime = next(iter(sorted(Path("/usr/lib").glob(f"*/faketime/{FAKETIME}"))), None)
     stage = Stage(
@@ -230,7 +232,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
 def make_draft_and_prompts(
     target: Path, folder: Path, day: datetime.date
 ) -> tuple[Path, list[Prompt]]:
-    """The folder of a draft that leaves something to learn, and the prompts of the clients."""
+    """Return the folder of a draft that can still improve, and the clients' prompts."""
     model, tokenizer = load_causal_lm(target, torch.float32).eval(), load_tokenizer(target)
     draft: StandaloneDraft = make_draft(
         Init(layers=tuple(range(model.config.num_hidden_layers))), model, tokenizer
@@ -268,7 +270,8 @@ def _write_settings(
             fresh_per_step=4, precision=fastest_precision(), page=ports["learner-page"],
         )
     )  # fmt: skip
-    # A step of 2^30 new records never comes: this learner stores records, but does not train.
+    # This learner stores records but never trains: it never gets the 2^30 new records of its first
+    # step.
     (folder / "spool-learner.toml").write_text(
         _LEARNER.format(
             **shared, records=spool, registry="spool-drafts", folder=disks["spool-learner"].folder / "learner",

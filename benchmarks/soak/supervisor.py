@@ -1,6 +1,6 @@
-"""Processes that are started again whenever they end, as systemd or Kubernetes does.
+"""Processes that are restarted whenever they end, as by systemd or Kubernetes.
 
-They are measured all the time.
+Their memory and descriptors are sampled all the time.
 
 start ─► runs ─ ends, or the liveness probe fails twice ─► the rest of its group is killed ─► 1 to 8 s ─► start
 """
@@ -23,7 +23,9 @@ from redraft.engine.process import start_group, stop_group
 
 POLL_S = 0.2
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 8.0
-"""Pause before a new start: it doubles with every run shorter than SHORT_RUN_S."""
+"""Initial and maximum pause before a restart. The pause doubles with every run shorter than
+SHORT_RUN_S.
+"""
 
 SHORT_RUN_S = 20.0
 LIVENESS_PERIOD_S = 5.0
@@ -39,14 +41,16 @@ class Run:
     began_s: float
     """Monotonic time, like all times in this module."""
     ready_s: float | None = None
-    """Time when it first listened on its port; the time of its start if it has no known port."""
+    """Time when the process first listened on its port; its start time if it has no known port."""
     ended_s: float | None = None
     exit_status: int | None = None
     is_wanted: bool = False
-    """Whether the soak ended the process, with a fault or after a failed liveness probe."""
+    """Whether the soak ended the process: with a fault, at the end, or after a failed liveness
+    probe.
+    """
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """(time, resident bytes, descriptors) of all its processes together, from the time when it was
-    ready.
+    """Samples of (time, resident bytes, descriptors), summed over the process and its children,
+    from the time when it was ready.
     """
 
 
@@ -100,23 +104,23 @@ class Supervised:
         return self.runs[-1]
 
     def was_up(self, since_s: float) -> bool:
-        """Whether the present run was ready before that time and is still running."""
+        """Whether the current run was ready by then and is still running."""
         ready_s = self.run.ready_s if self.runs else None
-        # A killed process closes its connections before the system reports its end.
+        # A killed process closes its connections before the system reports its exit.
         is_alive = self.pid is not None and not self.run.is_wanted
         return is_alive and ready_s is not None and ready_s <= since_s
 
     def signal(self, number: int) -> None:
-        """Send a signal to the whole group."""
+        """Send a signal to the whole process group."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def kill(self, child: str = "") -> None:
-        """Kill -9 the leader, or else the child whose name contains `child`.
+        """Send SIGKILL to the leader or, if given, to the child whose name contains `child`.
 
         Raises:
-            LookupError: if there is no such child, or the process is down.
+            LookupError: the process is down or has no such child.
         """
         if self.pid is None:
             raise LookupError(f"{self.name} is down")
@@ -125,16 +129,16 @@ class Supervised:
             [p for p in leader.children(recursive=True) if child in p.name()] if child else [leader]
         )
         if not found:
-            raise LookupError(f"{self.name} has no {child}")
+            raise LookupError(f"{self.name} has no child process {child}")
         self.run.is_wanted = True
         found[0].kill()
 
     def end(self) -> None:
-        """Ask the process to end, and kill it if it does not within seconds."""
+        """Ask the process to exit, and kill it if it does not exit in time."""
         if self._process is not None:
             if self.runs:
                 self.run.is_wanted = True
-            # A stopped process would handle SIGTERM only after it continues.
+            # A stopped process handles SIGTERM only after SIGCONT.
             self.signal(signal.SIGCONT)
             stop_group(self._process)
 

@@ -1,11 +1,11 @@
-"""A witness of the ingest log: which records did the broker acknowledge to their servers?
+"""A witness of the ingest log, which notes the records that the broker acknowledges.
 
     server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N ──► _INBOX.servers.X
                 └────────────────────────► witness ◄───────────────────────────┘
 
-It only listens, so it is independent of the servers' and the learner's own counts. While the broker
-is down it receives nothing: it may then miss acknowledgements, but never invents one. Every
-acknowledged record is passed on, e.g. to a second learner that reads a spool.
+It only listens, so it is independent of the counts of servers and learner. While the broker is
+down, it receives nothing: it may miss acknowledgements, but never invents one. It passes every
+acknowledged record on, e.g. to a second learner that reads a spool.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from redraft.online.records.record import Record, read_frames
 
 RECONNECT_S = 0.3
 MAX_OPEN = 4096
-"""Records without an answer, and answers without their record. The oldest are forgotten: nothing
-matched them.
+"""Maximum number of records without an acknowledgement, and of acknowledgements without their
+record. The oldest are forgotten, because they will not find a match.
 """
 
 
@@ -76,7 +76,7 @@ class Witness:
         if not is_acknowledgement(self._answers.pop(subject)):
             return
         record = next(iter(read_frames(data)), (b"", None))[1]
-        # A hostile message may carry any id: only a record under its own id has to be stored.
+        # A hostile message may carry any id, so a record counts only under its own id.
         if (
             isinstance(record, Record)
             and record.record_id == record_id
