@@ -1,4 +1,4 @@
-"""Measurements of redraft itself: benchmarks against other trainers, the soak, and studies.
+"""Measurements of redraft itself: benchmarks against other trainers, the soak test, and studies.
 
-Not a part of the package.
+They are not part of the package.
 """

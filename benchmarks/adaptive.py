@@ -1,10 +1,11 @@
-"""Simulated decisions under adaptive verification: how do canary and alarm react to the load?
+"""Simulate decisions under adaptive verification: how do canary and alarm react to the load?
 
-One draft at several loads. vLLM's rule admits the tokens with the highest estimated survival, as many
-as the cost of rows is worth, so tau falls with the load and the accepted share of verified tokens
-rises, although the draft stays the same. A worse draft has half a logit less at each token.
+The same draft runs at several loads. vLLM's rule admits the tokens with the highest estimated
+survival, as long as they are worth the cost of their rows. So, although the draft stays the same,
+tau falls with the load, and the accepted share of verified tokens rises. A worse draft has half a
+logit less at each token.
 
-N = requests of a step, K = draft tokens.
+N = requests per step, K = draft tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KNEE_ROWS = 192  # a step takes longer with more rows than these
 LOSS = -0.5  # logits
 
 Load = Callable[[int], float]
-"""The mean number of requests in the steps of a poll."""
+"""Mean number of requests per step in each poll."""
 
 CASES: Mapping[str, tuple[Load, Load]] = {
     "alike": (lambda poll: 40, lambda poll: 40),
@@ -46,11 +47,14 @@ CASES: Mapping[str, tuple[Load, Load]] = {
     "twice_as_busy": (lambda poll: 80, lambda poll: 40),
     "risen": (lambda poll: 16 if poll <= 16 else 80, lambda poll: 16 if poll < 16 else 80),
 }
-"""Loads of the canary and of the control group."""
+"""Loads of the canary and of the control group, by name."""
 
 
 def price_rows() -> Array:
-    """Milliseconds of a step by rows: flat up to the knee, then linear, in tiles of eight."""
+    """Return the time of a step in milliseconds by number of rows.
+
+    It is flat up to the knee, then linear, in tiles of eight.
+    """
     padded = np.ceil(np.arange(MOST_REQUESTS * (NUM_TOKENS + 1) + 1) / 8) * 8
     return np.asarray(10 + np.maximum(0, padded - KNEE_ROWS) * 0.045 + 0.002 * padded)
 
@@ -60,7 +64,10 @@ STEP_MS = price_rows()
 
 @dataclass
 class Server:
-    """Steps of a server; its requests differ, and each keeps its properties until its end."""
+    """Steps of a simulated server.
+
+    Its requests differ, and each keeps its properties until it ends.
+    """
 
     rng: np.random.Generator
     loss: float = 0.0
@@ -70,14 +77,15 @@ class Server:
         self._left_N = self.rng.integers(1, 28, MOST_REQUESTS)
 
     def step(self, mean_load: float) -> tuple[int, Array, Array]:
-        """(requests, drafts with a verified token by position, accepted tokens by position)."""
+        """Return (requests, drafts with a verified token and accepted tokens, both by position)."""
         rng = self.rng
         n = int(np.clip(round(mean_load * np.exp(rng.normal(0, 0.35))), 1, MOST_REQUESTS))
         self._left_N -= 1
         new_N = self._left_N <= 0
         self._base_N[new_N] = rng.normal(0.35, 0.9, int(new_N.sum()))
         self._left_N[new_N] = rng.integers(14, 42, int(new_N.sum()))
-        # 1. Chances of acceptance, and vLLM's estimates of them: informative, not exact.
+        # 1. Draw the chances of acceptance and vLLM's estimates of them, which are informative but
+        # not exact.
         places_K = np.arange(NUM_TOKENS)
         odds_NK = self._base_N[:n, None] + self.loss + rng.normal(0, 1.2, (n, NUM_TOKENS))
         odds_NK -= 0.08 * places_K
@@ -99,12 +107,12 @@ class Server:
 
 @dataclass
 class Window:
-    """The counts of a server, as redraft counts them."""
+    """A server's counts in the form that redraft keeps."""
 
     by_load: dict[str, Array]
-    """(tried, accepted) by poll and position, [P, K, 2]: all drafts, by load."""
+    """All drafts by load: (tried, accepted) by poll and position, [P, K, 2]."""
     verified: list[AcceptanceCounts]
-    """By poll: drafts with a verified token."""
+    """Number of drafts with a verified token, by poll."""
 
     @property
     def by_tau(self) -> dict[str, Array]:
@@ -132,7 +140,7 @@ def watch(server: Server, load: Load) -> Window:
 
 
 def judge(canary: Mapping[str, Array], control: Mapping[str, Array]) -> Finding:
-    """The finding of the first look that has one, as in a rollout."""
+    """Return the first finding of a series of looks, as in a rollout."""
     policy, finding, end = RolloutPolicy(), Finding.INCONCLUSIVE, MIN_POLLS
     while finding is Finding.INCONCLUSIVE and end <= POLLS:
         seen = [{load: one[:end] for load, one in group.items()} for group in (canary, control)]
@@ -141,7 +149,7 @@ def judge(canary: Mapping[str, Array], control: Mapping[str, Array]) -> Finding:
 
 
 def count_alarms(verified: list[AcceptanceCounts]) -> tuple[int, int]:
-    """(alarms, windows of enough drafts)."""
+    """Return (alarms, windows with enough drafts)."""
     alarms = windows = 0
     counts = AcceptanceCounts.zero(NUM_TOKENS)
     for one in verified:
@@ -153,10 +161,10 @@ def count_alarms(verified: list[AcceptanceCounts]) -> tuple[int, int]:
 
 
 def simulate_adaptive(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Rates of wrong and of right decisions by load, the worst on top.
+    """Return the rates of wrong and of right decisions by load, the worst first.
 
-    `by_tau` judges the same counts without the load: the share of equal drafts that would be rolled
-    back.
+    `by_tau` is the share of equal drafts that would be rolled back if the same counts were judged
+    without the load.
     """
     cases: list[dict[str, Any]] = []
     for number, (name, (load, other)) in enumerate(CASES.items()):

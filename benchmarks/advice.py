@@ -1,13 +1,13 @@
 """Check the advice of `redraft bench` against the engine.
 
-Is the advised number of draft tokens within 5% of the best measured one?
+It asks whether the advised number of draft tokens is within 5% of the best measured one.
 
-$ python -m benchmarks.advice    # with the draft of `make demo-tiny`; if there is none, a short training makes one
+$ python -m benchmarks.advice    # with the draft of `make demo-tiny`, or else after a short training run
 
-A server without a draft and one for every number of draft tokens run at the same time and get their
-loads in turn, as in `redraft bench`. Speed-ups are medians of ratios to the server without a draft.
-The advice uses only the rounds with the most draft tokens, and has to predict the rest. A ratio
-below the requirement is printed, and is not an error.
+One server runs without a draft and one for each number of draft tokens. All run at the same time
+and get their loads in turn, as in `redraft bench`. Speed-ups are medians of ratios to the server
+without a draft. The advice uses only the rounds with the most draft tokens, and must predict the
+others. A ratio below the requirement is printed but is not an error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from redraft.files.target_folder import TargetFolder
 from redraft.recipes.cli.run import run_recipe
 
 REQUIRED = 0.95
-"""Smallest passing ratio of the advised speed to the best measured one."""
+"""Minimum ratio of the advised speed to the best measured one."""
 
 TRAINING = ("--loop.steps", "60", "--loop.eval-every", "0", "--prove.no-engine",
             "--prove.no-ce-baseline")  # fmt: skip
-"""Flags of the short training."""
+"""Flags of the short training run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ class Config:
     target: str = "tests/assets/tiny-target"
     """Folder or hub name of the model to serve."""
     draft: str = "outputs/demo-tiny/draft"
-    """Folder of a standalone draft. If it does not exist, a short training makes one next to
+    """Folder of a standalone draft. If it does not exist, a short training run makes one next to
     `output`.
     """
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
     """Numbers of draft tokens to measure."""
     concurrency: tuple[int, ...] = (1, 4, 16)
-    """Numbers of requests in flight to measure."""
+    """Numbers of concurrent requests to measure."""
     max_tokens: int = 48
     """Length of each answer, in tokens."""
     rounds: int = 3
-    """Number of times every load is sent to every server."""
+    """Number of times that every load is sent to every server."""
     output: Path = Path("outputs/bench/advice.json")
-    """File that receives the results."""
+    """File for the results."""
 
 
 def main(cfg: Config) -> None:
@@ -82,10 +82,10 @@ def main(cfg: Config) -> None:
 
 
 def train_draft(cfg: Config) -> str:
-    """Train a draft of two of the target's layers for 60 steps, and return its folder.
+    """Train a draft made of two of the target's layers for 60 steps, and return its folder.
 
     Raises:
-        ValueError: if the training fails, after it has printed the reason.
+        ValueError: the training run failed; its reason was printed before.
     """
     folder = cfg.output.parent / "advice-draft"
     command = [sys.executable, "-m", "benchmarks.studies.presets", "standalone", *TRAINING]
@@ -97,8 +97,8 @@ def train_draft(cfg: Config) -> str:
 
 
 def measure(cfg: Config, config: dict[str, Any]) -> Results:
-    """Rounds of a server for every number of draft tokens and one for none, all alive at once."""
-    # Each load takes seconds, and a machine's hiccups last tenths of a second.
+    """Measure one server without a draft and one per number of draft tokens, all at once."""
+    # Each load takes seconds, so that a disturbance of some tenths of a second matters little.
     plan = Plan(
         rounds=cfg.rounds,
         prompts={load: 8 + 6 * load for load in cfg.concurrency},
@@ -125,9 +125,9 @@ def measure(cfg: Config, config: dict[str, Any]) -> Results:
 
 
 def judge(cfg: Config, results: Results, choice: Choice, load: int) -> dict[str, Any]:
-    """The advised number of draft tokens compared with the best measured one.
+    """Compare the advised number of draft tokens with the best measured one.
 
-    It is compared with and without 0 as a choice.
+    The comparison is made both with 0 as a possible choice and without.
     """
     counts = sorted(cfg.num_speculative_tokens)
     measured = {0: 1.0} | {k: compare(results, str(k), load).ratio for k in counts}
@@ -140,7 +140,7 @@ def judge(cfg: Config, results: Results, choice: Choice, load: int) -> dict[str,
         "measured": measured,
         "expected": expected,
         "advised": advised,
-        # 1.0 if the advised number is the best measured one, no draft included.
+        # 1.0 if the advised number is the best measured one, including 0.
         "ratio": measured[advised] / max(measured.values()),
         "advised_if_drafting": drafting,
         "ratio_if_drafting": measured[drafting] / max(measured[k] for k in counts),

@@ -1,4 +1,4 @@
-"""Find the nats-server that benchmarks, the soak and the tests run.
+"""Find the nats-server that the benchmarks, the soak and the tests run.
 
 `make env` installs it.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def find_broker() -> str:
-    """Return the path of nats-server: next to this Python, or else on the PATH.
+    """Return the path of nats-server: next to this Python interpreter, or else on the PATH.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: there is no nats-server.
     """
     environment = str(Path(sys.executable).parent)
     found = shutil.which("nats-server", path=environment) or shutil.which("nats-server")

@@ -1,6 +1,6 @@
-"""The tables of docs/capacity.md, as `redraft plan` and `redraft plan fleet` count them.
+"""Compute the tables of docs/capacity.md with `redraft plan` and `redraft plan fleet`.
 
-$ python -m benchmarks.capacity docs/capacity.md                     # count its tables again
+$ python -m benchmarks.capacity docs/capacity.md                     # recompute its tables
 $ python -m benchmarks.capacity docs/capacity.md --tables long_rows  # an hour on one core
 """
 
@@ -42,7 +42,7 @@ class Config:
     page: Annotated[Path, tyro.conf.Positional]
     """Markdown file with tables between `<!-- table NAME -->` and `<!-- end -->`."""
     tables: tuple[str, ...] = ("token", "thousand", "traffic", "fleet")
-    """Names of the tables to count; the others stay as they are."""
+    """Names of the tables to compute; the others stay as they are."""
 
 
 def main(cfg: Config) -> None:
@@ -90,13 +90,13 @@ def count_long_row(family: FamilyName, target: str, tokens: int) -> str:
 
 @cache
 def captured_bytes(traffic: Traffic) -> float:
-    """Bytes of a record without hidden states, per token."""
+    """Return the bytes per token of a record without hidden states."""
     sizes = [len(encode_record(make_record(number, traffic))) for number in range(NUM_RECORDS)]
     return statistics.mean(sizes) / traffic.output_tokens
 
 
 def traffic_table(traffic: Traffic) -> Iterator[str]:
-    """Captured bytes per token with other settings of capture."""
+    """Return a table of captured bytes per token under different capture settings."""
     yield "| standalone draft, per captured token | captured | relative to the first row |"
     yield "|---|---|---|"
     others = {
@@ -126,7 +126,7 @@ TABLES = {
 
 
 def fill_tables(page: str, names: Collection[str]) -> str:
-    """The page with these tables computed again."""
+    """Return the page with these tables recomputed."""
 
     def table(match: re.Match[str]) -> str:
         if match[2] not in names:

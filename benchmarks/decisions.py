@@ -1,11 +1,11 @@
 """Simulate the decisions that rest on noisy counts.
 
-How often are they wrong, if the truth is known?
+They count how often a decision is wrong, since the truth is known.
 
     $ python -m benchmarks.decisions
 
     canary      an equal draft and one 0.2 worse, with short and long requests, and with two domains spread evenly,
-                40:60 or 20:80: how often is it returned or passed?
+                40:60 or 20:80: how often is it rolled back or passed?
     adaptive    canary and alarm under adaptive verification, at equal and unequal load (`benchmarks/adaptive.py`): how
                 often does the load alone return an equal draft or raise the alarm? How often is a worse draft found?
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
@@ -16,9 +16,8 @@ How often are they wrong, if the truth is known?
     served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
 
 Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between
-requests of 28 drafts,
-0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same
-numbers.
+requests of 28 drafts, 0.41 of which remains however long the request is. Seeds are fixed, so the
+same code prints the same numbers.
 
 T = trials, N = prompts or requests, P = polls.
 """
@@ -62,34 +61,34 @@ BETWEEN_REQUESTS = 0.41
 """Standard deviation of tau between long requests."""
 
 WITHIN_REQUEST = 1.1
-"""Standard deviation of accepted tokens between the drafts of a request; with 28 drafts it adds up
-to 0.46.
+"""Standard deviation of accepted tokens between the drafts of a request; over 28 drafts, both
+spreads together give 0.46.
 """
 
 TAU = 2.0
 
 DOMAIN_GAP = 0.22
-"""Difference of tau between two domains: code 2.16, prose 1.94 on the demo's target."""
+"""Difference of tau between two domains. On the demo's target, code has 2.16 and prose 1.94."""
 
 MIXES = {
     "like_traffic": (0.5, 0.5),
     "unlike_traffic": (0.4, 0.6),
     "very_unlike_traffic": (0.2, 0.8),
 }
-"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60,
-or 20:80.
+"""Share of the easier domain in the worse-off and in the better-off group: evenly spread, 40:60, or
+20:80.
 """
 
 DRAFTS_PER_POLL = 125
-"""Drafts of one running request in a poll interval of 5 s."""
+"""Number of drafts of one running request in a poll interval of 5 s."""
 
 NUM_TOKENS = 3
-"""Maximum number of draft tokens. At this number, tau differs by about 1.1 between the drafts of a
+"""Maximum number of draft tokens. With this number, tau varies by about 1.1 between the drafts of a
 request.
 """
 
 LOSS_OF_ONE = 0.5
-"""Loss of tau of a draft that is 0.2 worse with one token."""
+"""Loss of tau, at one draft token, of a draft that is 0.2 worse."""
 
 NUM_LOOKS = 10
 
@@ -97,13 +96,15 @@ NUM_LOOKS = 10
 @dataclass(frozen=True, kw_only=True)
 class Config:
     output: Path = Path("outputs/bench-decisions")
-    """Folder that receives report.json."""
+    """Folder for report.json."""
     trials: int = 400
-    """Simulations of each case. With 400, a rate of 2% is known to within 1.4%."""
+    """Number of simulations per case. With 400, the error of a rate of 2% is at most 1.4 percentage
+    points.
+    """
     seed: int = 0
-    """Seed of all simulations."""
+    """Random seed for all simulations."""
     engine: bool = True
-    """Also compare the forecasts with a real vLLM, which takes a few minutes."""
+    """Also compare the forecasts with a real vLLM, which takes a few minutes more."""
 
 
 def main(cfg: Config) -> None:
@@ -114,11 +115,11 @@ def main(cfg: Config) -> None:
         print(f"{name}: {json.dumps(section)}")
     cfg.output.mkdir(parents=True, exist_ok=True)
     write_whole(cfg.output / "report.json", json.dumps(report, indent=2) + "\n")
-    print(f"written to {cfg.output / 'report.json'}")
+    print(f"report: {cfg.output / 'report.json'}")
 
 
 def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Return the rates of wrong decisions, and of right ones as far as they show the price."""
+    """Return the rates of wrong decisions, and those of right ones where they show the cost."""
     parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
         "canary": simulate_canary,
         "paces": simulate_paces,
@@ -141,20 +142,20 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How many draft tokens a server drafts, from poll to poll.
+    """How the number of draft tokens changes from poll to poll.
 
-    All NUM_TOKENS, or one while it is busy.
+    A server drafts NUM_TOKENS tokens, or one token while it is busy.
     """
 
     busy: float = 0.0
-    """Share of the polls at one token."""
+    """Share of the polls with one draft token."""
     dwell: float = 20
-    """Mean polls at one number of tokens."""
+    """Mean number of polls for which the number of draft tokens stays the same."""
 
     def draw(self, rng: np.random.Generator, trials: int, polls: int) -> Array:
-        """Draft tokens by poll, [T, P]."""
+        """Return the number of draft tokens by trial and poll, [T, P]."""
         is_busy_TP = np.empty((trials, polls), bool)
-        # After each poll, the next one is drawn again with probability 1 / dwell.
+        # After each poll, the number is drawn anew with probability 1 / dwell.
         is_drawn_TP = rng.random((trials, polls)) < 1 / self.dwell
         drawn_TP = rng.random((trials, polls)) < self.busy
         is_busy_TP[:, 0] = drawn_TP[:, 0]
@@ -170,15 +171,15 @@ PACES = {
     "shifted": (Pace(0.8), Pace(0.2)),
     "alike": (Pace(0.5), Pace(0.5)),
 }
-"""Paces of the two groups: first the group with fewer draft tokens, then the one with more."""
+"""Paces of the two groups: first that of the group with fewer draft tokens."""
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
     """Return the canary's findings by traffic, drafts per request and running requests per server.
 
     The largest rates come first. Unequal traffic is misleading by design: an equally good draft
-    receives more requests from the harder domain, and a worse draft more from the easier one. The
-    canary times out after `polls` polls. The policy is the default policy.
+    gets more requests from the harder domain, and a worse draft more from the easier one. The
+    canary times out after `polls` polls. The default policy applies.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(MIXES.items(), (28, 100, 200, 400), (1, 8))
@@ -207,7 +208,7 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
 
 
 def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) -> dict[str, float]:
-    """Return the findings about an equal and about a worse draft, as the report lists them."""
+    """Return the findings about an equal draft and a worse one, as the report lists them."""
     return {
         "equal_rolled_back": equal[Finding.WORSE],
         "equal_inconclusive": equal[Finding.INCONCLUSIVE],
@@ -217,10 +218,10 @@ def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) 
 
 
 def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """Return the canary's findings while servers change their numbers of draft tokens.
+    """Return the canary's findings while servers change their number of draft tokens.
 
-    One canary is in a fleet. The other is a single server, which is compared with itself before the
-    change. The pace always works against the truth.
+    There are two cases: a canary in a fleet, and a single server that is compared with its own
+    counts from before the change. The pace always makes the wrong decision more likely.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(PACES.items(), (True, False), (28, 400), (1, 8))
@@ -253,19 +254,19 @@ def _count_findings(
     paces: tuple[Pace, Pace] = (Pace(), Pace()),
     is_paired: bool = True,
 ) -> dict[Finding, float]:
-    """Share of each finding, for a canary whose true tau is `loss` below the control's.
+    """Return the share of each finding, for a canary whose true tau is `loss` below the control's.
 
-    Both have the same traffic.
+    Both get the same amount of traffic.
 
-    `easy_shares` are the shares of the easier domain on the canary and on the control group,
-    `paces` their paces.
+    `easy_shares` are the shares of the easier domain on the canary and on the control group, and
+    `paces` are their paces.
     """
     rng, policy = np.random.default_rng(seed), RolloutPolicy()
     canary_TDPK2, control_TDPK2 = (
         _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running, pace)
         for tau, share, pace in zip((TAU - loss, TAU), easy_shares, paces, strict=True)
     )
-    # Polls until a group has `min_drafts`, rounded up: the canary is not compared before.
+    # Number of polls until a group has `min_drafts`, rounded up. The canary is not compared before.
     enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
     findings = []
     for canary_DPK2, control_DPK2 in zip(canary_TDPK2, control_TDPK2, strict=True):
@@ -273,7 +274,7 @@ def _count_findings(
         while (
             finding is Finding.INCONCLUSIVE and look < 2 * polls
         ):  # the last look is when time is up
-            # Looks as in `rollout._compare`: the next one when the polls have doubled.
+            # As in `rollout._compare`, the next look comes when the number of polls has doubled.
             seen = slice(min(look, polls))
             canary, control = (
                 {"easy": easy_PK2[seen], "hard": hard_PK2[seen]}
@@ -295,21 +296,22 @@ def _simulate_polls(
     running: int,
     pace: Pace = Pace(),
 ) -> Array:
-    """(tried, accepted) of a server at every poll, [T, 2, P, K, 2].
+    """Return (tried, accepted) of a server at every poll, [T, 2, P, K, 2].
 
-    They are by position and domain, the easier domain first.
+    They are counted by domain, the easier one first, and by position.
 
-    `running` requests at a time, each after another. `tau` is that of NUM_TOKENS tokens, all
-    equally likely accepted.
+    The server always runs `running` requests. `tau` applies to NUM_TOKENS draft tokens, which are
+    all equally likely to be accepted.
     """
     border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
-    # More than fit in on average: even a run of short ones must last until the last poll.
+    # This is more than the average number of requests that fit in, so that even a run of short ones
+    # lasts until the last poll.
     num_requests = int(1.6 * border_P[-1] / drafts_per_request) + 12
     powers_K = np.arange(NUM_TOKENS + 1)
-    # Drafts, and by position those expected to be accepted so far.
+    # Drafts so far and, by position, the expected number of acceptances.
     expected_TDPK = np.zeros((trials, 2, polls, NUM_TOKENS + 1))
     for _ in range(running):
-        # mean of a log-normal: exp(mu + 0.6**2 / 2)
+        # Mean of a log-normal distribution: exp(mu + 0.6**2 / 2).
         drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
         drafts_TN[:, 0] *= rng.random(
             trials
@@ -326,8 +328,8 @@ def _simulate_polls(
             total_TNK = ((drafts_TN * is_of_domain_TN)[..., None] * reached_TNK).cumsum(1)
             for trial, position in itertools.product(range(trials), powers_K):
                 # A request's drafts are spread evenly over time. So the running total at a boundary
-                # between polls lies on the line between the ends of two requests, and a poll is the
-                # difference of two totals.
+                # between polls is interpolated between the ends of two requests, and a poll's count
+                # is the difference of two totals.
                 at_border = np.interp(
                     border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TNK[trial, :, position]]
                 )
@@ -342,7 +344,7 @@ def _simulate_polls(
             after_TDP, before_TDP, out=np.zeros_like(after_TDP), where=before_TDP > 0
         )
         rate_TDP = np.clip(rate_TDP, 0, 1)  # differences of totals are inexact
-        # the normal approximation of a binomial number
+        # Normal approximation of a binomial count.
         spread_TDP = np.sqrt(tried_TDP * rate_TDP * (1 - rate_TDP))
         accepted_TDP = tried_TDP * rate_TDP + spread_TDP * rng.standard_normal(tried_TDP.shape)
         accepted_TDP = np.clip(accepted_TDP, 0, tried_TDP)
@@ -351,7 +353,7 @@ def _simulate_polls(
 
 
 def _find_chance(tau_TN: Array) -> Array:
-    """The acceptance probability of each token with which NUM_TOKENS have this tau."""
+    """Return the acceptance probability per token that gives this tau at NUM_TOKENS tokens."""
     chances = np.linspace(0, 1, 1001)
     return np.interp(tau_TN, 1 + sum(chances**power for power in range(1, NUM_TOKENS + 1)), chances)
 
@@ -360,9 +362,9 @@ def _find_chance(tau_TN: Array) -> Array:
 
 
 def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Share of campaigns of ten looks that promote, by the true gain.
+    """Return the share of campaigns of ten looks that promote a candidate, by the true gain.
 
-    Candidates are judged until one is promoted.
+    A campaign ends when a candidate is promoted.
     """
     policy = Policy()
     gains = {
@@ -377,7 +379,7 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
         rates = {}
         for name, gain in gains.items():
             rng = np.random.default_rng(seed)
-            # This rate is near its limit, so it takes more trials to show on which side it is.
+            # This rate is near its limit, so it takes more trials to show on which side it lies.
             count = 10 * trials if name == "at_bar_promoted" else trials
             campaigns = [_run_campaign(rng, gain, num_requests, policy) for _ in range(count)]
             rates[name] = sum(look > 0 for look in campaigns) / count
@@ -394,10 +396,10 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, dict[str, float]]:
-    """Return the share of campaigns that promote a candidate that gains 0.3 in one domain.
+    """Return the share of campaigns that promote a candidate with a gain of 0.3 in one domain.
 
-    The campaigns differ in the candidate's change in a domain without new traffic: none, a loss of
-    `max_domain_loss`, and twice that loss.
+    In a domain without new traffic, the candidate keeps its tau, loses `max_domain_loss`, or loses
+    twice as much.
     """
     changes = {
         "equal": 0.0,
@@ -421,13 +423,13 @@ def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, 
 def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
     """Count the distinct requests until a candidate can be judged, with the learner's defaults.
 
-    Returns the median and the 99th percentile. A verdict takes `records_per_candidate` requests to
-    train on and `min_requests` held-out ones.
+    Returns the median and the 99th percentile. A verdict needs `records_per_candidate` requests for
+    training and `min_requests` held-out ones.
     """
     rng = np.random.default_rng(seed)
     is_held_out_TN = rng.random((max(trials, 1000), 1000)) < BufferConfig().held_out_fraction
     held_out_TN = is_held_out_TN.cumsum(1)
-    # After n requests: each is either held out or trained on.
+    # Counts after n requests. Each request is either held out or trained on.
     trained_TN = np.arange(1, 1001) - held_out_TN
     enough_TN = (held_out_TN >= policy.min_requests) & (
         trained_TN >= Training().records_per_candidate
@@ -444,11 +446,11 @@ def _run_campaign(
     policy: Policy,
     abandoned: tuple[float, int] = (0.0, 0),
 ) -> int:
-    """Return the number of the look at which a candidate is promoted; 0 if none is.
+    """Return the number of the look at which a candidate is promoted, or 0 if none is.
 
-    From one look to the next, new requests replace a quarter of the held-out ones. Candidates
-    differ in the requests that they are good at, which explains half of the spread. `abandoned` is
-    the gain in a domain without new requests, and the number of its requests.
+    From one look to the next, new requests replace a quarter of the held-out ones. Each candidate
+    is good at different requests, which explains half of the spread. `abandoned` is (gain, number
+    of requests) of a domain without new requests.
     """
     requests = _make_requests(rng, num_requests)
     abandoned_gain, num_abandoned = abandoned
@@ -462,8 +464,8 @@ def _run_campaign(
             ours += more
         if judge(candidate, incumbent, domains, policy, look).decision is Decision.PROMOTE:
             return look
-        # The oldest quarter leaves. The other requests are judged again, so the looks of a campaign
-        # are not independent.
+        # The oldest quarter is removed. The other requests are judged again, so the looks of a
+        # campaign are not independent.
         fresh = _make_requests(rng, num_requests // 4)
         requests = tuple(
             np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True)
@@ -474,20 +476,20 @@ def _run_campaign(
 def _score_candidate(
     rng: np.random.Generator, requests: tuple[Array, Array, Array], gain: float
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts]]:
-    """Counts of a new candidate and of the incumbent on the requests."""
+    """Return the counts of a new candidate and of the incumbent on the requests."""
     drafts_N, incumbent_N, common_N = requests
     rate_N = incumbent_N + gain + common_N + 0.1 * rng.standard_normal(len(drafts_N))
     return _to_counts(drafts_N, rate_N), _to_counts(drafts_N, incumbent_N)
 
 
 def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:
-    """Drafts, the incumbent's accepted tokens per draft, and a candidate's excess.
+    """Return drafts, the incumbent's accepted tokens per draft, and the candidates' excess.
 
-    The excess is how much more any candidate accepts of this request.
+    The excess is the number of additional tokens that every candidate has accepted in this request.
     """
     drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
-    # Uniform over 3.4 has a standard deviation of 0.98, and bounds the rates: 1.3 - 0.41 * 1.7 =
-    # 0.6.
+    # A uniform distribution of width 3.4 has a standard deviation of 0.98 and bounds the rates: 1.3
+    # - 0.41 * 1.7 = 0.6.
     incumbent_N = 1.3 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, count)
     return drafts_N, incumbent_N, 0.1 * rng.standard_normal(count)
 
@@ -506,9 +508,9 @@ def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
     """Count the records until a sleeping learner wakes, by the true loss of tau.
 
     One of two domains loses tau, relative to its tau at the promotion. `unchanged_woken` is the
-    share of the longest pauses that a false alarm ends. `steps_saved` is the share of the optimizer
-    steps that a learner saves in the long run if its traffic does not change; it still looks for a
-    gain after every pause.
+    share of longest pauses that a false alarm ends. `steps_saved` is the share of optimizer steps
+    that a learner saves in the long run while its traffic does not change, although it tries to
+    train after every pause.
     """
     policy, gate, training = SleepPolicy(), Policy(), Training()
     delays: dict[float, list[float]] = {loss: [] for loss in (0.0, 0.2, 0.4, 0.8)}
@@ -516,7 +518,8 @@ def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
         for _ in range(trials):
             found.append(_count_records_to_alarm(rng, loss, policy, gate, training))
-    # In the long run: `slept` records passed over, then `trained` ones in an attempt, and so on.
+    # In the long run, the learner alternates between skipping `slept` records and training on
+    # `trained` ones.
     longest = policy.longest * training.records_per_candidate
     woken = {
         loss: sum(delay < math.inf for delay in found) / trials for loss, found in delays.items()
@@ -547,14 +550,14 @@ def _count_records_to_alarm(
 ) -> float:
     """Count the training records between the drift and the alarm.
 
-    The count is infinite if the longest pause ends first.
+    The count is infinite if the longest pause ends before the alarm.
     """
     fraction = BufferConfig().held_out_fraction
-    # If a share f is held out, n training records come with n f / (1 - f) held-out ones.
+    # With a held-out share f, n training records come with n f / (1 - f) held-out ones.
     per_look = round(training.records_per_candidate * fraction / (1 - fraction))
     then = _make_rows(rng, 100, 0.0)
     now: list[Row] = []
-    # At `longest` the learner wakes anyway.
+    # After `longest` records, the learner wakes in any case.
     for look in range(1, policy.longest):
         now = (now + _make_rows(rng, per_look, loss))[-2 * Judging().held_out_per_domain :]
         staleness = compare(then, now, policy, gate)
@@ -564,7 +567,7 @@ def _count_records_to_alarm(
 
 
 def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
-    """Requests of two domains, half and half; in the second, tau is lower by `loss`."""
+    """Return requests of two equally frequent domains; in the second, tau is lower by `loss`."""
     drafts_N, rate_N, _ = _make_requests(rng, count)
     domains = ["code" if is_code else "prose" for is_code in rng.random(count) < 0.5]
     rates = [
@@ -580,9 +583,9 @@ def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
 
 
 def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Compare pairs of reports; return how often a fall is listed, by the true loss in tau.
+    """Compare pairs of reports, and return how often they list a fall, by the true loss in tau.
 
-    The reports have 2 domains and 2 numbers of tokens.
+    The reports have 2 domains and 2 numbers of draft tokens.
     """
     rates = {}
     for name, loss in {
@@ -600,18 +603,19 @@ def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tuple[Report, Report]:
-    """Two reports on the same prompts.
+    """Return two reports on the same prompts.
 
-    The second draft's tau is truly lower by the share `loss`.
+    The second draft's true tau is lower by the share `loss`.
     """
     steps_N = np.maximum(rng.lognormal(np.log(24), 0.6, num_prompts).round(), 2.0)
     rate_N = 1.0 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, num_prompts)
-    # two drafts that are equal on the whole differ on each prompt
+    # Two drafts that are equal on average differ on each prompt.
     other_N = rate_N - loss * (1 + rate_N) + 0.12 * rng.standard_normal(num_prompts)
     prompts = [PromptId(id=str(i), domain=("code", "prose")[i % 2]) for i in range(num_prompts)]
     reports = []
     for rates_N in (rate_N, other_N):
-        # Two numbers of tokens on the same prompts: two correlated chances to report a fall.
+        # The two numbers of draft tokens share their prompts, which gives two correlated chances to
+        # report a fall.
         rows = [
             Counted(
                 draft="draft",
@@ -644,13 +648,13 @@ def simulate_intervals(
 ) -> dict[str, Any]:
     """Return the share of 95% intervals that contain the truth, by number of prompts.
 
-    The lengths of answers are of three kinds. tau is a ratio over prompts; the gain is the
-    difference of two drafts over the same prompts.
+    There are three distributions of answer lengths. tau is a ratio over prompts; the gain is the
+    difference between two drafts on the same prompts.
     """
     lengths = {"equal": 0.15, "unequal": 0.6, "heavy_tailed": 1.0}
     cases: list[dict[str, Any]] = []
     for kind, sigma in lengths.items():
-        # The truth, up to the noise of 400,000 prompts.
+        # The true values, up to the noise of 400,000 prompts.
         _, _, truth_tau, truth_gain = _sum_prompts(np.random.default_rng(99), 400_000, sigma)
         for num_prompts in sizes:
             rng = np.random.default_rng(seed)
@@ -682,10 +686,10 @@ def _sum_prompts(
 ) -> tuple[Array, Array, float, float]:
     """Return (accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1, its gain).
 
-    The last two values are for the first draft.
+    The last two values belong to the first draft.
     """
     drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
-    # gamma(4, 0.5) has mean 2 and standard deviation 1.
+    # gamma(4, 0.5) has a mean of 2 and a standard deviation of 1.
     difficulty_N = BETWEEN_REQUESTS * (
         rng.gamma(4.0, 0.5, num_prompts) - 2
     )  # skewed: few prompts are easy

@@ -59,7 +59,7 @@ RUNNER_TESTS = Path("tests/online/engine/test_runners.py")
 
 NUM_TOKENS = 3
 BLOCK_SIZE = 32
-"""Tokens of a block of the cache."""
+"""Number of tokens per block of the KV cache."""
 
 REQUIRED_KEPT = 0.9
 REQUIRED_PAUSE_MS = 50.0
@@ -71,25 +71,26 @@ Part = Literal["records", "capture", "bytes", "swap"]
 @dataclass(frozen=True, kw_only=True)
 class Config:
     output: Path = Path("outputs/bench-fleet/report.json")
-    """File that receives the results."""
+    """File for the results."""
     target: Path = Path("tests/assets/tiny-target")
-    """Folder of the target. The standalone draft is a copy of it with noise."""
+    """Folder of the target. The standalone draft is a noisy copy of it."""
     head: Path = Path("tests/assets/tiny-eagle3")
-    """Folder of a head for it."""
+    """Folder of a head for this target."""
     parts: tuple[Part, ...] = ("records", "capture", "bytes", "swap")
     """The parts to measure."""
     rounds: int = 12
-    """Interleaved rounds of capture."""
+    """Number of interleaved rounds for the cost of capture."""
     swaps: int = 4
-    """Swaps of each draft with each setting of --swap.cache."""
+    """Number of swaps for each draft and each --swap.cache setting."""
     clients: int = 4
     """Requests at once."""
 
 
 def count_queued(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:
-    """Return the bytes of one step's tensors in the queue, all requests recorded, bfloat16 logits.
+    """Return the bytes that a step's tensors hold in the queue if all requests are recorded.
 
-    `bytes_per_step` are left by a GPU's hook, and `bytes_by_reference` by the CPU's hook.
+    Logits are in bfloat16. `bytes_per_step` is what the hook on a GPU keeps, and
+    `bytes_by_reference` what the hook on a CPU keeps.
     """
     logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
     with open_capture() as capture:
@@ -109,19 +110,20 @@ def main(cfg: Config) -> None:
     """Measure and print all parts.
 
     Raises:
-        FileNotFoundError: if the target or the head is missing.
+        FileNotFoundError: the target or the head is missing.
     """
     for model in (cfg.target, cfg.head):
         if not (model / "config.json").is_file():
             raise FileNotFoundError(
-                f"{model} does not exist: set --target, and --head to a head for it"
+                f"{model} does not exist: set --target, and set --head to a head for it"
             )
     report: dict[str, Any] = {"config": asdict(cfg), "environment": environment()}
     try:
         measure_parts(cfg, report)
         print("\n".join(lines(report)))
     finally:
-        # A part that fails must not lose the others: each takes minutes.
+        # If a part fails, the results of the others must not be lost, because each part takes
+        # minutes.
         write_results(cfg.output, report)
 
 
@@ -174,7 +176,7 @@ def describe_records(records: Mapping[str, Any]) -> str:
 
 
 def describe_swap(result: Mapping[str, Any]) -> str:
-    """One line, with the requirements."""
+    """Describe a swap and its requirements in one line."""
     passed = (
         result["blocks_kept"] >= REQUIRED_KEPT
         and result["pause_over_step_ms"] <= REQUIRED_PAUSE_MS
@@ -195,14 +197,14 @@ def describe_swap(result: Mapping[str, Any]) -> str:
 
 
 def compare_records() -> dict[str, Any]:
-    """Run the tests that compare the runners' records bit for bit."""
+    """Run the tests that compare records of both model runners bit for bit."""
     return run_tests(RUNNER_TESTS, "same_records or count_the_same")
 
 
 def run_tests(file: Path, chosen: str) -> dict[str, Any]:
-    """Run the chosen tests of a file that compares V1 and V2, and return their verdict.
+    """Run the selected tests of a file that compares V1 and V2, and return their verdict.
 
-    None if one of them did not run.
+    The verdict is None if one of the tests did not run.
     """
     if not file.is_file():
         return {"v1_equals_v2": None, "reason": f"no {file} in this folder", "tests": 0}
@@ -243,7 +245,7 @@ def judge_tests(suite: ET.Element) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def make_registry(cfg: Config, folder: Path) -> Iterator[dict[str, Path]]:
-    """A registry of two versions for each draft, which is served from v000001."""
+    """Make a registry with two versions of the draft; servers start with v000001."""
     write_token(folder / "token")
     (folder / "spool").mkdir(mode=0o700)
     weights = load_file(cfg.target / "model.safetensors")
@@ -256,7 +258,7 @@ def make_registry(cfg: Config, folder: Path) -> Iterator[dict[str, Path]]:
         registries[name] = folder / name
         for version, values in (("v000001", tensors), ("v000002", turn_keys(tensors))):
             publish(folder / name / version, _writer(source, values), {})
-        # A relative link, as the registry makes it.
+        # A relative link, like those that the registry makes.
         (folder / name / "current").symlink_to("v000001")
     yield registries
 
@@ -264,7 +266,7 @@ def make_registry(cfg: Config, folder: Path) -> Iterator[dict[str, Path]]:
 def _writer(source: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
     def write(folder: Path) -> None:
         for path in source.iterdir():
-            # A published head has its own manifest, which must not be listed in the new one.
+            # A published head has its own manifest, which the new manifest must not list.
             if path.suffix == ".json" and path.name != MANIFEST:
                 shutil.copy(path, folder)
         save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
@@ -273,9 +275,9 @@ def _writer(source: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def add_noise(tensors: Mapping[str, torch.Tensor], scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """A copy whose matrices are off by `scale` of their deviation.
+    """Copy a model, adding noise of `scale` standard deviations to every matrix.
 
-    A draft that is accepted now and then.
+    Such a draft is accepted only sometimes.
     """
     generator = torch.Generator().manual_seed(0)
     return {
@@ -287,11 +289,11 @@ def add_noise(tensors: Mapping[str, torch.Tensor], scale: float = 0.1) -> dict[s
 
 
 def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same function with another sign of every query, key and value.
+    """Flip the sign of every query, key and value without changing the function.
 
-    The sign of the matrix that reads the values is changed too.
+    For this, the sign of the matrix that reads the values is flipped too.
     """
-    # (-q) (-k) = q k, and -o undoes -v. RoPE only rotates, so the signs pass through it.
+    # (-q) (-k) = q k, and -o cancels -v. RoPE only rotates, so it preserves signs.
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {
         name: -tensor if name.endswith(tuple(f"{n}.weight" for n in names)) else tensor.clone()
@@ -301,7 +303,7 @@ def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def serve(cfg: Config, registry: Path, *options: str) -> Iterator[Server]:
-    """Start a server with a prefix cache and the draft of this registry.
+    """Start a server with a prefix cache and this registry's draft.
 
     `options` are passed to `redraft serve`.
     """
@@ -323,10 +325,10 @@ def serve(cfg: Config, registry: Path, *options: str) -> Iterator[Server]:
 
 
 def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
-    """Return prompts of `length` tokens of the standard library, with different beginnings."""
+    """Return prompts of `length` tokens from the standard library; all begin differently."""
     tokenizer = load_tokenizer(cfg.target)
     texts = (str(conversation["messages"]) for conversation in stdlib_conversations())
-    # They are cut here, so a warning about their length would be misleading.
+    # The texts are cut here, so the tokenizer's warning about their length would be misleading.
     tokens = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
     long = (ids[:length] for ids in tokens if len(ids) >= length)
     return [Prompt(token_ids=list(ids)) for ids in islice(long, count)]
@@ -337,7 +339,7 @@ def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
 
 
 async def measure_capture(cfg: Config, registry: Path) -> dict[str, Any]:
-    """Tokens/s with capture as a share of tokens/s without, as medians over interleaved rounds."""
+    """Return the ratio of tokens/s with capture to that without: medians over rounds."""
     prompts = list_prompts(cfg, 6 * cfg.clients, 64)
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, serve(cfg, registry))
@@ -357,7 +359,7 @@ async def measure_capture(cfg: Config, registry: Path) -> dict[str, Any]:
 
 
 def measure_caches(cfg: Config, draft: str, registry: Path) -> dict[str, Any]:
-    """The figures of a swap by setting of --swap.cache."""
+    """Return the figures of a swap for each --swap.cache setting."""
     settings: tuple[SwapCache, ...] = (
         ("clear", "keep", "draft") if draft == "standalone" else ("clear", "keep")
     )
@@ -370,22 +372,22 @@ def measure_caches(cfg: Config, draft: str, registry: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stream:
-    """One answer: the time of every chunk, and its tokens. A chunk is one engine step."""
+    """One streamed answer: the times and token counts of its chunks, one per engine step."""
 
     times_s: list[float]
     token_ids: list[list[int]]
 
 
 def choose_texts(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to compare, and shorter ones of other texts for the requests that run during a swap."""
-    # One list of long texts: a running request that begins like a compared prompt would refill
-    # blocks that count as kept.
+    """Return prompts to compare, and shorter prompts from other texts for the running requests."""
+    # All texts come from one list, because a running request that begins like a compared prompt
+    # would refill cache blocks, which would then count as kept.
     texts = list_prompts(cfg, 8 + cfg.clients, 400)
     return texts[:8], [Prompt(token_ids=text.token_ids[:100]) for text in texts[8:]]
 
 
 async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str, Any]:
-    """Swap from one version to the other and back, under load.
+    """Swap between the two versions, back and forth, under load.
 
     The same prompts are sent before and after each swap.
     """
@@ -395,7 +397,7 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
         token = (registry.parent / "token").read_text().strip()
         bench = SwapBench(cfg, server, token, prompts, running)
         await bench.send_all()
-        # The second time: the first has filled the prefix cache.
+        # The second call counts, because the first one fills the prefix cache.
         before = await bench.send_all()
         swaps = []
         for version in Progress(
@@ -408,9 +410,10 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
 
 @dataclass(frozen=True)
 class Sent:
-    """The answers to the same prompts.
+    """Answers to the compared prompts.
 
-    They come with the shares of accepted draft tokens and of tokens found in the cache.
+    With them come the share of draft tokens that were accepted, and the share of prompt tokens
+    found in the cache.
     """
 
     answers: list[list[int]]
@@ -427,9 +430,9 @@ class Swapped:
     ended_s: float
     streams: list[Stream]
     after: Sent
-    """The prompts of before, sent at once after the swap."""
+    """Results for the same prompts as before the swap, sent directly after it."""
     texts_equal: bool
-    """Whether every answer that ran during the swap equals the one without a swap."""
+    """Whether every answer that ran during the swap equals the answer without a swap."""
 
 
 class SwapBench:
@@ -450,7 +453,7 @@ class SwapBench:
         self.wanted: list[list[int]] = []
 
     async def send_all(self) -> Sent:
-        """Send all prompts, one after the other, so that nothing else is counted."""
+        """Send all prompts one after the other, so that no other request is counted."""
         before = (await self.http.get("/metrics")).text
         answers = []
         for prompt in self.prompts:
@@ -473,14 +476,15 @@ class SwapBench:
         return Sent(answers, counts.draft_acceptance_rate, hits)
 
     async def swap(self, version: str) -> Swapped:
-        """Swap while requests are answered, and send the prompts again after these are complete."""
+        """Swap during running requests, and send the prompts again when these are complete."""
         if not self.wanted:
-            # Once, without a swap: both versions propose the same tokens, and the target decides.
+            # The reference answers need only one run without a swap: both versions propose the same
+            # tokens, and the target decides.
             self.wanted = [
                 list(itertools.chain(*(await self.stream(p)).token_ids)) for p in self.running
             ]
         tasks = [asyncio.create_task(self.stream(prompt)) for prompt in self.running]
-        # Time for all requests to get past the prefill: the swap has to hit running ones.
+        # Give all requests time to finish the prefill, because the swap must hit running requests.
         await asyncio.sleep(1.0)
         began_s = time.monotonic()
         answer = await self.http.post("/redraft/swap", json={"version": version})
@@ -514,11 +518,11 @@ class SwapBench:
 
 
 AGES = {"before": None, "steps 1 to 8": (0, 8), "9 to 32": (8, 32), "later": (32, 10**9)}
-"""Steps of a running request after a swap."""
+"""Ranges of steps after a swap, for running requests."""
 
 
 def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
-    """Medians over the swaps, and acceptance of the running requests by steps since the swap."""
+    """Return medians over the swaps, and the running requests' acceptance by steps since the swap."""
     steps_ms, gaps_ms = [], []
     by_age: dict[str, list[int]] = {name: [] for name in AGES}
     for swap in swaps:
@@ -528,7 +532,8 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
             for earlier, later in pairwise(s.times_s)
         ]
         steps_ms.append(statistics.median(gap for later, gap in gaps if later < swap.began_s))
-        # A second longer than the request: streams show the pause only when the next chunk comes.
+        # Wait a second longer than the request, because streams show the pause only with the next
+        # chunk.
         gaps_ms.append(max(gap for later, gap in gaps if swap.began_s < later < swap.ended_s + 1))
         for stream in swap.streams:
             earlier = [
@@ -541,12 +546,12 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
                 for at, t in zip(stream.times_s, stream.token_ids, strict=True)
                 if at > swap.ended_s
             ]
-            # The first chunk is the prefill's token, to which nothing was drafted.
+            # The first chunk holds the prefill's token, for which no draft was made.
             by_age["before"] += earlier[1:]
             for name, ages in AGES.items():
                 if ages:
-                    # The first chunk may come from a step before the end of the swap, and the last
-                    # is cut at max_tokens.
+                    # The first chunk after the swap may come from a step before it, and the last
+                    # chunk is cut at max_tokens.
                     by_age[name] += later[1:-1][slice(*ages)]
     return {
         "blocks_kept": statistics.median(swap.after.hits / before.hits for swap in swaps),
@@ -558,7 +563,7 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
         "step_ms": statistics.median(steps_ms),
         "alpha_before": before.alpha,
         "alpha_after": statistics.median(swap.after.alpha for swap in swaps),
-        # A chunk of s tokens: s - 1 accepted drafts and the bonus token.
+        # A chunk of s tokens holds s - 1 accepted draft tokens and the bonus token.
         "alpha_running": {
             n: statistics.mean(s - 1 for s in sizes) / NUM_TOKENS
             for n, sizes in by_age.items()

@@ -1,13 +1,14 @@
-"""Sizes of the code, counted: statements by room, names of vLLM that are wrapped, commands, flags.
+"""Count the code: statements by room, wrapped names of vLLM, commands, flags.
 
     python -m benchmarks.house              # the table of this tree
     python -m benchmarks.house --json       # the same as JSON, to compare two trees
 
-Nothing checks these figures. They show in a review whether a change leaves fewer concepts.
+No check depends on these figures. In a review, they show whether a change reduces the number of
+concepts.
 
-The target's walk is counted while a `Run` of the tiny target is made. A return is a call that enters
-a room which the walk has entered before and left; calls below `load_data` are the data's, and do not
-count. The entries of files/folder.py are those of the whole `Run`.
+The walk is traced while a `Run` of the tiny target is built. A return is a call that enters a room
+which the walk had already left; calls below `load_data` do not count. Calls into files/folder.py
+are counted over the whole `Run`.
 """
 
 import argparse
@@ -39,7 +40,7 @@ ROOMS = ("distill", "eval", "heads", "online", "recipes", "redraft")
 
 
 def list_sources(*packages: str) -> Iterator[Path]:
-    """The Python files of these folders, without links."""
+    """Return the Python files in these folders, without links."""
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
             if not any(parent.is_symlink() for parent in (path, *path.parents)):
@@ -47,7 +48,7 @@ def list_sources(*packages: str) -> Iterator[Path]:
 
 
 def count_statements(tree: ast.AST) -> int:
-    """Count the statements of a module, without docstrings and the strings below fields."""
+    """Count the statements of a module, without docstrings and field documentation."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
     return sum(
         not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes
@@ -55,12 +56,12 @@ def count_statements(tree: ast.AST) -> int:
 
 
 def find_room(parts: Sequence[str]) -> str:
-    """The room of a file, given the parts of its path."""
+    """Return the room of a file, given the parts of its path."""
     return "/".join(parts[:2] if len(parts) > 2 else parts[:1])
 
 
 def count_rooms() -> dict[str, int]:
-    """Statements by package and room."""
+    """Count the statements by package and room."""
     counts: Counter[str] = Counter()
     for path in list_sources(*ROOMS, "benchmarks", "tests"):
         parts = path.relative_to(ROOT).parts
@@ -70,7 +71,7 @@ def count_rooms() -> dict[str, int]:
 
 
 def count_wrapped() -> dict[str, list[str]]:
-    """Wrapped names of vLLM by the file that wraps them, as `Class.method`, from the table."""
+    """Return vLLM's wrapped names (`Class.method`) from the table, by the wrapping file."""
     found: dict[str, list[str]] = {}
     for hook in TABLE:
         file = f"{hook.by.partition(':')[0].replace('.', '/')}.py"
@@ -79,7 +80,7 @@ def count_wrapped() -> dict[str, list[str]]:
 
 
 def count_functions() -> dict[str, float]:
-    """The longest function in lines, and ignores of linters per 1,000 lines, of the packages."""
+    """Return the length of the longest function and the linter suppressions per 1,000 lines."""
     longest, ignores, lines = 0, 0, 0
     for path in list_sources(*ROOMS):
         source = path.read_text(encoding="utf-8")
@@ -95,7 +96,7 @@ def count_functions() -> dict[str, float]:
 
 
 def count_commands() -> dict[str, int]:
-    """Commands of `redraft`, and distinct flags over all help pages."""
+    """Count the commands of `redraft`, and the distinct flags on all help pages."""
     os.environ["COLUMNS"] = "200"
     pages = [
         (*name.split(), *kind, "--help-all" if name == "train" else "--help")
@@ -110,7 +111,7 @@ def count_commands() -> dict[str, int]:
 
 
 def list_pages() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(command, further words) for each help page."""
+    """Return (command, subcommands) for each help page."""
     for name, command in COMMANDS.items():
         if command.parts:
             yield from ((f"{name} {part}", ()) for part in command.parts)
@@ -121,7 +122,7 @@ def list_pages() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def walk_target() -> dict[str, int]:
-    """Returns to a room, and entries of the module that opens folders, while a `Run` is made."""
+    """Count returns to a room, and calls that open folders, while a `Run` is built."""
     from redraft.distill.run.inputs import load_data  # imports torch
     from redraft.distill.run.training_run import Run
 

@@ -1,15 +1,15 @@
 """Measure how fast records get from a server's publisher into the learner's buffer.
 
-The bare log is measured beside it.
+For comparison, the log alone is measured too.
 
 $ python -m benchmarks.ingest                # with the nats-server of `make env`
 
-Every round sends the same records each way in turn:
+In every round, the same records take each of these ways in turn:
 
     end to end    publisher ─► JetStream ─► decoded, checked, committed to the buffer, acknowledged
     raw           publisher ─► JetStream ─► fetched with nats-py and acknowledged, but not used
     embedded      spool files ─► decoded, checked, committed to the buffer, unlinked
-    drain, raw drain   as end to end and raw, from a log that already holds all records: how fast a learner catches up
+    drain, raw drain   like end to end and raw, but from a full log: how fast a learner catches up
 
 The publisher runs in a separate process. Ratios are medians over rounds.
 """
@@ -45,25 +45,26 @@ from redraft.recipes.plan.traffic import Traffic, make_record
 REQUIRED_OF_RAW = 0.6
 LIMITS = StreamLimits(max_bytes=4 << 30)
 SHIPPED_RECORDS = 32
-"""Records per batch handed over by capture."""
+"""Number of records per batch that capture hands over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     output: Path = Path("outputs/bench/ingest.json")
-    """File that receives the results."""
+    """File for the results."""
     records: int = 600
-    """Records to move each way in a round."""
+    """Number of records that take each way in a round."""
     rounds: int = 5
-    """Number of rounds that count. One more round runs first as a warm-up."""
+    """Number of rounds that count, after one warm-up round."""
     traffic: Traffic = field(default_factory=Traffic)
     folder: Path | None = None
-    """Folder for the broker, the spool and the buffer. By default the system's temporary folder."""
+    """Folder for the broker, the spool and the buffer. By default, the system's temporary folder.
+    """
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The surroundings shared by all sides of the benchmark."""
+    """What all sides of the benchmark share."""
 
     records: int
     vocab_size: int
@@ -74,7 +75,7 @@ class Bench:
     def publish(self, where: str, fleet: str) -> None:
         """Start publishing all records.
 
-        To the log of this fleet, or to the spool in this folder.
+        They go to this fleet's log, or to the spool in this folder.
         """
         self.publisher.send((where, fleet))
 
@@ -83,7 +84,7 @@ class Bench:
 
 
 Side = Callable[[Bench, str], float]
-"""Moves all records and returns the time in seconds. The name is used for the fleet and the
+"""Moves all records and returns the time in seconds. Its name is used for the fleet and the
 folders.
 """
 
@@ -92,7 +93,7 @@ def main(cfg: Config) -> None:
     """Measure and print all sides.
 
     Raises:
-        FileNotFoundError: if there is no nats-server.
+        FileNotFoundError: there is no nats-server.
     """
     frame_bytes = statistics.mean(len(frame) for frame in frames(20, cfg.traffic))
     print(
@@ -108,7 +109,7 @@ def main(cfg: Config) -> None:
         name: summary(taken_s, seconds["raw"], cfg.records, frame_bytes)
         for name, taken_s in seconds.items()
     }
-    # A drain starts from a full log, so only the raw drain compares with it.
+    # A drain starts from a full log, so it can be compared only with the raw drain.
     results["drain"]["of_raw"] = of(seconds["raw drain"], seconds["drain"])
     for name, result in results.items():
         print(line(name, result))
@@ -118,7 +119,7 @@ def main(cfg: Config) -> None:
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round by side. The first round is a warm-up and does not count."""
+    """Return the time of every round in seconds, by side, without the warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     for number in range(rounds + 1):
         for name, side in SIDES.items():
@@ -141,7 +142,7 @@ def summary(
 
 
 def of(base_s: list[float], taken_s: list[float]) -> float:
-    """Speed as a share of the base's: the median of the rounds' ratios."""
+    """Return the speed as a share of the base's: the median of the rounds' ratios."""
     return statistics.median(base / taken for base, taken in zip(base_s, taken_s, strict=True))
 
 
@@ -195,7 +196,7 @@ def raw_drain(bench: Bench, name: str) -> float:
 
 
 async def _raw(bench: Bench, name: str, *, is_full: bool) -> float:
-    """Take all records with the pull subscription of nats-py, from a stream with the same settings."""
+    """Take all records with nats-py's pull subscription, from a stream with the same settings."""
     from redraft.online.learning.stream import CONSUMER, provide_stream
     from redraft.online.records.nats_link import connect
 
@@ -218,9 +219,9 @@ async def _raw(bench: Bench, name: str, *, is_full: bool) -> float:
 
 
 async def _begin(bench: Bench, name: str, is_full: bool) -> float:
-    """Start the publisher and return the start of the measurement.
+    """Start the publisher, and return the time at which the measurement starts.
 
-    Now, or when the log is full if `is_full`.
+    That is now or, with `is_full`, the time when the log is full.
     """
     began_s = time.perf_counter()
     bench.publish("log", name)
@@ -286,8 +287,8 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
         f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/nats" '
         f"}}\n"
     )
-    # A process, not a thread: publisher and learner must not share an interpreter, as they do not
-    # in a fleet.
+    # The publisher is a process, not a thread, because in a fleet, it does not share the learner's
+    # interpreter.
     ours, theirs = multiprocessing.Pipe()
     publisher = multiprocessing.get_context("spawn").Process(
         target=publish,
@@ -307,7 +308,7 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
 
 
 def publish(url: str, count: int, traffic: Traffic, orders: Connection) -> None:
-    """Run the publisher's process: publish all records to the place that each order names."""
+    """In the publisher's process: publish all records to the place that each order names."""
     from redraft.online.records.publisher import Publisher
 
     made = frames(count, traffic)
@@ -316,8 +317,8 @@ def publish(url: str, count: int, traffic: Traffic, orders: Connection) -> None:
     while True:
         where, name = orders.recv()
         if where == "log":
-            # Without a bound: a dropped record is never counted as published, and the loop below
-            # would not end.
+            # The queue is unbounded, because dropped records never count as published and the loop
+            # below would not end.
             publisher = Publisher(url, Nats(fleet=name), max_waiting_bytes=1 << 40)
             for batch in batches:
                 publisher.write(batch)

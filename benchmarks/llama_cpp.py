@@ -3,10 +3,10 @@
 $ python -m benchmarks.llama_cpp                     # trains four drafts, a few minutes each
 $ python -m benchmarks.llama_cpp --drafts outputs/bench/llama_cpp --families eagle3 dflash
 
-For each family: how many greedy answers are the target's own, mean acceptance length in llama.cpp
-and in the forecast, and tokens/s with and without the draft, in llama.cpp and in vLLM. Everything is
-in float32. llama.cpp computes on one thread, and vLLM's worker on one core. The engines take turns
-in each round, one request at a time. vLLM serves no DSpark head on a CPU.
+For each family: how many greedy answers equal the target's, mean acceptance length in llama.cpp and
+in the forecast, and tokens/s with and without the draft, in llama.cpp and in vLLM. Everything is in
+float32. llama.cpp computes on one thread, and vLLM's worker on one core. The engines take turns in
+each round, one request at a time. vLLM does not serve DSpark heads on a CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ from redraft.recipes.cli.run import run_recipe
 
 FamilyName = Literal["standalone", "eagle3", "dflash", "dspark"]
 LAYERS = (2, 4, 6)
-"""The same layers as in the presets, except for the last, which llama.cpp does not serve."""
+"""Layers that the heads read: those of the presets without the last one, which llama.cpp does not
+serve.
+"""
 
 Answers = tuple[list[list[int]], AcceptanceCounts | None, float]
 """Token ids, the engine's counts, and tokens/s."""
@@ -57,29 +59,30 @@ Answers = tuple[list[list[int]], AcceptanceCounts | None, float]
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: Path = Path("tests/assets/tiny-target")
-    """Folder of the target, a Llama, Qwen 2 or Qwen 3."""
+    """Folder of the target: Llama, Qwen 2 or Qwen 3."""
     families: tuple[FamilyName, ...] = ("standalone", "eagle3", "dflash", "dspark")
     """Families to serve."""
     drafts: Path = Path("outputs/bench/llama_cpp")
-    """Folder with a run, `draft` in it, for each family. Families without one are trained."""
+    """Folder with one training run (containing `draft`) per family. Missing families are trained.
+    """
     steps: int | None = None
-    """Number of training steps; by default that of the presets."""
+    """Number of training steps. By default, that of the presets."""
     num_prompts: int = 30
     """Number of prompts."""
     max_tokens: int = 64
     """Maximum length of an answer, in tokens."""
     num_speculative_tokens: int = 3
-    """Draft tokens per step."""
+    """Number of draft tokens per step."""
     rounds: int = 6
-    """Number of rounds in which all engines answer the prompts; an interval needs 6. With 1, only
-    counts are compared.
+    """Number of rounds in which all engines answer the prompts; an interval needs at least 6. With
+    1, only counts are compared.
     """
     vllm: bool = True
     """Measure vLLM too."""
     mode: Mode = "compiled"
     """vLLM's mode. `eager` starts faster, but its speed is not representative."""
     output: Path = Path("outputs/bench/llama_cpp.json")
-    """File that receives the results."""
+    """File for the results."""
 
 
 def main(cfg: Config) -> None:
@@ -116,7 +119,7 @@ def main(cfg: Config) -> None:
 
 
 def find_draft(cfg: Config, name: FamilyName) -> Path:
-    """The family's draft, trained unless it is there."""
+    """Return the family's draft, and train it first if it is missing."""
     run = cfg.drafts / name
     if not (run / "draft").is_dir():
         preset: Any = make_preset(name)
@@ -133,9 +136,10 @@ def find_draft(cfg: Config, name: FamilyName) -> Path:
 
 
 def write_target(target: TargetFolder, path: Path) -> Path:
-    """The target in float32.
+    """Write the target as a GGUF file in float32.
 
-    Its tokenizer has the right tokens but splits text differently, so the prompts are token ids.
+    The file's tokenizer has the right tokens but splits text differently, so the prompts are token
+    ids.
     """
     architecture, keys, tensors = read_model(target.folder)
     tokens = target.tokenizer.convert_ids_to_tokens(list(range(target.text_config.vocab_size)))
@@ -157,7 +161,7 @@ def write_target(target: TargetFolder, path: Path) -> Path:
 def expect(
     cfg: Config, pair: Pair, model: Any, answers: Sequence[Continuation]
 ) -> AcceptanceCounts:
-    """The counts of llama.cpp by the forecast."""
+    """Return the counts that the forecast expects of llama.cpp."""
     loaded = pair.family.load(pair.draft, lambda: Target.from_model(model), torch.float32)
     signal = InProcessTarget(model, loaded.aux_layer_ids)
     k, longest = cfg.num_speculative_tokens, cfg.max_tokens
@@ -168,7 +172,7 @@ def expect(
 def measure_family(
     cfg: Config, export: Export, answers: Sequence[Continuation], expected: AcceptanceCounts
 ) -> dict[str, Any]:
-    """Text, counts and speed of one draft in each engine."""
+    """Measure text, counts and speed of one draft in each engine."""
     prompts = [answer.prompt for answer in answers]
     with ExitStack() as servers:
         engines = start(cfg, export, servers, prompts)
@@ -201,7 +205,7 @@ def measure_family(
 def start(
     cfg: Config, export: Export, servers: ExitStack, prompts: Sequence[Prompt]
 ) -> dict[str, Callable[[], Answers]]:
-    """A function for each server that answers all prompts."""
+    """Start the servers. Return, for each, a function that answers all prompts."""
     pair, k = export.pair, cfg.num_speculative_tokens
     gguf, name = export.gguf, pair.family.name
     assert gguf is not None

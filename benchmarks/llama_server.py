@@ -1,9 +1,9 @@
-"""llama-server inside the package `xllamacpp`, for benchmarks and tests on a CPU.
+"""Run the llama-server of the package `xllamacpp`, for benchmarks and tests on a CPU.
 
     python -m benchmarks.llama_server TARGET.gguf [--draft DRAFT.gguf --type draft-eagle3 --tokens 3]
 
-Prints its address, and serves until its standard input closes. One slot and one thread; the cache
-is in float32, as in the forecasts that the counts are compared with.
+It prints its address, and serves until its standard input closes. It uses one slot, one thread and
+a float32 cache, because the forecasts that the counts are compared with are in float32.
 """
 
 import argparse
@@ -23,9 +23,9 @@ CONTEXT = 2048
 def serving(
     target: Path, *, draft: Path | None = None, kind: str = "", tokens: int = 3, threads: int = 1
 ) -> Iterator[httpx.Client]:
-    """Start a server in a process of its own, and yield a client for it.
+    """Start a server in a separate process, and yield a client for it.
 
-    The process is separate because a failed assertion of llama.cpp ends it.
+    A failed assertion in llama.cpp then ends only that process.
 
     Raises:
         ChildProcessError: the server did not start; the message is its last line of output.
@@ -55,7 +55,7 @@ def serving(
 
 
 def complete(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """The greedy answer to a prompt of token ids, with its ids (`tokens`) and `timings`."""
+    """Return the greedy answer to a prompt of token ids, with its ids (`tokens`) and `timings`."""
     asked = {"prompt": list(prompt), "n_predict": max_tokens, "temperature": 0.0}
     answer = client.post(
         "/completion", json={**asked, "return_tokens": True, "cache_prompt": False}

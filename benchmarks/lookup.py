@@ -1,4 +1,4 @@
-"""Lookups: V2 against V1, memory and time of live counts, and vLLM's suffix decoding beside them.
+"""Measure lookups: V2 against V1, memory and time of live counts, and vLLM's suffix decoding.
 
 $ python -m benchmarks.lookup --short                         # 20 minutes, with SmolLM2-135M-Instruct
 $ python -m benchmarks.lookup                                 # two hours
@@ -7,11 +7,12 @@ $ pip install arctic-inference==0.1.1                         # for suffix decod
 
 `v2_equals_v1` is the verdict of the tests that compare the runners token by token, and
 `device_equals_host` that of the tests that compare a lookup on the GPU with the one on the host, in
-Triton's interpreter. The counts are of made-up answers, phrases of Zipf's law. What a GPU would do for
-a lookup is counted: no GPU has run it. `over_suffix` is the speed with live counts over that with
-suffix decoding: two servers of `redraft serve` answer the same questions in turns, each question
-once, after both have answered the same other ones. Every round begins with the other server. tau is
-tokens per step of the target, steps without a draft included.
+Triton's interpreter. The counts come from synthetic answers made of phrases with a Zipf
+distribution. The work of a lookup on a GPU is counted; no GPU has run it. `over_suffix` is the
+speed with live counts divided by that with suffix decoding. Two servers of `redraft serve` take
+turns and answer the same questions, each question once, after both have answered the same warm-up
+questions. The server that begins alternates between rounds. tau is tokens per target step,
+including steps without a draft.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ from redraft.recipes.cli.run import run_recipe
 TESTS = Path("tests/engine/test_lookup_on_v2.py")
 DEVICE_TESTS = Path("tests/engine/test_lookup_on_device.py")
 DRAFTS = {"live": 6, "suffix": 24}
-"""Maximum number of draft tokens per step, as recommended for each draft."""
+"""Maximum number of draft tokens per step, as recommended for each kind of draft."""
 PROBES = 2000
-"""Lookups that are timed."""
+"""Number of timed lookups."""
 
 SECTOR_BYTES = 32
-"""Smallest read of a GPU, in bytes; here, for one row."""
+"""Size of a GPU's smallest read in bytes; here, for one row."""
 
 VOCABULARY, PHRASES, PHRASE = 30_000, 5_000, 8
 BLOCK = 4096
-"""Answers that are drawn at once."""
+"""Number of answers drawn at once."""
 
 Part = Literal["tests", "counts", "suffix"]
 
@@ -79,24 +80,25 @@ class Config:
     parts: tuple[Part, ...] = ("tests", "counts", "suffix")
     """Parts to measure."""
     short: bool = False
-    """Compare the runners without an engine, count answers of 8 tokens, and take 6 rounds after 32
-    questions."""
+    """Compare the runners without an engine, count answers of 8 tokens, and run only 6 rounds after
+    32 questions.
+    """
     answers: tuple[int, ...] = (4_000, 1_000_000)
-    """Numbers of counted answers, for memory and time."""
+    """Numbers of counted answers for which memory and time are measured."""
     answer_tokens: int = 16
     """Length of these answers, in tokens."""
     rounds: int = 12
-    """Number of rounds of each draft per load: at least 6, for an interval."""
+    """Number of rounds per draft and load. An interval needs at least 6."""
     clients: tuple[int, ...] = (1, 8)
     """Requests in flight."""
     questions: int = 8
-    """Questions of a round per load."""
+    """Number of questions per round and load."""
     learned: int = 64
     """Questions answered before."""
     max_tokens: int = 96
     """Maximum length of an answer, in tokens."""
     output: Path = Path("outputs/bench/lookup.json")
-    """File that receives the results."""
+    """File for the results."""
 
     def __post_init__(self) -> None:
         if self.rounds < 6:
@@ -138,7 +140,7 @@ def make_answers(num_answers: int, num_tokens: int) -> Iterator[Text]:
 
 
 def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
-    """Bytes of the counts of these answers, and processor time to count and to draft a token."""
+    """Measure the counts of these answers: bytes, and CPU time to count a token and to draft."""
     tracemalloc.start()
     draft = Live(Options(), window=2 * num_answers)  # all of them
     texts, count_s = make_answers(num_answers, num_tokens), 0.0
@@ -175,10 +177,10 @@ def measure_counts(num_answers: int, num_tokens: int) -> dict[str, Any]:
 
 
 def count_device(draft: Live, num_tokens: int) -> dict[str, Any]:
-    """Count the memory and work that the same counts would need on a GPU; nothing runs on one.
+    """Count the memory and work that the same counts would need on a GPU, without running on one.
 
-    A lookup reads one bucket of hashes and at most one row for each length. It reads the text once,
-    in which a run of the longest length ends the search.
+    A lookup reads one bucket of hashes and at most one row for each length. It reads the text once;
+    there, a match of the longest length ends the search.
     """
     runs = DeviceRuns(draft, torch.device("cpu"))
     runs.update(1, [b""])  # the whole table
@@ -204,11 +206,11 @@ def count_device(draft: Live, num_tokens: int) -> dict[str, Any]:
 class Round:
     tokens_per_s: float
     tau: float
-    """Tokens of the answers over steps of the target."""
+    """Number of answer tokens per target step."""
 
 
 def compare_with_suffix(cfg: Config) -> dict[str, Any]:
-    """Speed and tau of both drafts, and the ratio by the number of clients."""
+    """Return speed and tau of both drafts, and their ratio by number of clients."""
     scene = make_scene(SceneConfig(target=cfg.target))
     opened = TargetFolder.open(scene.target)
     needed = cfg.learned + cfg.rounds * cfg.questions * len(cfg.clients)
@@ -221,7 +223,7 @@ def compare_with_suffix(cfg: Config) -> dict[str, Any]:
     )
     if len(questions) < needed:
         raise ValueError(
-            f"{needed} questions are needed, each once, and there are {len(questions)}: lower "
+            f"each question is asked once: {needed} are needed, and there are {len(questions)}: lower "
             "--rounds, --questions or --learned"
         )
     kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
@@ -248,14 +250,14 @@ def compare_with_suffix(cfg: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serve(cfg: Config, draft: str, target: Path, dtype: str, kv_bytes: int) -> Iterator[str]:
-    """The address of a server with this draft, as users start it."""
+    """Start a server with this draft, as users do, and yield its address."""
     folder, url = cfg.output.absolute().parent / "lookup", f"http://127.0.0.1:{free_port()}"
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--draft", draft]
     command += ["--num-speculative-tokens", str(DRAFTS[draft])]
     command += ["--", *list_arguments(url, dtype, kv_bytes)]
     log = folder / f"{draft}.log"
-    # vLLM runs suffix decoding on V1 only
+    # vLLM runs suffix decoding only on V1.
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     with process_group(command, log=log, env=env) as process:
         wait_until_healthy(url, process, log, name=f"redraft serve --draft {draft}")
@@ -263,7 +265,7 @@ def serve(cfg: Config, draft: str, target: Path, dtype: str, kv_bytes: int) -> I
 
 
 Rounds = dict[str, dict[str, list[Round]]]
-"""By clients and draft."""
+"""Rounds by number of clients and draft."""
 
 
 async def ask_in_turns(cfg: Config, urls: dict[str, str], questions: Sequence[Prompt]) -> Rounds:
@@ -289,7 +291,7 @@ async def ask(url: str, prompts: Sequence[Prompt], clients: int, max_tokens: int
 
         async def client() -> None:
             for prompt in waiting:
-                # captured: a request that opts out is not counted
+                # Captured, because a request that opts out is not counted.
                 answers.append(await stream(http, url, prompt, max_tokens, captured=True))
 
         await asyncio.gather(*(client() for _ in range(clients)))
@@ -303,7 +305,7 @@ async def ask(url: str, prompts: Sequence[Prompt], clients: int, max_tokens: int
 
 
 def judge(rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """The median ratio of live counts to suffix decoding, with its interval, and tau of both."""
+    """Return the median ratio of live counts to suffix decoding with its interval, and both taus."""
     pairs = list(zip(rounds["live"], rounds["suffix"], strict=True))
     speed, interval = median_interval([one.tokens_per_s / two.tokens_per_s for one, two in pairs])
     tau = {draft: float(np.mean([each.tau for each in some])) for draft, some in rounds.items()}

@@ -1,22 +1,22 @@
-"""What each part of redraft costs a server, against a plain `vllm serve` with vLLM's defaults.
+"""Measure the cost of each part of redraft, against a plain `vllm serve` with vLLM's defaults.
 
 $ python -m benchmarks.overhead                          # SmolLM2-135M-Instruct, 90 minutes on two quiet cores
-$ python -m benchmarks.overhead --parts head states      # after a kill, the same command continues
+$ python -m benchmarks.overhead --parts head states      # after a kill, rerun the same command
 $ python -m benchmarks.overhead --target tests/assets/tiny-target --parts waits --rounds 6 --max-tokens 8
 
-A part is one server, compared with the plain one and with the server that lacks only this part. They
-answer the same requests in interleaved blocks, and only one of them computes at a time. Every block
-has a cache salt of its own, so a request is new to the prefix cache beyond the prefix that it shares
-by design. Draft tokens change the speed of an answer, so servers with a draft propose none, apart
-from vLLM's own speculation.
+Each part is measured with its own server. It is compared with the plain server and with the server
+that lacks only this part. The servers answer the same requests in interleaved blocks, and only one
+of them computes at a time. Every block has its own cache salt, so requests share only the prefixes
+that they share by design. Draft tokens change the speed of an answer, so servers with a draft
+propose none, apart from vLLM's own speculation.
 
     questions   short prompts that share nothing
     sessions    four turns: each prompt extends the previous one, after a long prefix
 
-Speeds and times are medians over rounds of the ratio within a round, with 95% intervals. `prefill` is
-by the engine's clock, and `first_token` by the client's. `cpu` is the CPU time of the server's
-processes for each token, which other work on the machine changes less. The work of capture is split
-by stage as well, in CPU time, with tensors of the target's sizes.
+Speeds and times are medians over rounds of the ratio within a round, with 95% intervals. `prefill`
+is measured by the engine's clock, and `first_token` by the client's. `cpu` is the CPU time of the
+server's processes per token, which is less sensitive to other work on the machine. The work of
+capture is also split by stage, in CPU time, with tensors of the target's sizes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Name = Literal[
 class Part:
     title: str
     against: Name = "plain"
-    """The server that lacks only this part."""
+    """Name of the server that lacks only this part."""
 
 
 PARTS: Mapping[Name, Part] = {
@@ -101,7 +101,7 @@ PARTS: Mapping[Name, Part] = {
 }
 
 METRICS = ("speed", "decoding", "prefill", "first_token", "cpu")
-"""The first two are speeds, of which more is better; of the others less."""
+"""Metrics. The first two are speeds, where more is better. For the others, less is better."""
 
 NUM_TOKENS = 3
 TURNS = 4
@@ -113,19 +113,21 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     head: Path | None = None
-    """Folder of an EAGLE or MTP head. By default a new EAGLE-3 head of the target's last layer."""
+    """Folder of an EAGLE or MTP head. By default, a new EAGLE-3 head made of the target's last
+    layer.
+    """
     parts: tuple[Name, ...] = tuple(PARTS)
     """Parts to measure."""
     rounds: int = 12
-    """Number of blocks of each workload per server: at least 6, for an interval."""
+    """Number of blocks per workload and server. An interval needs at least 6."""
     questions: int = 4
-    """Requests in a block of questions."""
+    """Number of requests in a block of questions."""
     prefix: int = 1425
     """Number of tokens that the requests of a session share, at most half of the target's context.
     """
     max_tokens: int = 48
-    """Length of each answer, in tokens. It is fixed, because a model that ends a session at once
-    would leave nothing to time.
+    """Length of each answer, in tokens. It is fixed, because a model might end its answers at once
+    and leave nothing to time.
     """
     output: Path = Path("outputs/overhead")
     """Folder for the report, the results of each part and the logs."""
@@ -137,7 +139,7 @@ class Config:
             )
         if "plain" in self.parts:
             raise ValueError(
-                "--parts plain: every part is compared with the plain server, so leave it out"
+                "omit `plain` from --parts: every part is compared with the plain server"
             )
 
 
@@ -148,21 +150,21 @@ class Block:
     speed: float
     """Tokens/s."""
     decoding: float
-    """Tokens/s after the first token, by the engine's clock."""
+    """Tokens/s after the first token, measured by the engine's clock."""
     prefill: float
     """Mean seconds."""
     first_token: float
     """Mean seconds."""
     cpu: float
-    """CPU seconds of the server's processes for each token."""
+    """CPU seconds of the server's processes per token."""
     hits: int
-    """Tokens found in the prefix cache."""
+    """Number of tokens found in the prefix cache."""
     learner: float
-    """CPU seconds of the learner."""
+    """CPU seconds of the learner, in total."""
 
 
 Blocks = dict[str, dict[str, list[Block]]]
-"""By workload and server."""
+"""Blocks by workload and server."""
 
 
 def main(cfg: Config) -> None:
@@ -219,7 +221,7 @@ def make_loads(
     text = [token for question in questions for token in question.token_ids]
     size, sessions = min(cfg.prefix, context // 2), []
     for number in range(cfg.rounds):
-        # Another prefix in each block, of the same kind of text.
+        # Each block gets a different prefix of the same kind of text.
         ids = [text[(number * 97 + i) % len(text)] for i in range(size)]
         turns = []
         for _ in range(TURNS):
@@ -231,7 +233,7 @@ def make_loads(
 
 @dataclass
 class Servers:
-    """The servers of the parts. The plain one is started once, when the first part needs it."""
+    """The parts' servers. The plain server is started once, when the first part needs it."""
 
     cfg: Config
     target: Path
@@ -240,7 +242,7 @@ class Servers:
     plain: VllmServer | None = None
 
     def start(self, name: Name, stack: contextlib.ExitStack) -> VllmServer:
-        """A server, until the stack closes."""
+        """Start a server that runs until the stack closes."""
         if name == "plain":
             self.plain = self.plain or self._start(name, self.stack)
             return self.plain
@@ -297,7 +299,7 @@ class Servers:
 
     @contextlib.contextmanager
     def _up(self) -> Iterator[VllmServer]:
-        """`redraft up` with a new head, at 0 draft tokens. All requests are recorded."""
+        """Start `redraft up` with a new head and 0 draft tokens. It records all requests."""
         folder, port = self.cfg.output.absolute() / "up", free_port()
         log, url = self.cfg.output / "up.log", f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "redraft.recipes.cli", "up", str(self.target)]
@@ -321,21 +323,21 @@ class Servers:
 
 
 def find_tree(port: int) -> psutil.Process:
-    """The child of this process that has the port among its arguments, and serves there."""
+    """Find the child of this process that has the port in its arguments and listens on it."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if str(port) in child.cmdline():
                 return child
-    raise ProcessLookupError(f"no child of this process serves at port {port}")
+    raise ProcessLookupError(f"no child of this process listens on port {port}")
 
 
 def find_learner(port: int) -> psutil.Process:
-    """The learner of the `redraft up` at a port."""
+    """Find the learner that belongs to the `redraft up` at a port."""
     return next(child for child in find_tree(port).children() if "learner" in child.cmdline())
 
 
 def count_cpu(process: psutil.Process) -> float:
-    """CPU seconds of a process and those below it."""
+    """Return the CPU seconds of a process and its descendants."""
     total = 0.0
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -347,7 +349,7 @@ def count_cpu(process: psutil.Process) -> float:
 def measure_part(
     name: Name, servers: Servers, cfg: Config, loads: Mapping[str, Sequence[Sequence[Prompt]]]
 ) -> Blocks:
-    """Measure blocks of the plain server, and of the servers without and with this part."""
+    """Measure blocks of the plain server and of the servers with and without this part."""
     names = list(dict.fromkeys(("plain", PARTS[name].against, name)))
     found: Blocks = {load: {each: [] for each in names} for load in loads}
     with contextlib.ExitStack() as stack:
@@ -404,7 +406,7 @@ def read_hits(server: VllmServer) -> int:
 
 
 def summarise(name: Name, blocks: Blocks) -> dict[str, Any]:
-    """By workload and metric, the ratio to the plain server, and to the one without this part."""
+    """Return the ratios to the plain server and to the one without this part, by metric."""
     found: dict[str, Any] = {}
     for load, by_server in blocks.items():
         ours, others = by_server[name], {"plain": by_server["plain"]}
@@ -422,7 +424,7 @@ def summarise(name: Name, blocks: Blocks) -> dict[str, Any]:
 
 
 def ratio(metric: str, ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, Any]:
-    """The median ratio of a metric over rounds, with its 95% interval."""
+    """Return the median ratio of a metric over rounds, with its 95% interval."""
     middle, interval = median_interval(
         [getattr(one, metric) / getattr(two, metric) for one, two in zip(ours, theirs, strict=True)]
     )
@@ -430,7 +432,7 @@ def ratio(metric: str, ours: Sequence[Block], theirs: Sequence[Block]) -> dict[s
 
 
 def describe(name: Name, summary: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for a terminal."""
+    """Format the results as lines for a terminal."""
     yield f"{name}: {PARTS[name].title}"
     for load, found in summary.items():
         shown = [f"{metric} {show(found[metric]['plain'])}" for metric in METRICS]

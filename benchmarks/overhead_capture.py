@@ -1,15 +1,15 @@
-"""The work of capture by stage: CPU time of the real code on tensors of a target's sizes.
+"""Measure capture by stage: CPU time of the real code on tensors of a target's sizes.
 
-    hook         in the engine's thread: references to the tensors of a step, a copy of the states
+    hook         in the engine thread: references to a step's tensors, a copy of its states
     reduction    top-k and log-sum-exp of the logits
     assembly     logs of requests, and a record of each
     encoding     msgpack and zstd
     writing      a file of the spool
 
-All stages but the first run in a thread beside the engine's. One request at a time, at 0 draft
-tokens, and ten steps in each batch of that thread, as many as a target of 20 ms per step makes.
+All stages but the first run in a second thread. There is one request at a time, with 0 draft
+tokens. That thread handles ten steps per batch, as it would for a target with 20 ms per step.
 
-V = vocabulary, D = size of a hidden state, N = tokens read by a step.
+V = vocabulary, D = size of a hidden state, N = tokens that a step reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from redraft.recipes.plan.hook_work import open_capture
 REQUESTS = 12
 PROMPT_TOKENS = 160
 STATES = 3
-"""States of a token that an EAGLE-3 head reads."""
+"""Number of states per token that an EAGLE-3 head reads."""
 STEPS_PER_BATCH = 10
 
 
@@ -72,7 +72,7 @@ def profile_capture(
 def put_step(
     feed: Feed, number: int, step: int, answer_tokens: int, logits_1V: Any, streams: list[Any]
 ) -> None:
-    """Do the same as the hooks do in a step of one request."""
+    """Do what the hooks do in a step of one request."""
     name, size = f"r{number}", 1 if step else PROMPT_TOKENS
     if not step:
         feed.requests[name] = RequestInfo(
@@ -119,7 +119,7 @@ def timed(spent: Counter[str], stage: str) -> Iterator[None]:
 
 @contextmanager
 def timing_stages(capture: Capture, spent: Counter[str]) -> Iterator[None]:
-    """Add the CPU time of the stages to `spent` for the block."""
+    """Add the CPU time of each stage to `spent` within the block."""
 
     def stage(name: str, call: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:

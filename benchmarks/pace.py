@@ -1,14 +1,14 @@
-"""Check `--pace auto` against every fixed number of draft tokens, in one running server.
+"""Compare `--pace auto` with every fixed number of draft tokens, in one running server.
 
-$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000003    # a version of `make demo-up`
-$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000001 --fixed --rounds 24    # a useless one
+$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000003    # a version that `make demo-up` trained
+$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000001 --fixed --rounds 24    # a useless draft
 
-The modes take turns in a server of `redraft serve --pace auto`: no drafts, `auto`, and each fixed
-number. In a round all modes answer the same questions of HumanEval, at 1, 4 and 8 clients and at a
-number that moves; every round begins with another mode. Speeds are medians over rounds of the ratio
-to no drafts. Before the first round `auto` sees 2,000 steps. It must reach 0.95 of the best fixed
-number; without fixed numbers, the lower bound of its speed must reach 0.97. A ratio below its
-requirement is printed, and is not an error.
+The modes take turns in one server of `redraft serve --pace auto`: no drafts, `auto`, and each fixed
+number. In a round, all modes answer the same questions of HumanEval, with 1, 4 and 8 clients and
+with a changing number of clients. Every round begins with a different mode. Speeds are medians over
+rounds of the ratio to no drafts. Before the first round, `auto` runs for 2,000 steps. It must reach
+0.95 of the best fixed number; without fixed numbers, the lower bound of its speed must reach 0.97.
+A ratio below its requirement is printed but is not an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from redraft.online.tokens import read_token, write_token
 from redraft.recipes.cli.run import run_recipe
 
 LOADS = {"1": (1,), "4": (4,), "8": (8,), "moving": (1, 8, 2, 6)}
-"""Client count of each successive block of questions."""
+"""Numbers of clients for successive blocks of questions, by load."""
 
 WARM_UP_STEPS = 2000
 OF_OFF, OF_BEST = 0.97, 0.95
@@ -57,15 +57,15 @@ class Config:
     num_speculative_tokens: int = 3
     """Maximum number of draft tokens per step."""
     fixed: tuple[int, ...] = (1, 2, 3)
-    """Fixed numbers of draft tokens to compare with; empty for a useless draft."""
+    """Fixed numbers of draft tokens to compare with. Empty for a useless draft."""
     loads: tuple[str, ...] = tuple(LOADS)
     """Clients: `1`, `4`, `8` or `moving`."""
     rounds: int = 8
-    """Number of rounds of each mode per load: at least 6, for an interval."""
+    """Number of rounds per mode and load. An interval needs at least 6."""
     max_tokens: int = 48
     """Maximum length of an answer, in tokens."""
     output: Path = Path("outputs/bench/pace.json")
-    """File that receives the results."""
+    """File for the results."""
 
     def __post_init__(self) -> None:
         if self.rounds < 6:
@@ -133,7 +133,7 @@ class Server:
         wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
 
     async def take(self, pace: str) -> dict[str, Any]:
-        """Change the pace, and return the status of the previous one. Raises: httpx.HTTPError."""
+        """Change the pace, and return the previous status. Raises: httpx.HTTPError."""
         async with httpx.AsyncClient(timeout=60, headers=self._headers) as http:
             status = await http.get(f"{self.url}/redraft/status")
             (await http.post(f"{self.url}/redraft/pace", json={"pace": pace})).raise_for_status()
@@ -150,9 +150,9 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
 
     def ask(clients: Sequence[int]) -> list[list[Prompt]]:
-        """Return a block for each number of clients.
+        """Return a block of questions for each number of clients.
 
-        With too few questions, most of 8 clients would be idle.
+        Blocks are long enough to keep all of 8 clients busy.
         """
         return [list(itertools.islice(waiting, 8 if count < 4 else 16)) for count in clients]
 
@@ -188,7 +188,7 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
 
 
 def judge(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """The speed of every mode against no drafts, and of `auto` against the best number.
+    """Compare the speed of every mode with no drafts, and that of `auto` with the best number.
 
     The best fixed number may be 0.
     """

@@ -1,12 +1,12 @@
-"""Faults planted into a sound EAGLE-3 head, and whether `redraft doctor` names each.
+"""Plant faults into a sound EAGLE-3 head, and check whether `redraft doctor` names each.
 
-One table for tests and documents.
+Tests and documentation use the same table.
 
 Every fault is planted twice: into a head as redraft publishes it, with provenance and without its
-manifest (with the manifest every changed byte is named), and into the same head as another trainer
-would publish it, without a trace of its training. The engine is left out: it agrees with a damaged
-head number by number, and counts what the forecast does, so acceptance is taken from the target's
-answers.
+manifest (with the manifest, every changed byte would be reported), and into the same head as
+another trainer would publish it, with no information about its training. The engine is not used: it
+computes the same as the reference even for a damaged head, and its counts are those of the
+forecast. Acceptance therefore comes from the target's answers.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ MISSED = "the forecast published with the draft is tau"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, and the words that name it.
+    """One fault, and the words that name it in the doctor's report.
 
-    Empty words: it is not seen, for the reason in `unseen`.
+    If the words are empty, the doctor cannot see the fault, for the reason in `unseen`.
     """
 
     name: str
     plant: Callable[[Path], None]
-    """Damages the folder of a head."""
+    """Function that damages the head in a folder."""
     ours: str
     """Part of the problem reported for a head with provenance."""
     theirs: str
@@ -83,7 +83,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors |= change(tensors)
-    # Copies: safetensors refuses tensors with shared memory.
+    # Copy them, because safetensors refuses tensors that share memory.
     save_file(
         {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
         path,
@@ -109,7 +109,7 @@ def put_value(tensor: Tensor, value: float) -> Tensor:
 
 
 def split_blocks(tensor_DN: Tensor) -> list[Tensor]:
-    # fc.weight is [D, 3 D], a block of columns for each aux layer.
+    # fc.weight is [D, 3 D]: one block of columns for each aux layer.
     return [*tensor_DN.chunk(3, dim=1)]
 
 
@@ -122,8 +122,8 @@ def transpose_blocks(tensor_DN: Tensor) -> Tensor:
 
 
 def swap_halves(folder: Path) -> None:
-    # q, k and v read [embedding, hidden state] side by side: half a turn of the columns swaps the
-    # two.
+    # q, k and v read [embedding, hidden state] side by side, so rolling the columns by half swaps
+    # the two.
     edit_tensors(
         folder,
         lambda t: {
@@ -134,7 +134,7 @@ def swap_halves(folder: Path) -> None:
 
 def halve_vocabulary(folder: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        # d2t holds differences: place i stands for the target's id i + d2t[i].
+        # d2t holds offsets: draft id i stands for the target's id i + d2t[i].
         ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"])))[::2]
         kept = torch.zeros_like(tensors["t2d"])
         kept[ids] = True
@@ -149,15 +149,15 @@ def halve_vocabulary(folder: Path) -> None:
 
 
 def shift_region(folder: Path) -> None:
-    """The ids of 1,000 places in a row move to the next id that the head does not have.
+    """Move 1,000 consecutive entries of d2t to the next target ids that the head does not have.
 
-    D2t and t2d still agree.
+    d2t and t2d still agree afterwards.
     """
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         taken = set(ids.tolist())
-        # From the top down: an id moved up leaves room for the one below.
+        # From the top down, because an id that moved up leaves room for the one below it.
         for i in range(len(ids) - 1, 300, -1):
             if ids[i].item() + 1 not in taken and ids[i] + 1 < len(tensors["t2d"]):
                 taken = (taken - {ids[i].item()}) | {ids[i].item() + 1}
@@ -170,9 +170,9 @@ def shift_region(folder: Path) -> None:
 
 
 def noisy(share: float) -> Callable[[Tensor], Tensor]:
-    """A matrix as another revision of the target would have it.
+    """Return the matrix as a different revision of the target might have it.
 
-    The same and `share` of its size in noise.
+    It is the same matrix plus noise of `share` of its size.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def noisy(share: float) -> Callable[[Tensor], Tensor]:
 
 
 def age_layer(folder: Path) -> None:
-    """The layer of an earlier checkpoint, or of another run: every matrix a little different."""
+    """Change every matrix of the layer slightly, as in an earlier checkpoint or a different run."""
     edit_tensors(
         folder,
         lambda tensors: {
@@ -195,7 +195,7 @@ def age_layer(folder: Path) -> None:
 
 
 def claim_other_target(folder: Path) -> None:
-    """Claim in the provenance, if any, that the head's target had another revision."""
+    """Claim in the provenance, if any, that the head was trained for a different revision."""
     path = folder / PROVENANCE
     if path.is_file():
         path.write_text(
@@ -311,17 +311,17 @@ def add_tensor(folder: Path, name: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One fault in one kind of head."""
+    """The result of one fault in one kind of head."""
 
     fault: str
     kind: Kind
-    """`ours`: with provenance; `theirs`: of another trainer."""
+    """`ours` is a head with provenance, `theirs` one from another trainer."""
     expected: str
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def is_named(self) -> bool:
-        """Whether a problem or a doubt has the expected words, and a fix."""
+        """Whether a problem or a doubt contains the expected words and a fix."""
         return bool(self.expected) and any(
             self.expected in each.problem and each.cure for each in self.findings
         )
@@ -333,7 +333,7 @@ class Examiner:
     def __init__(self, work: Path, num_prompts: int = 16, max_tokens: int = 64) -> None:
         """Let the target answer the prompts.
 
-        The forecast of the sound head on them is the published one.
+        The forecast of the sound head on these answers becomes the published one.
         """
         self.work = work
         self.model = load_causal_lm(TARGET, torch.float32).eval()
@@ -369,7 +369,7 @@ class Examiner:
     def examine(self, fault: Fault | None, kind: Kind) -> Row:
         """Return the doctor's findings in a head of this kind with the fault.
 
-        None instead of a fault is the sound head.
+        Without a fault (None), examine the sound head.
         """
         folder = self.work / f"{kind}-{fault.name if fault else 'sound'}".replace(" ", "-")
         shutil.copytree(HEAD, folder)
@@ -387,7 +387,8 @@ class Examiner:
         pair = Pair.read(TargetFolder.open(TARGET), folder)
         checked, _ = check_folder(pair, None, NUM_TOKENS)
         findings = list(checked.findings)
-        # Like the doctor: acceptance of a head with broken files would say nothing new.
+        # Like the doctor, skip the acceptance of a head with broken files: it would say nothing
+        # new.
         if not checked.problems:
             findings += self._judge(pair)
         expected = "" if fault is None else getattr(fault, kind)
@@ -421,7 +422,7 @@ class Examiner:
 
 
 def examine_all(work: Path) -> list[Row]:
-    """Every fault in both kinds of head, after the sound head of both kinds."""
+    """Examine the sound head of both kinds, then every fault in both kinds of head."""
     examiner = Examiner(work)
     cases: list[tuple[Fault | None, Kind]] = [
         (fault, kind) for fault in (None, *FAULTS) for kind in KINDS
@@ -448,9 +449,9 @@ def measure_doctor() -> dict[str, Any]:
 
 
 def write_table() -> str:
-    """The section of the documentation, in Markdown.
+    """Return the documentation's section in Markdown.
 
-    Faults named in every head, and a table of the others.
+    It lists the faults that are named in every head, and has a table of the others.
     """
     verdict = {True: "reported", False: "not detected"}
     seen = "; ".join(fault.name for fault in FAULTS if fault.ours and fault.theirs)

@@ -1,4 +1,4 @@
-"""The results of a benchmark as one file."""
+"""Write the results of a benchmark as one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redraft.files.artifact import write_whole
 
 
 def write_results(output: Path, results: Mapping[str, Any]) -> None:
-    """Write results with the environment they were measured in, as one JSON file."""
+    """Write the results and the environment in which they were measured as one JSON file."""
     write_whole(
         output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n"
     )

@@ -1,10 +1,10 @@
-"""Forecast against engine.
+"""Compare the forecast with the engine under the target's own sampling.
 
-The small target with filters in its generation_config, greedy and sampled drafts.
+The small target has filters in its generation_config; drafts are greedy and sampled.
 
-The engine answers with the target's own sampling, which the requests do not name. The forecast is
-then made on the engine's answers, so the two differ by the draws of drafting and verification only,
-not by the text: one part in two hundred with the default number of prompts.
+The engine uses the target's own sampling, because the requests do not set any. The forecast is made
+on the engine's answers, so the two differ only by the random draws in drafting and verification,
+not by the text: by 0.5% with the default number of prompts.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 METHODS: Mapping[str, SampleMethod] = {"greedy": "greedy", "sampled": "probabilistic"}
 
 NOISE = 0.35
-"""Standard deviation of the noise on the draft's weights, as a share of theirs: a third of its
-tokens is refused.
+"""Standard deviation of the noise on the draft's weights, relative to theirs. With it, a third of
+the draft tokens is rejected.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedCase:
-    """The size of the measurement."""
+    """Sizes of the measurement."""
 
     target: Path = Path("tests/assets/tiny-target")
     num_prompts: int = 192
@@ -62,12 +62,12 @@ class ServedCase:
 
 
 def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
-    """The share of tau by which forecasts miss the engine, with the target's filters and without."""
+    """Measure the forecasts' relative error in tau, with the target's filters and without."""
     target = make_target(case.target, folder / "target")
     draft = make_draft(case.target, folder / "draft", case.seed)
     prompts = choose_prompts(case, target)
     protocol = Protocol(
-        # `forecast` passes the one of the target's folder.
+        # `forecast` passes the sampling in the target's folder.
         temperatures=(),
         num_speculative_tokens=(case.num_speculative_tokens,),
         max_tokens=case.max_tokens,
@@ -83,7 +83,7 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
         (named,) = load_drafts([f"it={draft}"], target, Ngram(), method)
         assert named.forecast is not None
         with_filters = forecast(target, named.forecast, texts, protocol)
-        # A forecast without filters also expects other text: answers drawn from all tokens.
+        # A forecast without filters also expects different text: answers drawn from all tokens.
         plain = replace(protocol, filters=Sampling(temperature=protocol.filters.temperature))
         texts_of_plain = generate_answers(
             target.model,
@@ -107,7 +107,7 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
 
 
 def make_target(source: Path, folder: Path) -> LoadedTarget:
-    """A copy of the target that names its sampling."""
+    """Copy the target, and set its sampling."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     path = folder / GENERATION_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | SAMPLING | {"do_sample": True}))
@@ -116,9 +116,9 @@ def make_target(source: Path, folder: Path) -> LoadedTarget:
 
 
 def make_draft(source: Path, folder: Path, seed: int) -> Path:
-    """The target with noise on its weights.
+    """Copy the target with noise on its weights.
 
-    A draft of real text whose quality needs no training.
+    This gives a draft for real text without training.
     """
     model = load_causal_lm(source).float()
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +144,7 @@ def ask_engine(
     prompts: Sequence[Prompt],
     log: Path,
 ) -> list[Output]:
-    """The engine's answers and counts; the server takes its sampling from the target's folder."""
+    """Return the engine's answers and counts, sampled as the target's folder says."""
     config = {
         "method": "draft_model",
         "model": str(draft.absolute()),
@@ -167,7 +167,7 @@ def ask_engine(
 def continue_answers(
     target: LoadedTarget, prompts: Sequence[Prompt], outputs: Sequence[Output], protocol: Protocol
 ) -> list[Continuation]:
-    """The engine's answers, and the tokens after their ends, which its last blocks drafted into."""
+    """Return the engine's answers, and the tokens after their ends, for the last block's drafts."""
     num_beyond, texts = protocol.most_tokens - 1, []
     for prompt, output in zip(prompts, outputs, strict=True):
         whole = Prompt(token_ids=[*prompt.token_ids, *output.token_ids])
@@ -176,7 +176,7 @@ def continue_answers(
             [whole],
             max_tokens=num_beyond,
             num_speculative_tokens=1,
-            # The engine's last block drafted past an end token, so the text has to go on after it.
+            # The engine's last block drafted beyond an end token, so the text must continue there.
             end_ids=(),
             sampling=protocol.filters,
             seed=protocol.seed,
@@ -203,10 +203,10 @@ def forecast(
 def compare(
     counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], case: ServedCase
 ) -> dict[str, Any]:
-    """Forecast against engine, with the 95% interval of the error over prompts."""
+    """Compare forecast and engine, with the 95% interval of the error over prompts."""
     expected = [row.counts[case.num_speculative_tokens] for row in rows]
-    # Column 0 the forecast, column 1 the engine, on the same prompts: the gain is the forecast's
-    # error in tau.
+    # Column 0 is the forecast and column 1 the engine, on the same prompts, so the gain is the
+    # forecast's error in tau.
     over_N2 = np.array(
         [(e.num_accepted, c.num_accepted) for e, c in zip(expected, counts, strict=True)], float
     )

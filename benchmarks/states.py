@@ -1,4 +1,4 @@
-"""MB/s of hidden states from a writer to a reader in another process, by storage and format.
+"""Measure MB/s of hidden states sent to a reader in another process, by storage and format.
 
     $ python -m benchmarks.states --storages /dev/shm/states s3://bucket/states --output outputs/states.json
 
@@ -7,9 +7,9 @@
     $ python -m benchmarks.states --storages /dev/shm/states s3://states/bench
 
 A storage is a folder, or any URL that fsspec knows: s3:// needs the package s3fs, and
-AWS_ENDPOINT_URL for your own server. moto is a server for tests, written in Python: its MB/s
-are a lower bound for a real one. The writer is `write_states`, as in `redraft
-serve-features`, and the reader `Storage.take`, as in a training. Rounds are interleaved.
+AWS_ENDPOINT_URL for your own server. moto is a test server written in Python, so its MB/s are a
+lower bound for a real server. The writer is `write_states`, as in `redraft serve-features`. The
+reader is `Storage.take`, as in a training run. Rounds are interleaved.
 
 T = tokens, L = layers, D = hidden
 """
@@ -37,13 +37,13 @@ class Config:
     storages: tuple[str, ...] = ("/dev/shm/redraft-states-bench",)
     """Folders or URLs through which states are sent."""
     tokens: int = 2048
-    """Tokens of a text."""
+    """Number of tokens per text."""
     layers: int = 4
-    """States of a token: of an EAGLE-3 head, three layers and the last one."""
+    """Number of states per token. An EAGLE-3 head has three layers and the last one."""
     hidden: int = 4096
-    """Numbers of a state."""
+    """Number of values per state."""
     texts: int = 8
-    """Texts of a round, one after another."""
+    """Number of texts per round, sent one after another."""
     rounds: int = 3
     output: Path = Path("outputs/states.json")
 
@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
 
 
 def count_bytes(cfg: Config, states_format: str) -> int:
-    """Bytes of one token's states on their way."""
+    """Return the bytes of one token's states in transit."""
     return cfg.layers * (cfg.hidden + 4 if states_format == "float8" else 2 * cfg.hidden)
 
 
@@ -105,7 +105,7 @@ def measure(cfg: Config, storage: str, states_format: StatesFormat, name: str) -
 
 
 def write(asked: Any, cfg: Config, states_format: StatesFormat) -> None:
-    """Write the states of a text under every URL received, until the other side closes."""
+    """Write the states of a text to every URL received, until the other side closes."""
     torch.manual_seed(0)
     states_TLD = torch.randn(cfg.tokens, cfg.layers, cfg.hidden).bfloat16()
     asked.send("ready")

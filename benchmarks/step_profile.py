@@ -1,4 +1,4 @@
-"""Where does the time of a drafted step of vLLM go, and which part of it is redraft's?
+"""Profile a vLLM step with a draft, and find the share that redraft's code takes.
 
 $ python -m benchmarks.step_profile --draft outputs/eagle3/draft       # SmolLM2 on a CPU, 10 minutes
 $ python -m benchmarks.step_profile --draft HEAD --num-speculative-tokens 3 --steps 40
@@ -6,12 +6,12 @@ $ python -m benchmarks.step_profile --draft HEAD --num-speculative-tokens 3 --st
     engine in this process ─► steps of one request ─► parts: schedule, target, sampler, draft, update
                                                    └► calls and copies of a step, by whose code they are
 
-Each case is a process: plain vLLM without a draft, with a draft of 1, 3 and 6 tokens (the target reads
-2, 4 and 7 rows), and the same under redraft's plugin with nothing recorded, with everything recorded,
-and with a pace. A first pass times the parts of a step alone. A second pass counts: Python calls by
-file, and operations on tensors. Counts are the same on every machine; times need a quiet one. vLLM's
-V1 runner computes with one thread here, because two threads of an engine in one process disturb each
-other.
+Each case runs in its own process: plain vLLM without a draft and with 1, 3 and 6 draft tokens (the
+target reads 2, 4 and 7 rows), then the same with redraft's plugin, recording nothing, recording
+everything, or with a pace. A first pass only times the parts of a step. A second pass counts Python
+calls by file, and tensor operations. Counts are the same on every machine; times need a quiet one.
+vLLM's V1 runner computes with one thread here, because two threads of an in-process engine slow
+each other down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PARTS = {
     "draft": "propose_draft_token_ids",
     "update": "update_from_output",
 }
-"""Parts of a step, with the methods of scheduler and runner."""
+"""Parts of a step, with the methods of scheduler and runner that they consist of."""
 COPIES = (
     "aten.clone",
     "aten.copy_",
@@ -68,7 +68,7 @@ class Case:
     num_tokens: int
     plugin: bool = False
     captured: float = 0.0
-    """Share of the requests that is recorded."""
+    """Share of the requests to record."""
     pace: str = "off"
     warm_up: int
     steps: int
@@ -80,13 +80,13 @@ class Config:
     draft: Path
     """EAGLE-3 head of the target."""
     target: str | None = None
-    """Folder of the target; by default SmolLM2-135M-Instruct, made in --parts."""
+    """Folder of the target. By default, SmolLM2-135M-Instruct, created in --parts."""
     parts: Path = Path("outputs/parts")
     """Folder of the default target."""
     num_speculative_tokens: tuple[int, ...] = (1, 3, 6)
-    """Draft tokens of a step; the target reads one row more."""
+    """Numbers of draft tokens per step. The target reads one row more."""
     steps: int = 60
-    """Steps of each pass."""
+    """Number of steps in each pass."""
     warm_up: int = 10
     """Steps before."""
     output: Path = Path("outputs/step-profile")
@@ -98,7 +98,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Profile each case in a process of its own.
+    """Profile each case in its own process.
 
     Raises:
         ValueError: a case failed, after it printed the reason.
@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
         done = subprocess.run(command, env=environment_of(case), stdout=subprocess.PIPE, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
         if done.returncode or not lines:
-            raise ValueError(f"{case.name} failed, see above")
+            raise ValueError(f"{case.name} failed: its output is above")
         rows.append({**asdict(case), **json.loads(lines[-1].removeprefix(MARK))})
         print(describe(rows[-1]), flush=True)
     write_results(cfg.output / "report.json", {"rows": rows})
@@ -141,7 +141,7 @@ def case_json(case: Case) -> str:
 
 
 def environment_of(case: Case) -> dict[str, str]:
-    """The environment of a case's process."""
+    """Return the environment variables of a case's process."""
     env = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -160,7 +160,7 @@ def environment_of(case: Case) -> dict[str, str]:
 
 
 def profile(case: Case) -> dict[str, Any]:
-    """The parts of a step in milliseconds, and its calls and operations."""
+    """Return the parts of a step in milliseconds, and its calls and operations."""
     from vllm import LLM
 
     from redraft.online.engine.config import TABLE, make_table
@@ -189,7 +189,7 @@ def profile(case: Case) -> dict[str, Any]:
 
 
 def begin(engine: Any, num_tokens: int) -> Callable[[], object]:
-    """Start a request, and return the function that takes one step of the engine."""
+    """Start a request, and return a function that runs one engine step."""
     from vllm import SamplingParams
 
     from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
@@ -203,7 +203,7 @@ def begin(engine: Any, num_tokens: int) -> Callable[[], object]:
 
 
 def time_parts(core: Any, step: Callable[[], object], steps: int) -> dict[str, float]:
-    """The median milliseconds of a step and of its parts."""
+    """Return the median milliseconds of a step and of its parts."""
     runner = core.model_executor.driver_worker.worker.model_runner
     spent: dict[str, list[float]] = {name: [] for name in PARTS}
     found: dict[str, float] = {}
@@ -240,7 +240,7 @@ def time_parts(core: Any, step: Callable[[], object], steps: int) -> dict[str, f
 
 
 def count(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Python calls and operations on tensors of a step."""
+    """Count the Python calls and the tensor operations of a step."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     operations: Counter[str] = Counter()
@@ -272,7 +272,7 @@ def count(step: Callable[[], object], steps: int) -> dict[str, Any]:
 
 
 def read_calls(profiler: cProfile.Profile) -> tuple[int, Counter[str]]:
-    """Return (number of Python calls, calls of redraft's functions by file and name)."""
+    """Return (number of Python calls, calls to redraft's functions by file and name)."""
     stats: Any = pstats.Stats(profiler)
     root = Path(__file__).resolve().parents[1]
     calls, own = 0, Counter[str]()

@@ -1,4 +1,4 @@
-"""A Vega-Lite chart as an SVG by itself: transparent, legible on a light and a dark page."""
+"""Render Vega-Lite charts as transparent SVG files, legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import altair as alt
 
 COLORS = ("#2b63e3", "#14876c", "#e58a1f", "#a23b8f", "#7a8494")
-"""Of the reports' pages in daylight, which are legible on a dark page too."""
+"""Colors of the report pages' light theme, which are legible on a dark page too."""
 INK, INK_ON_DARK = "#57616f", "#b3bcc8"
 
 
 def to_svg(chart: alt.LayerChart, width: int) -> str:
-    """The SVG of a chart whose plot is `width` pixels wide.
+    """Return a chart as SVG, with a plot `width` pixels wide.
 
-    A browser with a dark theme brightens the text.
+    In a browser with a dark theme, the text is brighter.
     """
     import vl_convert  # in the `report` extra
 

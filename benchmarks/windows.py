@@ -1,19 +1,19 @@
-"""Does a window in a head pay at long context, and does a head extrapolate without one?
+"""Compare heads with and without a window at long context, beyond their training length.
 
 $ python -m benchmarks.windows                      # SmolLM2-135M-Instruct, 40 minutes on two quiet cores
 $ python -m benchmarks.windows --steps 2000 --num-prompts 32 --output outputs/bench/windows-long    # a day
 $ python -m benchmarks.windows --target tests/assets/tiny-target --lengths 64 128 --contexts 64 192 \
-      --window 32 --steps 4 --num-prompts 2         # a minute, to see that it works
+      --window 32 --steps 4 --num-prompts 2         # a one-minute trial
 
-EAGLE-3 heads of one target are trained on files of the Python standard library: with a window and
-without, on rows of each of `lengths`, all on as many tokens. Their tau is forecast on other files,
-which the target continues from each of `contexts` tokens on. `tau_full_N` and `tau_window_N` are of
-the heads trained on the longest rows, at N tokens of context; those of the shorter rows are below
-`trained_at`. Each tau has its 95% interval over prompts.
+EAGLE-3 heads of one target are trained on files of the Python standard library: with and without a
+window, on rows of each of `lengths`, and all on the same number of tokens. Their tau is forecast on
+different files, which the target continues after each of `contexts` tokens. `tau_full_N` and
+`tau_window_N` belong to the heads trained on the longest rows, with N tokens of context; the others
+are under `trained_at`. Each tau has its 95% interval over prompts.
 
 The times are estimates from counted tokens: 4 heads x 24 steps x 8,192 tokens are 0.8 million
-tokens of training (the long form has 66 million), at 600 tokens/s of one thread. After a kill, the
-same command continues: heads that are done, and batches of prompts, are not computed again.
+tokens of training (the long form has 66 million), at 600 tokens/s of one thread. After a kill, run
+the same command again: it keeps finished heads and finished batches of prompts.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ class Config:
     parts: Path = Path("outputs/parts")
     """Folder for the downloaded model, if `target` is the word `smollm2`."""
     lengths: tuple[int, ...] = (1024, 4096)
-    """Tokens of a training row, in ascending order."""
+    """Lengths of the training rows in tokens, in ascending order."""
     contexts: tuple[int, ...] = (512, 2048, 4096, 7936)
-    """Tokens before the first drafted one."""
+    """Numbers of context tokens before the first draft token."""
     window: int = 512
     """Number of positions that the layer of a windowed head sees."""
     steps: int = 24
-    """Training steps of each head."""
+    """Number of training steps for each head."""
     tokens_per_step: int = 8192
-    """Tokens of a training step. The number of rows in a batch follows from their length."""
+    """Number of tokens per training step. It divides by the row length to give the batch size."""
     num_steps: int = 3
-    """Draft tokens to train and to forecast."""
+    """Number of draft tokens, in training and in the forecast."""
     num_prompts: int = 10
     """Prompts per context."""
     max_tokens: int = 64
-    """Tokens of an answer."""
+    """Number of tokens per answer."""
     draft_vocab_size: int = 8192
-    """Target tokens that the heads can propose."""
+    """Number of target tokens that the heads can propose."""
     output: Path = Path("outputs/bench/windows")
     """Folder for the data, the heads and `windows.json`."""
 
     def __post_init__(self) -> None:
         if list(self.lengths) != sorted({*self.lengths}):
-            raise ValueError(f"--lengths {self.lengths} are not ascending")
+            raise ValueError(f"--lengths {self.lengths}: give them in ascending order")
 
 
 def main(cfg: Config) -> None:
     target = make_target(cfg.parts) if cfg.target == SMOLLM2 else cfg.target
     cfg.output.mkdir(parents=True, exist_ok=True)
-    # 1. files to train on, and others to ask about
+    # 1. Choose files to train on, and different files to ask about.
     tokenizer = load_tokenizer(target)
     for length in cfg.lengths:
         write_lines(cfg.output / f"train-{length}.jsonl", make_training(length, tokenizer))
     write_lines(cfg.output / "prompts.jsonl", make_prompts(cfg, tokenizer))
-    # 2. a head of each kind for each length
+    # 2. Train one head with a window and one without, for each length.
     heads: dict[tuple[int, str], Path] = {}
     kinds = [(length, kind) for length in cfg.lengths for kind in (FULL, WINDOW)]
     began = time.monotonic()
@@ -91,7 +91,7 @@ def main(cfg: Config) -> None:
             f"head {number} of {len(kinds)}: {kind}, rows of {length}; {minutes:.0f} minutes so far"
         )
         heads[length, kind] = train(cfg, target, length, kind)
-    # 3. their acceptance by context
+    # 3. Forecast their acceptance by context.
     count = cfg.num_prompts * len(cfg.contexts)
     minutes = (time.monotonic() - began) / 60
     print(f"forecasts of {len(kinds)} heads on {count} prompts; {minutes:.0f} minutes so far")
@@ -108,7 +108,7 @@ def main(cfg: Config) -> None:
 
 
 def read_files(*, held_out: bool) -> Iterator[str]:
-    """The library's files, in the order of their hashes; those held out, or the others."""
+    """Return the library's held-out files or all its other files, in the order of their hashes."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = {hashlib.sha256(path.name.encode()).hexdigest(): path for path in root.glob("*.py")}
     for key in sorted(paths):
@@ -117,7 +117,7 @@ def read_files(*, held_out: bool) -> Iterator[str]:
 
 
 def make_training(length: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The files in parts that fill a row each, so that all lengths train on the same text."""
+    """Cut the files into parts of one row, so that all lengths train on the same text."""
     size = max(32, length - _around(tokenizer))
     for text in read_files(held_out=False):
         ids = tokenizer(text)["input_ids"]
@@ -135,9 +135,9 @@ def make_training(length: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _around(tokenizer: Any) -> int:
-    """Count the tokens of question and chat template, with a few spare ones.
+    """Count the tokens of question and chat template, plus a small margin.
 
-    The tokenizer splits a few tokens differently at the cuts.
+    The margin is needed because the tokenizer splits a few tokens differently at the cuts.
     """
     asked = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -145,12 +145,12 @@ def _around(tokenizer: Any) -> int:
 
 
 def make_prompts(cfg: Config, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Questions about the held-out files, end to end, each of about a context's tokens."""
+    """Return questions about the held-out files, each with about `context` tokens."""
     ids = tokenizer("\n\n".join(read_files(held_out=True)))["input_ids"]
     for context in cfg.contexts:
         size = max(16, context - _around(tokenizer))
         for number in range(cfg.num_prompts):
-            # Every context begins at the same places, so that only its length differs.
+            # Every context begins at the same positions, so that only its length differs.
             begin = number * (len(ids) // cfg.num_prompts)
             part = (ids[begin:] + ids[:begin])[:size]
             content = QUESTION + tokenizer.decode(part)
@@ -159,13 +159,13 @@ def make_prompts(cfg: Config, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 def write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    # A training continues only on the same file, which its modification time identifies.
+    # A training run resumes only on the same file, which its modification time identifies.
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
 
 
 def train(cfg: Config, target: Path, length: int, kind: str) -> Path:
-    """The head of this kind; an interrupted training continues, and a finished one is kept."""
+    """Train a head of this kind. Resume an interrupted run, and keep a finished one."""
     folder = cfg.output / f"{kind}-{length}"
     window = ["--head.window", str(cfg.window)] if kind == WINDOW else []
     run_redraft(
@@ -197,7 +197,7 @@ def forecast(
         "--num-prompts", str(cfg.num_prompts * len(cfg.contexts)),
         "--max-prompt-tokens", str(max(cfg.contexts)), "--max-tokens", str(cfg.max_tokens),
         "--num-speculative-tokens", str(cfg.num_steps), "--temperature", "0",
-        # Few, because a prompt has up to 7,936 tokens, and a finished batch is kept.
+        # Small batches, because a prompt has up to 7,936 tokens and a finished batch is kept.
         "--batch-size", "2", "--output", str(folder),
     )  # fmt: skip
     found = {}

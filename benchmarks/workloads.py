@@ -1,12 +1,12 @@
-"""Traffic like that of a fleet, from texts of the Python standard library.
+"""Traffic like that of a fleet, made from texts of the Python standard library.
 
-    questions    one question at a time, each on its own
-    agents       sessions of four turns with results of tools, after one long prefix
+    questions    unrelated questions, one at a time
+    agents       sessions of four turns with tool results, after one long prefix
     retrieval    long prompts of documents, and short answers
-    batch-8, batch-16    questions of as many clients
+    batch-8, batch-16    unrelated questions from 8 or 16 clients
 
-Nothing is asked twice. The sessions of agents share their prefix, and a turn repeats the turns
-before it; no other prompts share a block of text.
+No question is asked twice. Agent sessions share their prefix, and a turn repeats the turns before
+it. Apart from that, no two prompts share a block of text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from redraft.distill.data.corpus import stdlib_conversations
 from redraft.engine.prompts import Prompt
 
 PREFIX, DOCUMENTS, RESULT = 1500, 4000, 150
-"""Tokens of the agents' prefix, of a prompt with documents, and the maximum of a tool's result."""
+"""Number of tokens in the agents' prefix, in a prompt with documents, and at most in a tool result.
+"""
 
 TURNS = 4
 
@@ -29,29 +30,29 @@ MARK = "REDRAFT-ANSWER"  # In place of an answer, to find the text around it.
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The turns of one client, one after another."""
+    """One client's turns, in order."""
 
     prompt: Prompt
     results: tuple[list[int], ...] = ()
-    """For each further turn, the tokens between the answer before and its own."""
+    """For each later turn, the tokens between the previous answer and the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sessions, and how many of them run at once."""
+    """Sessions, and how many of them run at the same time."""
 
     name: str
     sessions: Iterator[Session]
     clients: int = 1
     block: int = 2
-    """Sessions of a measurement."""
+    """Number of sessions in a measurement."""
     max_tokens: int = 48
     """Maximum length of an answer, in tokens."""
 
 
 def extend(prompt: Prompt, answer: Sequence[int], result: Sequence[int]) -> Prompt:
-    """The prompt of the next turn of a session."""
-    # A result begins with the end of the answer's message, which a complete answer already
+    """Return the prompt for a session's next turn."""
+    # A tool result begins with the end of the answer's message, which a complete answer already
     # contains.
     rest = result[1:] if answer and answer[-1] == result[0] else result
     return Prompt(token_ids=[*prompt.token_ids, *answer, *rest], domain=prompt.domain)
@@ -60,9 +61,9 @@ def extend(prompt: Prompt, answer: Sequence[int], result: Sequence[int]) -> Prom
 def list_workloads(
     tokenizer: Any, questions: Iterable[Prompt], longest: int, seed: int = 0
 ) -> list[Workload]:
-    """Return all workloads, for a server of texts of at most `longest` tokens.
+    """Return all workloads, for a server with a context of `longest` tokens.
 
-    Servers with shorter texts get shorter workloads. `questions` are single questions, each of
+    Servers with a shorter context get shorter workloads. `questions` are single questions, each of
     which is used once.
     """
     asked = iter(questions)
@@ -85,7 +86,7 @@ def list_workloads(
 
 
 class Texts:
-    """Documents and source code of the standard library, in a random order, each used once."""
+    """Documents and source code of the standard library in random order, each used once."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -98,7 +99,7 @@ class Texts:
         self._code, self._prose = iter(pairs["code"]), iter(pairs["prose"])
 
     def agents(self, prefix: int, result: int) -> Iterator[Session]:
-        """Yield sessions with one system prompt of about `prefix` tokens, while texts are left."""
+        """Yield sessions with one system prompt of about `prefix` tokens, until the texts run out."""
         tools = "\n\n".join(f"{name}\n{text}" for name, text in self._take(prefix))
         system = f"You write Python and may use these tools:\n\n{tools}"
         for task, source in self._code:
@@ -121,7 +122,7 @@ class Texts:
             )
 
     def retrieval(self, documents: int) -> Iterator[Session]:
-        """Questions about one of many documents, in prompts of about `documents` tokens."""
+        """Yield questions about one of many documents, in prompts of about `documents` tokens."""
         while found := self._take(documents):
             question = found[len(found) // 2][0]
             text = "\n\n".join(f"{name}\n{answer}" for name, answer in found)
@@ -130,7 +131,7 @@ class Texts:
             yield Session(prompt=Prompt(token_ids=ids, domain="retrieval"))
 
     def _take(self, size: int) -> list[tuple[str, str]]:
-        """Return documents of about that many tokens; none once they are used up."""
+        """Return documents of about that many tokens, or none once they are used up."""
         found, left = list[tuple[str, str]](), size
         for name, text in self._prose:
             num_tokens = len(self._ids(f"{name}\n{text}\n\n"))
