@@ -115,7 +115,7 @@ async def learn(
     members = Members(
         lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry)
     )
-    if cfg.fleet.shares_cores:
+    if cfg.fleet.shares_device:
         candidate.pause = Pauses(lambda: [server.url for server in members.servers]).wait
     async with aclosing(members):
         for sentence in registry.mended:

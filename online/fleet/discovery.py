@@ -52,10 +52,11 @@ class FleetConfig:
     """
     poll_s: float = 10
     """Seconds between polls of every server for its version, target and acceptance."""
-    shares_cores: bool = False
-    """Set this if the servers compute on this machine's CPU. The learner then pauses before each
-    micro-batch while a server has running requests, for at most three times as long as it has
-    computed since the last pause. The servers need --enable-server-load-tracking.
+    shares_device: bool = False
+    """Set this if the servers compute on the learner's device: the same GPU, or this machine's CPU.
+    The learner then pauses before each micro-batch while a server has running requests, for at most
+    three times as long as it has computed since the last pause. The servers need
+    --enable-server-load-tracking.
     """
 
     def __post_init__(self) -> None:

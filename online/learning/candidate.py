@@ -80,10 +80,6 @@ def _find_learning(name: str) -> Family:
     return find_family(name)
 
 
-def _go_on() -> None:
-    """No pause."""
-
-
 class Candidate:
     """One draft and one optimizer; each method runs on all ranks together."""
 
@@ -102,7 +98,8 @@ class Candidate:
             ),
         )
         self._machine = launch_machine(machine)
-        self.pause: Callable[[], None] = _go_on  # called before each micro-batch
+        self.pause: Callable[[], None] | None = None
+        """Called before each micro-batch."""
         self.accelerator = make_accelerator(
             cfg.accumulation, cfg.mixed_precision, None, self._machine
         )
@@ -166,7 +163,10 @@ class Candidate:
         )
 
     def _read_signal(self, batch: Batch) -> TargetSignal:
-        self.pause()
+        if self.pause is not None:
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.synchronize()  # or queued kernels would run during the pause
+            self.pause()
         return read_signal(batch)
 
     def _require_attention(self, version: Path) -> None:

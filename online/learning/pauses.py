@@ -1,9 +1,9 @@
-"""Pauses of a learner that computes on its servers' cores.
+"""Pauses of a learner that computes on its servers' cores or GPU.
 
     micro-step ─► do requests run? ─► wait until none does, or for LONGEST times the micro-step
 
-Nice levels are not enough, because the learner would still share caches and memory bandwidth with a
-server.
+On a CPU, nice levels are not enough, because the learner would still share caches and memory
+bandwidth with a server. A GPU gives two processes equal shares of its time.
 """
 
 import time
@@ -32,7 +32,8 @@ class Pauses:
     def wait(self) -> None:
         """Wait while a server runs requests, up to LONGEST times the preceding computation."""
         began_s = now_s = time.monotonic()
-        # The CPU time includes all threads, and the clock includes the wait for records.
+        # The CPU time includes all threads, and the clock includes the wait for records. The thread
+        # that waits for a GPU spins.
         computed_s = min(began_s - self._since[0], time.process_time() - self._since[1])
         longest_s = LONGEST * computed_s
         while now_s - began_s < longest_s and any(map(self._is_busy, self.list_urls())):

@@ -79,10 +79,24 @@ LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of 
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize
 SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
 NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
-MICRO_BATCHES = 4  # per step on a CPU: the learner can pause between them
+MICRO_BATCHES = 4  # per step on a shared device: the learner can pause between them
 LOOK_S = 1.0  # between two looks at the parts
 SERVER_STOP_S = 45  # running answers get 30 s, then their records are written
 LEARNER_STOP_S = 120  # enough to write a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The learner's device."""
+
+    line: str
+    """What to tell the user about it."""
+    gpu: str = ""
+    """The name of its GPU; empty for the CPU."""
+    shares: bool = True
+    """Whether the server computes on the same device."""
+    vllm_args: tuple[str, ...] = ()
+    """Further arguments for the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +113,7 @@ class Plan:
     flags: Mapping[str, str]
     has_begun: bool
     """Whether the folder has a version, and settings that the user may have changed."""
+    place: Place
 
     @property
     def name(self) -> str:
@@ -178,6 +193,7 @@ def make_plan(cfg: UpConfig) -> Plan:
         page_port=page_port,
         flags=flags,
         has_begun=settings is not None,
+        place=place_learner(list_gpus(), flags),
     )
 
 
@@ -308,12 +324,10 @@ window_timeout_s = 120
 """
 
 
-def render_settings(
-    plan: Plan, draft: DraftSource, page_port: int, *, on_cpu: bool = ENGINE_IS_CPU
-) -> str:
+def render_settings(plan: Plan, draft: DraftSource, page_port: int) -> str:
     """Render the learner's settings for this target and machine as TOML."""
     lines = [] if plan.draft else list_training(draft)
-    lines += [f"accumulation = {MICRO_BATCHES}"] if on_cpu else []
+    lines += [f"accumulation = {MICRO_BATCHES}"] if plan.place.shares else []
     training = "\n".join(lines)
     buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
     return f"""# redraft learner --print-config explains every setting. redraft up reads this file when it starts.
@@ -326,7 +340,7 @@ initial = {render_value(draft.folder)}
 [fleet]
 file = "{FLEET}"
 token_file = "{TOKEN}"
-shares_cores = {render_value(on_cpu)}
+shares_device = {render_value(plan.place.shares)}
 [buffer]
 max_bytes = {buffer_bytes}
 [page]
@@ -403,23 +417,21 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     publish(folder, lambda partial: head.export(partial, torch.bfloat16), origin)
 
 
-def place_learner(
-    gpus: Sequence[str], flags: Mapping[str, str]
-) -> tuple[str, str, tuple[str, ...]]:
-    """(line about the learner's device, the learner's GPU, further arguments for vLLM).
-
-    The learner uses a GPU that vLLM leaves free, otherwise a share of the last GPU, otherwise the
-    CPU.
-    """
+def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> Place:
+    """Choose a GPU that vLLM leaves free, otherwise a share of the last GPU, otherwise the CPU."""
+    pauses = "and pauses while requests run"
     if not gpus:
-        return "the learner trains on the CPU, and pauses while requests run", "", ()
+        return Place(line=f"the learner trains on the CPU, {pauses}")
+    gpu = gpus[-1]
     if int(flags.get("tensor_parallel_size") or 1) < len(gpus):
-        return f"the learner uses GPU {gpus[-1]}", gpus[-1], ()
-    shares = f"the learner shares GPU {gpus[-1]}"
+        return Place(line=f"the learner uses GPU {gpu}", gpu=gpu, shares=False)
+    shares = f"the learner shares GPU {gpu} {pauses}"
     if "gpu_memory_utilization" in flags:
-        return f"{shares}: your --gpu-memory-utilization must leave memory for it", gpus[-1], ()
+        line = f"{shares}: your --gpu-memory-utilization must leave memory for it"
+        return Place(line=line, gpu=gpu)
     arguments = ("--gpu-memory-utilization", str(SHARED_GPU))
-    return f"{shares}: vLLM uses {SHARED_GPU:.0%} of its memory", gpus[-1], arguments
+    line = f"{shares}: vLLM uses {SHARED_GPU:.0%} of its memory"
+    return Place(line=line, gpu=gpu, vllm_args=arguments)
 
 
 def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
@@ -463,10 +475,10 @@ def choose_draft(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> s
     return f"{LIVE}+{newest}" if looks_up else None
 
 
-def serve_command(
-    plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu: bool = ENGINE_IS_CPU
-) -> list[str]:
+def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
     folder = plan.folder
+    # Before the user's arguments, which win. The status line and the learner poll these routes.
+    quiet = ["--disable-access-log-for-endpoints", "/metrics,/redraft/status,/load"]
     command = [
         *COMMAND,
         "serve",
@@ -486,8 +498,12 @@ def serve_command(
             "--capture.spool",
             str(folder / "spool"),
         ]
-        family = find_family(load_config(folder / SETTINGS).draft.family)
+        settings = load_config(folder / SETTINGS)
+        family = find_family(settings.draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
+        # The learner polls the load.
+        quiet += ["--enable-server-load-tracking"] if settings.fleet.shares_device else []
+        quiet += [] if plan.cfg.join else plan.place.vllm_args
     if draft := choose_draft(plan, learns=learns, on_cpu=on_cpu):
         command += ["--draft", draft]
         source = DraftSource.parse(draft)
@@ -499,11 +515,8 @@ def serve_command(
             f"--capture.{name.replace('_', '-')}",
             *(value if isinstance(value, tuple) else [str(value)]),
         ]
-    # before the user's arguments, which win; the status line and the learner poll these routes
-    quiet = ["--disable-access-log-for-endpoints", "/metrics,/redraft/status,/load"]
-    quiet += ["--enable-server-load-tracking"] if learns and on_cpu else []  # for `shares_cores`
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)
-    return [*command, "--", *alias, *quiet, *more, *plan.cfg.vllm_args]
+    return [*command, "--", *alias, *quiet, *plan.cfg.vllm_args]
 
 
 def run(plan: Plan, *, learns: bool) -> None:
@@ -523,10 +536,9 @@ def run(plan: Plan, *, learns: bool) -> None:
         for line in describe_records(settings, plan.cfg.capture):
             screen.say(line)
     learner: Part | None = None
-    more: tuple[str, ...] = ()
     if learns and not plan.cfg.join:
-        line, gpu, more = place_learner(list_gpus(), plan.flags)
-        screen.say(line)
+        gpu = plan.place.gpu
+        screen.say(plan.place.line)
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
         learner = Part(
             "learner",
@@ -535,9 +547,7 @@ def run(plan: Plan, *, learns: bool) -> None:
             see_only(gpu) | ({} if gpu else spare_cores(os.environ)),
             niceness=0 if gpu else NICENESS,
         )
-    server = Part(
-        plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log"
-    )
+    server = Part(plan.name, serve_command(plan, learns=learns), logs / f"{plan.name}.log")
     try:
         if learner is not None:
             page = settings.page

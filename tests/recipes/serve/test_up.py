@@ -611,28 +611,36 @@ def test_a_log_that_cannot_be_copied_or_read_ends_nothing(tmp_path):
     ],
 )
 def test_the_learner_takes_a_spare_gpu_or_a_share_of_the_last(gpus, flags, gpu, arguments):
-    line, chosen, more = up.place_learner(gpus, flags)
-    assert (chosen, more) == (gpu, arguments)
-    assert gpu in line
-    assert ("75%" in line) == bool(arguments)
+    place = up.place_learner(gpus, flags)
+    assert (place.gpu, place.vllm_args) == (gpu, arguments)
+    assert gpu in place.line
+    assert ("75%" in place.line) == bool(arguments)
+    assert place.shares == ("pauses while requests run" in place.line)
+    assert place.shares == (int(flags.get("tensor_parallel_size") or 1) >= len(gpus))
 
 
-def test_on_a_cpu_the_learner_leaves_cores_and_time_to_the_server(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(up, "count_cores", lambda: 4)
-    assert up.spare_cores({}) == {"OMP_NUM_THREADS": "3"}
+def test_a_learner_on_the_servers_device_leaves_it_time(target, tmp_path):
     assert up.spare_cores({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
     folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
     plan = up.make_plan(
         UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
     )
     folder.mkdir()
-    for on_cpu in (True, False):
-        settings = up.render_settings(plan, plan.draft, 0, on_cpu=on_cpu)
-        (folder / "learner.toml").write_text(settings)
+    for gpus, shares in (([], True), (["0"], True), (["0", "1"], False)):
+        placed = replace(plan, place=up.place_learner(gpus, {}))
+        (folder / "learner.toml").write_text(up.render_settings(placed, plan.draft, 0))
         cfg = load_config(folder / "learner.toml")
-        assert (cfg.fleet.shares_cores, cfg.training.accumulation > 1) == (on_cpu, on_cpu)
-        command = up.serve_command(plan, learns=True, on_cpu=on_cpu)
-        assert ("--enable-server-load-tracking" in command) == on_cpu
+        assert (cfg.fleet.shares_device, cfg.training.accumulation > 1) == (shares, shares)
+        _, given = split_at(up.serve_command(placed, learns=True), "--")
+        assert ("--enable-server-load-tracking" in given) == shares
+        assert ("--gpu-memory-utilization" in given) == (gpus == ["0"])
+        joined = replace(placed, cfg=replace(plan.cfg, join=True))
+        assert "--gpu-memory-utilization" not in up.serve_command(joined, learns=True)
+
+
+def test_on_a_cpu_the_learner_leaves_a_core_to_the_server(monkeypatch):
+    monkeypatch.setattr(up, "count_cores", lambda: 4)
+    assert up.spare_cores({}) == {"OMP_NUM_THREADS": "3"}
 
 
 def test_the_status_line_counts_since_the_last_reading():
