@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,13 @@ from typing import Any, NotRequired, TypedDict, cast
 
 from redraft.distill.data.columns import Columns, RowReader
 from redraft.distill.data.corpus import function_questions, stdlib_conversations
-from redraft.distill.data.messages import TEXT_ROLE, Message, Tool, conversation_hash
+from redraft.distill.data.messages import (
+    TEXT_ROLE,
+    Message,
+    Tool,
+    conversation_hash,
+    require_characters,
+)
 from redraft.distill.data.rows import (
     TABLES,
     TEXTS,
@@ -218,7 +223,7 @@ def _text_rows(folder: Path, files: Iterable[Path]) -> Iterator[Row]:
     for path in files:
         try:
             with open_plain(path) as file:
-                text = file.read().decode()
+                text = file.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
@@ -335,10 +340,7 @@ def read_conversation(
         conversation["tools"] = tools
     if arguments := reader.arguments():
         conversation["arguments"] = arguments
-    try:
-        json.dumps(conversation, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
-        raise UnusableRowError("with an incomplete character", "an unpaired surrogate") from None
+    require_characters(conversation)
     if turns := reader.token_turns(sum(m["role"] == "assistant" for m in messages)):
         conversation["turns"] = turns
     if columns is not None:

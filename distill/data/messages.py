@@ -49,6 +49,8 @@ PARAMETER_KEYS = ("parameters", "input_schema")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 """Keys of a tool call with its arguments, in OpenAI's API, Llama's, LangChain's and Anthropic's."""
 
+EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is no call.
+
 FINISHES = ("finish_reason", "stop_reason")
 """Keys of an answer, or columns about a row's last answer, with the reason why it ended, in
 OpenAI's and Anthropic's APIs.
@@ -192,6 +194,8 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     if speaker not in SPEAKERS:
         raise UnusableRowError("with an unknown speaker", repr(role))
     content = _content(raw)
+    if speaker == "assistant" and raw.get("recipient") not in (None, *EVERYONE):
+        return _read_harmony_call(raw, unread)
     message: Message = {"role": speaker, "content": read_text(content)}
     if isinstance(content, list) and len(texts := _texts(content)) > 1:
         message["parts"] = texts
@@ -199,6 +203,9 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     if speaker == "assistant":
         known += [REASONING_FIELDS, CALL_KEYS]
         _add_reasoning_and_calls(message, raw, content, unread)
+        known += [["channel"], ["recipient"]]
+        if raw.get("channel") == "analysis" and "reasoning" not in message:
+            message = {"role": speaker, "content": "", "reasoning": message["content"]}
         known += [[key] for key in (*FINISHES, *VERDICTS)]
         if any(raw.get(key) in (0, False) for key in VERDICTS if raw.get(key) is not None):
             message["unlearned"] = True
@@ -214,6 +221,14 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     refuse_media(unknown)
     unread |= unknown
     return message
+
+
+def _read_harmony_call(raw: Mapping[str, Any], unread: set[str]) -> Message:
+    """Read a message to a function, as gpt-oss writes a call."""
+    name = str(raw["recipient"]).removeprefix("functions.")
+    call = {"name": name, "arguments": read_text(_content(raw))}
+    unread |= _unknown(raw, ROLE_KEYS, TEXT_KEYS, ["channel"], ["recipient"], ["content_type"])
+    return {"role": "assistant", "content": "", "tool_calls": read_calls(call, unread)}
 
 
 def join_turns(messages: Iterable[Message]) -> list[Message]:
@@ -431,6 +446,18 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
         PARAMETER_KEYS,
     )
     return {"type": "function", "function": fields}
+
+
+def require_characters(value: Any) -> None:
+    """Refuse text that no file and no tokenizer takes.
+
+    Raises:
+        UnusableRowError: if the text contains half a character.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
+        raise UnusableRowError("with an incomplete character", "an unpaired surrogate") from None
 
 
 def parse_json(value: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ whether to go on.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     import datasets
 
 SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+"""The first bytes of a compressed file, by suffix."""
+POINTER = b"version https://git-lfs.github.com/spec/"  # in place of a file that Git LFS stores
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
+BATCH_ROWS = 1000
 ZSTD_BLOCK = 1 << 14  # Small, because a block may grow ten thousandfold.
 OTHER_PACKED = (".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".lz4", ".br")
 TABLES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -72,7 +76,7 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
             for row in _file_rows(file):
                 place = f"{file.relative_to(path).as_posix()}, {row.place}"
                 yield Row(place, row.values, folder_domain(path, file))
-    elif _is_on_hub(path):
+    elif _is_on_hub(source):
         yield from _numbered(map(_without_missing, _load_hub(source, split)))
     elif not path.exists():
         raise FileNotFoundError(f"{source}: no such file")
@@ -92,22 +96,26 @@ def identify_source(source: str, split: str) -> list[Any]:
         files = find_files(path, TABLES) or find_files(path, TEXTS)
         files, _ = choose_files(path, files, split)
         return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
-    if _is_on_hub(path):
+    if _is_on_hub(source):
         return [split, _load_hub(source, split)._fingerprint]
     if not path.exists():
         raise FileNotFoundError(f"{source}: no such file")
     return _stamp(path)
 
 
-def _is_on_hub(path: Path) -> bool:
+def _is_on_hub(source: str) -> bool:
     """Whether a source that is not a folder is the name of a data set.
 
     Raises:
-        ValueError: if it is a file of another kind.
+        ValueError: if it is a web address, or a file of another kind.
     """
+    if "://" in source:
+        raise ValueError(f"{source} is a web address: download the data, and give the file")
+    path = Path(source)
     if table_format(path) is None and path.is_file():
         cure = (
-            f"give its folder, {path.parent}"
+            f"give its folder, {path.parent}, to train on texts; write prompts to a .jsonl file, "
+            'a line {"prompt": ...} each'
             if table_format(path, TEXTS)
             else f"unpack it, or pack it as {' or '.join(COMPRESSIONS)}"
             if path.suffix.lower() in OTHER_PACKED
@@ -202,20 +210,39 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
     """Open a file's uncompressed content.
 
     Raises:
-        ValueError: if the content is corrupt, or its end is missing.
+        ValueError: if the content is corrupt, its end is missing, or it is not the data.
     """
     try:
         with path.open("rb") as file:
-            if path.suffix.lower() == ".gz":
+            start = file.peek(len(POINTER))
+            _refuse_pointer(path, start)
+            compression = _find_compression(path, start)
+            if compression == ".gz":
                 if not path.stat().st_size:  # read as the end of a whole file
                     raise EOFError("it is empty")
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=file))
-            elif path.suffix.lower() == ".zst":
+            elif compression == ".zst":
                 yield io.BufferedReader(_Blocks(_zstd_blocks(file)))
             else:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise ValueError(f"{path} is corrupt or truncated ({error}): download it again") from error
+
+
+def _refuse_pointer(path: Path, start: bytes) -> None:
+    if start.startswith(POINTER):
+        raise ValueError(f"{path} is a pointer of Git LFS, not the data: run `git lfs pull`")
+
+
+def _find_compression(path: Path, start: bytes) -> str:
+    """Return the suffix for a file's compression; empty for plain content.
+
+    The content decides: a browser unpacks a .gz file and keeps its name.
+    """
+    packed = (suffix for suffix, magic in COMPRESSIONS.items() if start.startswith(magic))
+    is_plain_json = start[:1] in (b"{", b"[")
+    suffix = path.suffix.lower()
+    return next(packed, suffix if suffix in COMPRESSIONS and not is_plain_json else "")
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -264,7 +291,13 @@ def _file_rows(path: Path) -> Iterator[Row]:
         yield from _numbered(_parquet_rows(path))
         return
     with open_plain(path) as file:
-        yield from _json_rows(path, file) if kind == ".json" else _json_lines(file)
+        start = cast(io.BufferedReader, file).peek(len(codecs.BOM_UTF32))
+        if b"\0" in start[:4] or start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(
+                f"{path} is UTF-16 or UTF-32 text: convert it with `iconv -f UTF-16 -t UTF-8`"
+            )
+        is_list = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+        yield from _json_rows(path, file) if kind == ".json" or is_list else _json_lines(file)
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Row]:
@@ -276,7 +309,7 @@ def _numbered(rows: Iterable[Any]) -> Iterator[Row]:
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
     """Yield the rows of a JSON list; a single object, and JSON Lines named .json, are read too."""
-    content = file.read()
+    content = file.read().removeprefix(codecs.BOM_UTF8)
     try:
         # JSON Lines under this name fail at the second line, and are read line by line below.
         value = json.loads(content)
@@ -284,7 +317,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
         value = None
     if isinstance(value, list):
         yield from _numbered(value)
-    elif value is None and content.lstrip()[:1] == b"[":
+    elif value is None and table_format(path) == ".json" and content.lstrip()[:1] == b"[":
         raise ValueError(f"{path} is an invalid or truncated JSON list: download it again")
     else:
         yield from _json_lines(io.BytesIO(content)) if value is None else _numbered([value])
@@ -313,14 +346,18 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
             )
 
 
-def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
-    import datasets  # takes a second: not for --help
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    # takes a tenth of a second: not for --help
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
 
     try:
-        return map(
-            _without_missing, datasets.load_dataset("parquet", data_files=str(path), split="train")
-        )
-    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        with path.open("rb") as data:
+            _refuse_pointer(path, data.peek(len(POINTER)))
+            with ParquetFile(data) as file:
+                for batch in file.iter_batches(BATCH_ROWS):
+                    yield from map(_without_missing, batch.to_pylist(maps_as_pydicts="lossy"))
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
 
 

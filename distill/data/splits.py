@@ -14,6 +14,8 @@ WORDS = {
 """Splits by the words that name them in a file or folder, as the library `datasets` reads them."""
 
 CARD = "README.md"
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?")
+"""The name of a file that the library `datasets` wrote: the whole part before is its split."""
 WAY_OUT = "choose one with --data.split (--split)"
 
 
@@ -57,7 +59,10 @@ def _name_split(path: Path, asked: str) -> str | None:
 
     Return `asked` if the name begins with it.
     """
-    for name in (path.name.partition(".")[0], *reversed(path.parts[:-1])):
+    file = path.name.partition(".")[0]
+    if (shard := SHARD.fullmatch(file)) and _find_word(shard[1]):
+        return shard[1]
+    for name in (file, *reversed(path.parts[:-1])):
         if re.fullmatch(rf"{re.escape(asked)}([-_ \d].*)?", name, re.I):
             return asked
         if found := _find_word(name):

@@ -249,7 +249,7 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
             '"{}"}}]}]}',
             r"\bname or arguments\b",
         ),
-        ("[1]", r"object.*line 1"),
+        ("[1]", r"object.*row 1"),
         ('{"prompt": ' + 5000 * "[", r"readable.*line 1"),
         ('{"prompt": ' + 5000 * "1" + "}", r"readable.*line 1"),
     ],
