@@ -71,7 +71,7 @@ def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
     for row in rows:
         try:
             kept, ids = row["kept"], [np.array(row[key]) for key in ("prompt", "answer")]
-            is_whole = 0 <= kept <= length and all(map(_are_ids, ids))
+            is_whole = 0 <= kept <= length and all(map(are_ids, ids))
         except (TypeError, KeyError, ValueError):
             is_whole = False
         if not is_whole:
@@ -90,7 +90,7 @@ def expand_turns(turns: Iterable[StoredTurn]) -> Iterator[TokenTurn]:
         before = np.concatenate(turn)
 
 
-def _are_ids(part: NDArray[Any]) -> bool:
+def are_ids(part: NDArray[Any]) -> bool:
     if part.ndim != 1 or (part.size and part.dtype.kind != "i"):
         return False
     return not part.size or bool(part.min() >= 0 and part.max() < 1 << 31)

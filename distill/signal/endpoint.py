@@ -1,6 +1,7 @@
 """A client of one OpenAI-compatible server, with limited concurrency and with retries."""
 
 import asyncio
+import ssl
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +11,12 @@ from redraft.engine.proxies import describe_proxy, is_local_url
 
 # overloaded or restarting; other statuses do not recover
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
+TLS_FAULTS = {
+    "CERTIFICATE_VERIFY_FAILED": "name a file with its authority in the variable SSL_CERT_FILE",
+    "WRONG_VERSION_NUMBER": "it speaks no TLS: give its address with http://",
+}
+"""Failures that last, and what to do."""
+LIST_TIMEOUT_S = 30  # for the list of models, which takes a server no time
 
 
 class RequestRefusedError(ValueError):
@@ -41,22 +48,30 @@ class Endpoint:
         `timeout_s` limits a single attempt.
 
         Raises:
-            ValueError: if `url` is not an HTTP address, or `concurrency` is less than 1.
+            ValueError: if `url` is not an HTTP address, `concurrency` is less than 1, the
+                certificates cannot be read, or no header can contain the key.
         """
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError(
+                "the API key (OPENAI_API_KEY) has a line break or another character that no key has"
+            )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
-        self._model = model
+        self._model, self._timeout_s = model, timeout_s
         # In addition to httpx's limit, under which a request that waits for a connection would use
         # up `timeout_s`.
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency)
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=timeout_s, limits=limits, trust_env=not is_local_url(url)
+            headers=headers,
+            limits=limits,
+            trust_env=not is_local_url(url),
+            verify=_load_certificates(url),
         )
 
     async def __aenter__(self) -> Self:
@@ -76,12 +91,15 @@ class Endpoint:
         if self._model is None:
             listed = await self._request("GET", "/v1/models")
             try:
-                self._model = str(listed["data"][0]["id"])
+                names = [str(model["id"]) for model in listed["data"]]
+                self._model = names[0]
             except (LookupError, TypeError):
                 url = f"{self.url}/v1/models"
                 raise RequestRefusedError(
                     url, 200, "it lists no model: set one with redraft regenerate --model"
                 ) from None
+            if len(names) > 1:
+                print(f"{self.url} lists {len(names):,} models: uses {self._model}", flush=True)
         return self._model
 
     async def is_back(self, timeout_s: float) -> bool:
@@ -99,8 +117,8 @@ class Endpoint:
 
         Raises:
             RequestRefusedError: if the server refuses this request.
-            ConnectionError: after `attempts` tries, or if the server has no such API; the message
-                names the URL.
+            ConnectionError: after `attempts` tries, or if the server has no such API or no valid
+                certificate; the message names the URL.
         """
         return await self._request("POST", path, {"model": await self.model(), **body})
 
@@ -114,16 +132,21 @@ class Endpoint:
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
                 async with self._slots:
-                    response = await self._client.request(method, url, json=body)
+                    response = await self._client.request(
+                        method, url, json=body, timeout=self._timeout_s if body else LIST_TIMEOUT_S
+                    )
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 failure = str(error) or type(error).__name__
+                for name, cure in TLS_FAULTS.items():
+                    if name in failure:
+                        raise ConnectionError(f"{url}: {failure}; {cure}") from None
                 continue
             answer, status = _read(response), response.status_code
             if response.is_success:
                 if answer is None:
                     kind = response.headers.get("content-type", "something else")
                     raise ConnectionError(
-                        f"{url} answers {kind} instead of JSON: it has no OpenAI-compatible API"
+                        f"{url} answers {kind}, not a JSON object: it has no OpenAI-compatible API"
                     )
                 # Gateways return the error of a server behind them with status 200.
                 refusal = answer.get("error")
@@ -138,6 +161,16 @@ class Endpoint:
         raise ConnectionError(f"{url} did not answer{tries} ({failure}{describe_proxy(url)})")
 
 
+def _load_certificates(url: str) -> ssl.SSLContext | bool:
+    """Load the trusted authorities, those of SSL_CERT_FILE for a server on this machine, too."""
+    if not url.startswith("https:"):
+        return False
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise ValueError(f"SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {error}") from error
+
+
 def _read(response: httpx.Response) -> dict[str, Any] | None:
     """Return the object in an answer, or None if there is none."""
     try:
@@ -148,6 +181,8 @@ def _read(response: httpx.Response) -> dict[str, Any] | None:
 
 
 def _reason(response: httpx.Response) -> str:
+    if place := response.headers.get("location"):
+        return f"it redirects to {place}: give the address without a redirect"
     try:
         said = response.json()
         said = said.get("error") or said

@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import numpy as np
 
 from redraft.distill.data.conversations import Conversation, is_plain_text
-from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
+from redraft.distill.data.messages import (
+    Message,
+    Tool,
+    conversation_hash,
+    is_cut_reason,
+    read_message,
+    require_characters,
+    with_parts,
+)
 from redraft.distill.data.rows import UnusableRowError
-from redraft.distill.data.sessions import TokenTurn, fit_results, pack_turns, take_results
+from redraft.distill.data.sessions import TokenTurn, are_ids, fit_results, pack_turns, take_results
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.storage import StatesLostError
 from redraft.files.artifact import naming
@@ -232,7 +240,7 @@ class _Regeneration:
         for key, conversation in queue:
             try:
                 session = await self._answer(conversation)
-            except (RequestRefusedError, UnusableRowError, UnicodeEncodeError) as error:
+            except (RequestRefusedError, UnusableRowError) as error:
                 if isinstance(error, RequestRefusedError) and error.status not in SKIPPED_STATUS:
                     raise
                 self._refuse(str(error))
@@ -303,8 +311,8 @@ class _Regeneration:
         # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a
         # character in it.
         answer = read_message({"role": "assistant", **choice["message"]})
-        json.dumps(answer, ensure_ascii=False).encode()
-        is_cut = choice.get("finish_reason") == "length"
+        require_characters(answer)
+        is_cut = is_cut_reason(choice.get("finish_reason"))
         return _Answer(answer, is_cut, _read_turn(reply, choice), self._read_url(reply))
 
     def _read_url(self, reply: dict[str, Any]) -> str:
@@ -348,14 +356,17 @@ class _Regeneration:
 
     async def _post(self, path: str, **body: Any) -> dict[str, Any]:
         """Return the reply, with token ids if the server can return them."""
-        if self.returns_ids:
-            try:
-                return await self.endpoint.post(path, return_token_ids=True, **body)
-            except RequestRefusedError as error:
-                if "return_token_ids" not in error.reason:
-                    raise
-                self.returns_ids = False
-        return await self.endpoint.post(path, **body)
+        if not self.returns_ids:
+            return await self.endpoint.post(path, **body)
+        try:
+            return await self.endpoint.post(path, return_token_ids=True, **body)
+        except RequestRefusedError as error:
+            # Not every gateway names the parameter that it refuses.
+            if error.status not in (400, 422) and "return_token_ids" not in error.reason:
+                raise
+        reply = await self.endpoint.post(path, **body)
+        self.returns_ids = False
+        return reply
 
     def _append(self, row: dict[str, Any]) -> None:
         if self.file is None:
@@ -405,10 +416,13 @@ def _is_empty(answer: _Answer) -> bool:
 
 
 def _read_turn(reply: dict[str, Any], choice: dict[str, Any]) -> TokenTurn | None:
-    ids = reply.get("prompt_token_ids"), choice.get("token_ids")
-    if not all(isinstance(part, list) and part for part in ids):
+    try:
+        ids = [np.array(part) for part in (reply.get("prompt_token_ids"), choice.get("token_ids"))]
+    except ValueError:  # lists of different lengths
         return None
-    return TokenTurn(*(np.array(part, np.int32) for part in ids))
+    if not all(part.size and are_ids(part) for part in ids):
+        return None
+    return TokenTurn(*(part.astype(np.int32) for part in ids))
 
 
 def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:

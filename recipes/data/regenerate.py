@@ -20,6 +20,7 @@ from redraft.files.artifact import sha256
 from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import fetch_model, fingerprint
 from redraft.files.kept import hash_key
+from redraft.files.lock import wait_for
 from redraft.files.replaced import find_obstacle
 from redraft.recipes.data.regenerate_config import RegenerateConfig
 
@@ -50,6 +51,14 @@ def main(cfg: RegenerateConfig) -> None:
         )
     if obstacle := find_obstacle([cfg.output, previous_answers(cfg.output)], cfg, lambda _: None):
         raise ValueError(f"{obstacle}: choose another --output")
+    # Two commands with one output would answer everything twice, and with --overwrite one of them
+    # would remove the answers of the other.
+    lock = cfg.output.with_name(f".{cfg.output.name}.lock")
+    with wait_for(lock, f"waits for another redraft regenerate with --output {cfg.output}"):
+        answer_prompts(cfg, states)
+
+
+def answer_prompts(cfg: RegenerateConfig, states: tuple[Storage, Storage] | None) -> None:
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # refuses a file that this command has not written
     conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]

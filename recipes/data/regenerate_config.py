@@ -19,6 +19,7 @@ import tyro
 
 from redraft.distill.signal.storage import DEFAULT_STORAGE
 from redraft.distill.signal.target_answers import Sampling
+from redraft.distill.train.run_config import require_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +59,6 @@ class RegenerateConfig(Sampling):
     """The `--storage` of that server."""
     concurrency: int = 64
     """Maximum number of concurrent requests."""
+
+    def __post_init__(self) -> None:
+        require_least(self, num_conversations=1, max_tokens=1, concurrency=1, temperature=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class Teacher:
     probes: int = 0
     listing: bytes | None = None
     """What it says its models are, in place of the truth."""
+    redirect: str = ""
+    """Where it sends everyone who asks for its models."""
 
     @property
     def port(self) -> int:
@@ -56,6 +59,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.teacher.probes += 1
+        if self.teacher.redirect:
+            self.send_response(308)
+            self.send_header("Location", self.teacher.redirect)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         listed = json.dumps({"data": [{"id": self.teacher.model}]}).encode()
         self.send_bytes(200, listed if self.teacher.listing is None else self.teacher.listing)
 
@@ -95,11 +104,15 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def teaching(teacher: Teacher | None = None, port: int = 0) -> Iterator[Teacher]:
-    """A teacher at work; on exit it is dead, its connections cut."""
+def teaching(
+    teacher: Teacher | None = None, port: int = 0, context: ssl.SSLContext | None = None
+) -> Iterator[Teacher]:
+    """A teacher at work; on exit it is dead, its connections cut. With a `context`, over TLS."""
     teacher = teacher or Teacher()
     server = Server(("127.0.0.1", port), type("TheHandler", (Handler,), {"teacher": teacher}))
-    teacher.url = f"http://127.0.0.1:{server.server_port}"
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    teacher.url = f"http{'s' if context else ''}://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -471,3 +474,132 @@ def test_template_options_can_be_given_on_the_command_line() -> None:
         "False",
     ]
     assert tyro.cli(RegenerateConfig, args=arguments).template_options == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("reason", ["max_tokens", "LENGTH", "model_length", "abort"])
+def test_no_answer_that_a_server_cut_is_learned_as_finished(reason: str, tmp_path: Path) -> None:
+    def cut(request: dict[str, Any]) -> Reply:
+        status, body = answer(request)
+        body["choices"][0]["finish_reason"] = reason
+        return status, body
+
+    output = tmp_path / "answers.jsonl"
+    with serving(cut) as (url, _):
+        stats = regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+    assert stats.cut == 1
+    (conversation,) = load_conversations(str(output))
+    assert conversation["cut"]
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_gateway_that_refuses_an_unknown_parameter_is_asked_without_it(
+    status: int, tmp_path: Path
+) -> None:
+    def strict(request: dict[str, Any]) -> Reply:
+        if "return_token_ids" in request:
+            return status, {"error": {"message": "unknown parameter"}}
+        return answer(request)
+
+    asked = [make_conversation(question) for question in "abc"]
+    with serving(strict) as (url, requests):
+        stats = regenerate(
+            asked, make_endpoint(url, concurrency=1), tmp_path / "a.jsonl", Sampling()
+        )
+    assert (stats.done, stats.without_ids, len(requests)) == (3, 3, 4)
+
+
+@pytest.mark.parametrize("ids", [["a"], [1.5], [1 << 40], [-1], [[1], [2, 3]], "12", {"a": 1}])
+def test_ids_that_no_tokenizer_has_are_none(ids: Any, tmp_path: Path) -> None:
+    def odd(request: dict[str, Any]) -> Reply:
+        status, body = answer(request)
+        body["choices"][0]["token_ids"] = ids
+        return status, {**body, "prompt_token_ids": [1, 2]}
+
+    with serving(odd) as (url, _):
+        stats = regenerate(
+            [make_conversation("a")], make_endpoint(url), tmp_path / "a.jsonl", Sampling()
+        )
+    assert (stats.done, stats.without_ids) == (1, 1)
+
+
+def test_of_several_models_the_one_that_answers_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(listing: bytes) -> str:
+        with teaching(Scripted(listing=listing)) as teacher:
+            conversations = [make_conversation("a")]
+            regenerate(conversations, make_endpoint(teacher.url), tmp_path / "a.jsonl", Sampling())
+        return capsys.readouterr().out
+
+    assert "2 models: uses one" in run(b'{"data": [{"id": "one"}, {"id": "other"}]}')
+    assert run(b'{"data": [{"id": "one"}]}') == ""
+
+
+def test_a_redirect_is_named_with_its_place(tmp_path: Path) -> None:
+    place = "https://gateway/v1/models"
+    with teaching(Scripted(redirect=place)) as teacher:
+        wanted = rf"{teacher.url}\S* answers HTTP 308: it redirects to {place}:"
+        with pytest.raises(ValueError, match=wanted):
+            regenerate(
+                [make_conversation("a")], make_endpoint(teacher.url), tmp_path / "a", Sampling()
+            )
+
+
+def test_a_private_authority_counts_for_this_machine_and_a_missing_one_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key)]
+    subprocess.run([*command, "-out", str(certificate)], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+
+    def run() -> int:
+        endpoint = make_endpoint(url, attempts=2, backoff_s=1e9)
+        return regenerate([make_conversation("a")], endpoint, tmp_path / "a", Sampling()).done
+
+    with teaching(Scripted(), context=context) as teacher:
+        url = teacher.url
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with pytest.raises(ConnectionError, match=rf"{url}.*CERTIFICATE_VERIFY_FAILED.*SSL_CERT_F"):
+            run()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no-such"))
+        with pytest.raises(ValueError, match="SSL_CERT_FILE"):
+            run()
+        with teaching(Scripted()) as plain:
+            url = plain.url.replace("http:", "https:")
+            monkeypatch.delenv("SSL_CERT_FILE")
+            with pytest.raises(ConnectionError, match=rf"{url}.*no TLS.*http://"):
+                run()
+        url = teacher.url
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert run() == 1
+
+
+def test_a_server_that_never_lists_its_models_is_named_in_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redraft.distill.signal.endpoint.LIST_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=rf"{url}/v1/models did not answer in 3 tries"):
+            regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling())
+
+
+@pytest.mark.parametrize("key", ["secret\n", "secret\r", "schl\u00fcssel"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as refused:
+        make_endpoint("http://127.0.0.1:1", api_key=key)
+    assert key.strip() not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("num-conversations", -1), ("max-tokens", 0), ("concurrency", 0), ("temperature", -1)],
+)
+def test_a_number_that_means_nothing_is_refused_by_its_flag(flag: str, value: int) -> None:
+    setting = {flag.replace("-", "_"): value}
+    with pytest.raises(ValueError, match=f"--{flag} is {value}"):
+        RegenerateConfig(prompts="a.jsonl", output=Path("b.jsonl"), **setting)

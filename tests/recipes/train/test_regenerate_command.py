@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,6 +173,8 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
             )
     assert other.read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".answers.jsonl.lock",
+        ".other.jsonl.lock",
         "answers.jsonl",
         "other.jsonl",
         "questions.jsonl",
@@ -229,6 +233,35 @@ def test_old_answers_stay_until_the_server_has_answered(
         main(replace(cfg, url=teacher.url, overwrite=False))
     assert read_answers(output) == ["new", "new", "yes"]
     assert not kept.parent.exists()
+
+
+def test_a_second_command_with_the_same_output_waits_for_the_first(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Waiting(Answering):
+        def reply(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            asked.set()
+            assert go_on.wait(60)
+            return super().reply(request)
+
+    def run() -> None:
+        main(RegenerateConfig(prompts=str(source), output=output, url=teacher.url))
+
+    output = tmp_path / "answers.jsonl"
+    with teaching(Waiting()) as teacher, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run)
+        assert asked.wait(60)
+        second = pool.submit(run)
+        said = ""
+        while "waits for another" not in said:
+            assert not second.done()
+            said += capfd.readouterr().out
+        go_on.set()
+        first.result(60)
+        second.result(60)
+    assert (len(teacher.requests), read_answers(output)) == (1, ["yes"])
 
 
 @pytest.mark.parametrize("name", ["answers.jsonl.gz", "answers.parquet", "answers"])
