@@ -217,6 +217,9 @@ def run_guarded(run: Callable[[], object]) -> int:
     With REDRAFT_TRACEBACK=1 the error is raised instead, as defects of redraft always are.
     """
     reach_loopback(os.environ)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not where a test captures it
+        # A path or a text that the encoding lacks is shown escaped, and does not end the command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         run()
     except BrokenPipeError:
@@ -240,7 +243,9 @@ def describe_error(error: BaseException) -> str | None:
     # The system's errors have a `strerror`. Ours are raised with one sentence: ConnectionError,
     # ChildProcessError and TimeoutError are OSErrors too, and fall through to the line below.
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        # Of a rename, the second name is the one that the user gave.
+        name = error.filename2 or error.filename
+        return f"{error.strerror}: {name}" if name else error.strerror
     if isinstance(error, ValueError | OSError) or (
         httpx is not None and isinstance(error, httpx.HTTPError)
     ):

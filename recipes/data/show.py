@@ -34,6 +34,7 @@ from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.files.artifact import write_whole
 from redraft.files.folder import CONFIG
+from redraft.files.replaced import require_apart
 from redraft.files.served_target import require_rows, visible_length
 from redraft.files.target_folder import TargetFolder
 from redraft.recipes.data.show_config import ShowConfig
@@ -51,6 +52,7 @@ def main(cfg: ShowConfig) -> None:
     Raises:
         ValueError: nothing can be read, or nothing can be trained on.
     """
+    require_apart(cfg.json, cfg)
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     tokenizer = target.tokenizer
     length = cfg.sequence_length

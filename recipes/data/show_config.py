@@ -14,6 +14,8 @@ from typing import Annotated
 
 import tyro
 
+from redraft.distill.train.run_config import require_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
@@ -53,5 +55,4 @@ class ShowConfig:
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise ValueError(f"--held-out is {self.held_out}: it must be between 0 and 1")
-        if self.sequence_length < 2:
-            raise ValueError(f"--sequence-length is {self.sequence_length}: it must be at least 2")
+        require_least(self, sequence_length=2, num_samples=0, sample_tokens=1)

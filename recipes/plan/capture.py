@@ -14,6 +14,7 @@ from pathlib import Path
 
 from redraft.distill.train.run_config import require_least
 from redraft.files.artifact import write_whole
+from redraft.files.replaced import require_apart
 from redraft.heads.family import NUM_TOKENS
 
 
@@ -39,6 +40,7 @@ def main(cfg: CapturePlanConfig) -> None:
     from redraft.distill.plan.sizes import find_sizes
     from redraft.recipes.plan.hook_work import count_work, format_work
 
+    require_apart(cfg.json, cfg)
     target = find_sizes(cfg.target).get_text_config()
     rows = list(
         count_work(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from redraft.files.artifact import write_whole
+from redraft.files.replaced import require_apart
 from redraft.heads.catalog import FamilyName, find_family
 from redraft.recipes.plan.traffic import Traffic
 
@@ -46,6 +47,7 @@ class FleetPlanConfig:
 def main(cfg: FleetPlanConfig) -> None:
     from redraft.recipes.plan.fleet_costs import report  # here, because it imports torch
 
+    require_apart(cfg.json, cfg)
     lines, numbers = report(cfg)
     print(*lines, sep="\n")
     if cfg.json is not None:

@@ -22,6 +22,7 @@ from redraft.distill.plan.choices import ShardingKind, SignalKind
 from redraft.distill.train.run_config import require_least
 from redraft.engine.target_dtype import TargetDtype
 from redraft.files.artifact import write_whole
+from redraft.files.replaced import require_apart
 from redraft.heads.catalog import FamilyName, find_family
 
 
@@ -109,6 +110,7 @@ class PlanConfig:
 def main(cfg: PlanConfig) -> None:
     from redraft.recipes.plan.count import report  # here, because it imports torch
 
+    require_apart(cfg.json, cfg)
     lines, numbers = report(cfg)
     print(*lines, sep="\n")
     if cfg.json is not None:

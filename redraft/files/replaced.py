@@ -20,6 +20,8 @@ from redraft.files.artifact import find_foreign, require_free, sync
 from redraft.files.kept import find_not_kept
 
 PREVIOUS = ".previous"
+RESULTS = ("output", "json")
+"""Settings of commands that name what they write."""
 
 
 def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
@@ -30,6 +32,23 @@ def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None
     if obstacle := find_obstacle([folder], reads, lambda _: None):
         raise FileExistsError(f"{obstacle}: choose another output folder")
     require_free(folder, overwrite=overwrite)
+
+
+def require_apart(file: Path | None, reads: object) -> None:
+    """Refuse to write `file` in place of something that is not the command's own.
+
+    Raises:
+        ValueError: if `file` is a folder, or a file that the command reads; `reads` are its
+            settings.
+    """
+    if file is None:
+        return
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: give the name of a file")
+    for flag, read in _find_paths(reads, "-") if file.exists() else ():
+        ends = _places(Path(read))
+        if any({place, *place.parents} & ends for place in _places(file)):
+            raise ValueError(f"{file} is read ({flag} {read}): choose another name for the results")
 
 
 def find_obstacle(
@@ -134,7 +153,7 @@ def _find_paths(value: object, flag: str) -> Iterator[tuple[str, str]]:
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            if (flag, name) != ("-", "output"):
+            if flag != "-" or name not in RESULTS:
                 key = str(name).replace("_", "-")
                 yield from _find_paths(inner, f"{flag}{'-' if flag == '-' else '.'}{key}")
     elif isinstance(value, list | tuple):

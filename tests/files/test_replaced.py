@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from redraft.files.replaced import (
     drop_previous,
     find_obstacle,
     keep_previous,
+    require_apart,
     require_replaceable,
     start_over,
     undo_move,
@@ -115,3 +117,24 @@ def test_measurements_start_over_beside_nothing_but_measurements(tmp_path: Path)
     with pytest.raises(ValueError, match=r"letter\.txt"):
         start_over(tmp_path, "kept", {})
     assert (tmp_path / "kept" / "letter.txt").read_text() == "mine"
+
+
+def test_numbers_are_written_in_place_of_nothing_that_is_read(tmp_path: Path) -> None:
+    source, folder = tmp_path / "rows.json", tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    source.write_text("[]")
+    (tmp_path / "link.json").symlink_to(source)
+    for read, file in (
+        (source, source),
+        (source, tmp_path / "link.json"),
+        (tmp_path / "link.json", source),
+        (folder, folder / "config.json"),
+        (folder, folder),
+    ):
+        with pytest.raises(ValueError, match=re.escape(str(file))):
+            require_apart(file, Settings(data=Inner(str(read)), output=tmp_path))
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    for file in (None, old, folder / "new.json"):
+        require_apart(file, Settings(data=Inner(str(folder)), output=tmp_path))

@@ -482,6 +482,10 @@ def disk_full() -> None:
             FileNotFoundError(errno.ENOENT, "No such file or directory", "x.json"),
             "No such file or directory: x.json",
         ),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory", ".x.1.partial", None, "x"),
+            "Is a directory: x",
+        ),
         (OSError(errno.ENOSPC, "no space left: needs 5 GB"), "no space left: needs 5 GB"),
         (httpx.ConnectError("cannot reach http://localhost:1"), "cannot reach http://localhost:1"),
         (KeyboardInterrupt(), "interrupted"),
@@ -542,6 +546,15 @@ def test_the_traceback_is_there_for_who_asks_and_for_defects():
     defect = run_python(RECIPE, "--defect")
     assert defect.returncode == 1
     assert "TypeError: a defect" in defect.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_an_encoding_lacks_is_shown_escaped_and_ends_nothing(encoding):
+    shown = r"print('\u300c \udce9')"
+    result = run_python(RECIPE.replace("cfg.data.read_text()", shown), PYTHONIOENCODING=encoding)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r"\udce9" in result.stdout
+    assert (r"\u300c" in result.stdout) == (encoding != "utf-8")
 
 
 def test_a_recipe_that_ends_well_returns():
