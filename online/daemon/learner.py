@@ -116,7 +116,7 @@ async def learn(
         lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry)
     )
     if cfg.fleet.shares_device:
-        candidate.pause = Pauses(lambda: [server.url for server in members.servers]).wait
+        candidate.wait_for_servers = Pauses(lambda: [server.url for server in members.servers]).wait
     async with aclosing(members):
         for sentence in registry.mended:
             account.fault("registry_damaged", sentence)

@@ -98,8 +98,8 @@ class Candidate:
             ),
         )
         self._machine = launch_machine(machine)
-        self.pause: Callable[[], None] | None = None
-        """Called before each micro-batch."""
+        self.wait_for_servers: Callable[[], None] | None = None
+        """Set it if the servers compute on this device."""
         self.accelerator = make_accelerator(
             cfg.accumulation, cfg.mixed_precision, None, self._machine
         )
@@ -163,11 +163,16 @@ class Candidate:
         )
 
     def _read_signal(self, batch: Batch) -> TargetSignal:
-        if self.pause is not None:
-            if self.accelerator.device.type == "cuda":
-                torch.cuda.synchronize()  # or queued kernels would run during the pause
-            self.pause()
+        self.pause()
         return read_signal(batch)
+
+    def pause(self) -> None:
+        """Leave the device to the servers for a while, if they compute on it and are busy."""
+        if self.wait_for_servers is None:
+            return
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # or queued kernels would run during the pause
+        self.wait_for_servers()
 
     def _require_attention(self, version: Path) -> None:
         config = load_text_config(self.target if self.family.is_head else version)

@@ -66,7 +66,7 @@ def test_no_micro_batch_is_computed_while_the_server_answers_and_all_are_once_it
         courteous.wait()
         passed.append(courteous.paused_s)
 
-    candidate.pause, server.running = pause, 1
+    candidate.wait_for_servers, server.running = pause, 1
     # gradients are kept by thread
     step = threading.Thread(target=torch.enable_grad()(candidate.step), args=([record] * 4, 0))
     step.start()
