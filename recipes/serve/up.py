@@ -75,8 +75,9 @@ NEW_METHOD = "eagle3"  # vLLM's method for a new head.
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
-# for a new head: on a CPU, its logits take the most time
-MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize
+# Ids that a new head proposes: its output matrix takes the most time on a CPU. For a target with 150,000 ids, it
+# would otherwise be larger than the rest of the head.
+MOST_IDS = 16384 if ENGINE_IS_CPU else 32000
 SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
 NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
 MICRO_BATCHES = 4  # per step on a shared device: the learner can pause between them
@@ -396,11 +397,14 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     opened, weights = TargetFolder.open(target), Target.from_folder(target)
     size, ids_W = len(weights.head_VD), None
     if size > most_ids:
-        # Tokenizers number their merges in order of frequency.
-        ids_W = torch.tensor(sorted({*range(most_ids), *opened.end_ids}))
+        # Tokenizers number their merges in order of frequency. Words like <tool_call> or <think>
+        # are added at the end, but answers are full of them.
+        added = opened.tokenizer.added_tokens_decoder.items()
+        words = {id for id, token in added if id < size and not token.special}
+        ids_W = torch.tensor(sorted({*range(most_ids), *words, *opened.end_ids}))
         print(
-            f"the new head proposes only the first {most_ids} of {size} ids; to propose others, "
-            "train a head and set --draft"
+            f"the new head proposes only {len(ids_W):,} of {size:,} ids, the most frequent ones; to propose "
+            "others, train a head and set --draft"
         )
     torch.manual_seed(0)
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)

@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from real_server import START_TIMEOUT_S
 from safetensors.torch import load_file
 from test_serve import write_draft, write_dspark
+from tokenizers import AddedToken
 from waiting import PATIENCE_S, wait_until
 
 from benchmarks.demo.fleet import Traffic
@@ -831,6 +832,18 @@ def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
     with registry.owned():
         provide_first_version(cfg, registry, TargetFolder.open(tiny_target))
     assert registry.current() == "v000001"
+
+
+def test_a_new_head_proposes_the_words_that_answers_of_a_chat_are_full_of(tiny_target, tmp_path):
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    tokenizer = TargetFolder.open(target).tokenizer
+    (word,) = tokenizer.convert_ids_to_tokens([300])
+    tokenizer.add_tokens([AddedToken(word, special=False)])
+    tokenizer.save_pretrained(target)
+    up.write_new_head(target, tmp_path / "draft", 3, most_ids=100)
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    proposed = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
+    assert set(proposed) == {*range(100), 300, *TargetFolder.open(target).end_ids}
 
 
 def test_a_target_of_too_few_layers_has_live_counts(random_target, tmp_path, capsys, monkeypatch):
