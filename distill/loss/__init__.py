@@ -1,4 +1,4 @@
 """Divergences between target and draft.
 
-Definitions, gradients in closed form, and the fused loss of training.
+The modules contain their definitions, their gradients in closed form, and the fused training loss.
 """

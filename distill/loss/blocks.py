@@ -1,12 +1,12 @@
-"""The two sides of the fused divergence on a block of rows, in PyTorch's operations.
+"""The two sides of the fused divergence for one block of rows, in PyTorch operations.
 
-For CPUs, and the oracle.
+They run on CPUs, and are the oracle for the kernels.
 
-R = target rows of a block, M = draft rows compared with it, V = target vocabulary, W = draft
+R = target rows of a block, M = draft rows compared with the block, V = target vocabulary, W = draft
 vocabulary, K = kept top-k ids, X = outcomes compared (W, or K + a tail).
 
-A block is small enough for its few float32 temporaries to stay in a CPU's cache. They live in
-scratch memory.
+A block is small enough for its few float32 temporaries to stay in a CPU's cache. These temporaries
+live in scratch memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from redraft.distill.loss.outcomes import LOG_ZERO, draft_columns, top_k_buckets
 from redraft.eval.acceptance import alpha
 
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
-"""Logits per block. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large
-launches.
+"""Number of logits per block. On a CPU, the block's few float32 temporaries must fit into the
+cache; a GPU needs large launches.
 """
 
 FAR_BELOW = -1e30  # masks a logit; finite, because a row with all masked must not be NaN
@@ -41,7 +41,7 @@ class Scratch:
     def __call__(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """An uninitialised tensor; calls with the same name and dtype share its memory."""
+        """Return an uninitialised tensor. Calls with the same name and dtype share its memory."""
         size = math.prod(shape)
         held = self._held.get((name, dtype))
         if held is None or held.numel() < size:
@@ -53,7 +53,7 @@ class Scratch:
 
 def block_rows(columns: int, device: torch.device) -> int:
     elements = BLOCK_ELEMENTS_CPU if device.type == "cpu" else BLOCK_ELEMENTS_GPU
-    # Llama 3's 128,256 columns: 4 rows (2 MiB in float32) on a CPU, 523 rows on a GPU.
+    # For the 128,256 columns of Llama 3: 4 rows (2 MiB in float32) on a CPU, 523 rows on a GPU.
     return max(1, elements // columns)
 
 
@@ -63,35 +63,36 @@ def blocks(matrix: Tensor) -> Iterator[slice]:
 
 
 def _softmax(scratch: Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]), with a single pass of exp."""
+    """Return (softmax [M, V], log sum exp [M, 1], argmax [M, 1]), with a single pass of exp."""
     p_MV = torch.softmax(z_MV, -1, out=scratch(name, z_MV.shape, z_MV.dtype, z_MV.device))
     best_M1 = _argmax(z_MV)
-    # p = exp z / sum exp z, so log sum exp z = z - log p at any outcome; at the best one p is never
-    # 0
+    # p = exp z / sum exp z, so log sum exp z = z - log p for every outcome. The most probable
+    # outcome is used, because its p is never 0.
     return p_MV, z_MV.gather(1, best_M1) - p_MV.gather(1, best_M1).log(), best_M1
 
 
 def softmax_and_log(
     scratch: Scratch, temperature: float, name: str, logits_MV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax of logits / temperature, its logarithm, the argmax).
+    """Return (softmax of logits / temperature, its logarithm, the argmax).
 
-    The first two are in the scratch memory named `name` and `log name`.
+    The first two use the scratch memory named `name` and `log name`.
     """
     z_MV = _wide(scratch, temperature, name, logits_MV)
     p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
-    # log p uses the memory of z: two buffers for each side, `name` and `log name`.
+    # log p reuses the memory of z, so each side needs two buffers: `name` and `log name`.
     return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
 
 
 def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
-    """The first argmax of every row, [M, 1].
+    """Return the first argmax of every row, [M, 1].
 
     It is computed in two levels, because on a CPU `amax` is vectorised but `argmax` is not.
     """
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)
-    # The first group (v = 64 columns) with the largest logit, then the first place: as `argmax`.
+    # Find the first group (v = 64 columns) with the largest logit, then the first position in it,
+    # as `argmax` does.
     z_MGv = z_MV.view(len(z_MV), -1, group)
     best_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
     z_M1v = z_MGv.gather(1, best_M1[..., None].expand(-1, 1, group))
@@ -111,10 +112,10 @@ AtLogits = Callable[[Tensor], Tensor]  # the gradient at the outcomes [M, X] -> 
 
 
 class ExactBlock:
-    """The target's logits for the rows of a chunk or of a block.
+    """The target's logits for the rows of a chunk or a block.
 
-    They cover the target's vocabulary or, after `on`, only the draft's ids. The first `compare`
-    computes p and log p, in scratch memory.
+    They cover the target's vocabulary or, after `on`, only the ids in the draft's vocabulary. The
+    first `compare` computes p and log p, in scratch memory.
     """
 
     def __init__(
@@ -124,16 +125,16 @@ class ExactBlock:
         logits_RW: Tensor,
         log_sum_exp_R1: Tensor | None = None,
     ) -> None:
-        """`log_sum_exp_R1` is over the whole vocabulary; needed if `logits_RW` is not."""
+        """Take the logits, and `log_sum_exp_R1` if they do not cover the whole vocabulary."""
         self._scratch, self._temperature = scratch, temperature
         self.logits_RW, self.log_sum_exp_R1 = logits_RW, log_sum_exp_R1
         self.num_rows, self.width = logits_RW.shape
         self._probabilities: tuple[Tensor, Tensor] | None = None
 
     def on(self, draft_ids_W: Tensor | None) -> ExactBlock:
-        """The same rows, restricted to the draft's ids.
+        """Return the same rows restricted to the draft's ids.
 
-        A block of shorter rows can have more of them.
+        Blocks can then have more rows, because the rows are shorter.
         """
         if draft_ids_W is None:
             return self
@@ -147,7 +148,7 @@ class ExactBlock:
         return ExactBlock(self._scratch, self._temperature, kept_RW, sums_R1)
 
     def _sum_exp(self, logits_RV: Tensor) -> Tensor:
-        """The log sum exp of logits / temperature, [R, 1]."""
+        """Return the log sum exp of logits / temperature, [R, 1]."""
         z_RV = _wide(self._scratch, self._temperature, "p", logits_RV)
         largest_R1 = z_RV.amax(-1, keepdim=True)
         return z_RV.sub_(largest_R1).exp_().sum(-1, keepdim=True).log_().add_(largest_R1)
@@ -159,13 +160,13 @@ class ExactBlock:
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W).
+        """Return (distributions over the draft's vocabulary, alpha_greedy [M], map to the logits).
 
-        Draft row m is compared with the target's row `place_M[m]`, or with row m if `place_M` is
-        None.
+        The map takes a gradient [M, X] to [M, W]; here, it is the identity. Draft row m is compared
+        with target row `place_M[m]`, or with target row m if `place_M` is None.
         """
         p_RW, log_p_RW = self._probabilities = self._probabilities or self._compute()
-        # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not
+        # Without a gather, all draft steps share p and log p. A gradient may overwrite q, but not
         # p.
         p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
         q_MW, log_q_MW, best_M1 = softmax_and_log(self._scratch, self._temperature, "q", logits_MW)
@@ -174,9 +175,9 @@ class ExactBlock:
         return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
 
     def _compute(self) -> tuple[Tensor, Tensor]:
-        """(p, log p), [R, W] each.
+        """Return (p, log p), [R, W] each.
 
-        On the draft's ids, p is not renormalised and may sum to less than 1.
+        Over the draft's ids, p is not renormalised and may sum to less than 1.
         """
         if self.log_sum_exp_R1 is None:
             return softmax_and_log(self._scratch, self._temperature, "p", self.logits_RW)[:2]
@@ -187,14 +188,14 @@ class ExactBlock:
 
 
 class TopKBlock:
-    """The target's kept ids and their log-probabilities for the rows of a chunk or of a block."""
+    """The target's kept ids and their log-probabilities for the rows of a chunk or a block."""
 
     def __init__(self, scratch: Scratch, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
         self._scratch, self._ids_RK, self._log_probs_RK = scratch, ids_RK, log_probs_RK
         self.num_rows, self.width = ids_RK.shape
 
     def on(self, draft_ids_W: Tensor | None) -> TopKBlock:
-        """The block itself: `compare` looks up the kept ids among the draft's ids."""
+        """Return the block itself: `compare` looks up the kept ids among the draft's ids."""
         return self
 
     def select_rows(self, rows: slice) -> TopKBlock:
@@ -203,23 +204,24 @@ class TopKBlock:
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W).
+        """Return (distributions over the kept ids and a tail, alpha_greedy [M], map to the logits).
 
-        Draft row m is compared with the target's row `place_M[m]`, or with row m if `place_M` is
-        None.
+        The map takes a gradient [M, X], X = K + 1, to [M, W]. Draft row m is compared with target
+        row `place_M[m]`, or with target row m if `place_M` is None.
         """
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:
             ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
-        # An id out of reach gets column 0 and p = q = 0: it adds nothing to it.
+        # An id outside the draft vocabulary gets column 0 and p = q = 0, so it adds nothing there.
         columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
 
-        # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so
-        # mask the kept ones.
+        # Gather the draft's logit of each kept id. The tail's logit is the log sum exp of all other
+        # logits, so mask those of the kept ids.
         z_MW = _wide(self._scratch, 1.0, "q", logits_MW)
         best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
-        # Masked by addition: an id out of reach has the column of another id, and adds 0 there.
+        # The mask is added: an id outside the draft vocabulary has another id's column, and adds 0
+        # there.
         z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW))
         tail_MW, z_tail_M1, _ = _softmax(self._scratch, "q", z_MW)
         z_MX = torch.cat([z_MK, z_tail_M1], -1)
@@ -227,12 +229,12 @@ class TopKBlock:
 
         log_p_MX = top_k_buckets(log_p_MK.to(z_MW.dtype), reachable_MK, z_MW.shape[1])
         p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
-        # Without the tail: p of a token there is not known, and counts as 0.
+        # If the draft's token is in the tail, its p is unknown and counts as 0.
         alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
 
         def at_logits(dz_MX: Tensor) -> Tensor:
-            # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a
-            # kept id. In place, so only for one call.
+            # The tail's gradient is distributed over the ids by their share of the tail, which is 0
+            # for a kept id. It is computed in place, so it can be called only once.
             return tail_MW.mul_(dz_MX[:, -1:]).scatter_add_(1, columns_MK, dz_MX[:, :-1])
 
         return (

@@ -1,4 +1,4 @@
-"""The choice of the training loss. Without torch, so a config that contains it loads fast."""
+"""Settings of the training loss. The module does not import torch, so settings load fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ DIVERGENCES = (
     "lk_hybrid",
     "cross_entropy",
 )
-"""cross_entropy learns from the text, all others from the target's distribution."""
+"""Names of the divergences. cross_entropy learns from the text, all others from the target's
+distribution.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

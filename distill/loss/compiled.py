@@ -1,11 +1,11 @@
-"""The rows of the fused divergence by PyTorch's operations, compiled into a few loops.
+"""Compare rows of the fused divergence with PyTorch operations, compiled into a few loops.
 
-For CPUs, with `--loop.compile`.
+They run on CPUs with `--loop.compile`.
 
-R = target rows of a block, M = draft rows compared with it, W = draft vocabulary.
+R = target rows of a block, M = draft rows compared with the block, W = draft vocabulary.
 
 The operations of `distill.loss.blocks` make a dozen passes over [M, W], and each is too short to
-use all cores well. Compiled they make four.
+use all cores well. Compiled, they need only four passes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def compare_rows(
     divergence: Divergence,
     cap: float | None = None,
 ) -> Tensor:
-    """Divergence, alpha and alpha_greedy of every draft row compared with a block, [3, M].
+    """Return divergence, alpha and alpha_greedy of every draft row compared with a block, [3, M].
 
-    The block must have its log sum exp. The gradient with respect to the logits before `cap`, times
-    `scale_M`, overwrites the logits. `place_M` is None if draft row m is compared with row m of the
-    block.
+    The block must contain its log sum exp. The logits are overwritten by `scale_M` times the
+    gradient with respect to the logits before `cap`. `place_M` is None if draft row m is compared
+    with row m of the block.
     """
     assert block.log_sum_exp_R1 is not None
     values_3M: Tensor = _compiled_rows(divergence, cap)(
@@ -45,12 +45,13 @@ def compare_rows(
 
 
 def log_sum_exp(logits_RV: Tensor, temperature: float) -> Tensor:
-    """The log sum exp of logits / temperature, [R, 1]."""
+    """Return the log sum exp of logits / temperature, [R, 1]."""
     return _compiled_sums(temperature)(logits_RV)
 
 
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Not `fullgraph`, which would stop a training at the ninth graph instead of running uncompiled.
+    # `fullgraph` is not set, because it would stop a training run at the ninth graph instead of
+    # continuing uncompiled.
     return compile_here(function, dynamic=True)
 
 
@@ -100,10 +101,10 @@ def _wide(logits_MW: Tensor, temperature: float) -> Tensor:
 
 
 def _first_argmax(z_MW: Tensor, most_M1: Tensor) -> Tensor:
-    """The first argmax of every row, [M, 1].
+    """Return the first argmax of every row, [M, 1].
 
-    It is the smallest column with the maximum, because that minimum is vectorised, but `argmax` is
-    not.
+    It is computed as the smallest column that has the maximum, because a minimum is vectorised, but
+    `argmax` is not.
     """
     places_W = torch.arange(z_MW.shape[1], dtype=torch.int32, device=z_MW.device)
     return torch.where(z_MW == most_M1, places_W, z_MW.shape[1] - 1).amin(-1, keepdim=True).long()

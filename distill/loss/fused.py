@@ -1,10 +1,10 @@
-"""The divergence of draft and target from hidden states and heads.
+"""Compute the divergence of draft and target from hidden states and heads.
 
-The logits [tokens, vocabulary] of either never exist as a whole.
+The full logits [tokens, vocabulary] of draft or target never exist in memory.
 
 S = draft steps, M = labelled rows of a draft step, N = rows of the target, C = target rows of a
-chunk, R = of a block, D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary,
-K = kept top-k ids, X = outcomes compared (W, or K + a tail).
+chunk, R = target rows of a block, D = hidden, E = rank of a bias, V = target vocabulary, W = draft
+vocabulary, K = kept top-k ids, X = outcomes compared (W, or K + a tail).
 
     for each chunk of target rows                    p_logits_CV = hidden @ head.T            one matmul
         for all draft steps with the same head       z_MW        = hidden @ head.T            one matmul
@@ -13,14 +13,14 @@ K = kept top-k ids, X = outcomes compared (W, or K + a tail).
         for all draft steps with the same head       d_hidden    = z_MW @ head                one matmul
                                                      d_head     += z_MW.T @ hidden            one matmul, if trained
 
-On a GPU a kernel does all blocks of a chunk at once (`distill.loss.rows`). On a CPU, and as the
-oracle of that kernel, a block is a few PyTorch operations (`distill.loss.blocks`).
+On a GPU, a kernel computes all blocks of a chunk at once (`distill.loss.rows`). On a CPU, and as
+the kernel's oracle, a block is computed by a few PyTorch operations (`distill.loss.blocks`).
 
-A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the
-gradients of that one. The gradient is computed on the way, so backward only scales it. Matmuls run
-in the dtype of the hidden states (or of autocast), or in float32 if a CPU is faster in it
-(`distill.loss.products`); the softmax and all sums in float32, or in float64 if the inputs are
-float64.
+A draft with a low-rank bias adds a second product to the logits, whose gradients need two matmuls
+as well. The forward pass also computes the gradient, so backward only scales it. Matmuls run in the
+dtype of the hidden states (or of autocast), or in float32 if that is faster on this CPU
+(`distill.loss.products`). The softmax and all sums are computed in float32, or in float64 if the
+inputs are float64.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from redraft.heads.logits import PLAIN, LogitRule
 from redraft.heads.nn.precision import autocast_kind
 
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 2048
-"""Target rows per chunk: the logits of these rows, and of the draft rows compared with them, are in
-memory at once. Fewer rows make the matmuls slower (on a CPU, 16 rows by 2-3x), and a chunk reads
-and writes a head's whole gradient.
+"""Number of target rows per chunk. The logits of these rows and of the draft rows compared with
+them are in memory at once. Fewer rows make the matmuls slower (on a CPU, 16 rows are 2-3x slower),
+and every chunk reads and writes a head's whole gradient.
 """
 
 
@@ -74,28 +74,30 @@ class DraftRows:
 
     hidden_MD: Tensor
     head_WD: Tensor
-    """The same tensor object in every step with the same head, so the head's gradient is
-    accumulated once.
+    """The head's weights. Steps with the same head must pass the same tensor object, so that its
+    gradient is accumulated once.
     """
     target_row_M: Tensor
     """int64, index of the target row for each draft row, in any order; rows may repeat."""
     weight_M: Tensor
     draft_ids_W: Tensor | None = None
-    """int64, the target id of every draft id, ascending; None if both vocabularies are equal."""
+    """int64, the target id of every draft id, in ascending order. None if both vocabularies are
+    equal.
+    """
     bias: tuple[Tensor, Tensor] | None = None
-    """(code [M, E], head [W, E]): code @ head.T is added to the logits. `head` must be one tensor
-    object in all steps.
+    """(code [M, E], head [W, E]); code @ head.T is added to the logits. All steps must pass the
+    same tensor object as `head`.
     """
     cap: float | None = None
     """The logits become cap * tanh(logits / cap). All steps with the same head share one cap."""
     bounds: Sequence[int] | None = None
-    """For ascending, distinct target rows: the first draft row of each chunk, then the number of
-    rows. Without them, the host waits for the GPU to read the target rows.
+    """Only for distinct target rows in ascending order: the first draft row of each chunk, then the
+    number of rows. Without these bounds, the host must wait for the GPU to read the target rows.
     """
 
     @property
     def factors(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The logits before a cap are the sum of left @ right.T over these pairs."""
+        """Pairs (left, right): the logits before a cap are the sum of left @ right.T over them."""
         main = (self.hidden_MD, self.head_WD)
         return (main,) if self.bias is None else (main, self.bias)
 
@@ -119,27 +121,27 @@ class TopKRows:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedResult:
-    """The loss, and sums over rows. Only `loss` carries a gradient."""
+    """The loss, and sums over rows. Gradients flow only through `loss`."""
 
     loss: Tensor
-    """Scalar: sum over steps and rows of weight * divergence / normaliser."""
+    """The loss, a scalar: the sum over steps and rows of weight * divergence / normaliser."""
     loss_S: Tensor
-    """Unweighted sum of the divergence over each step's rows."""
+    """Unweighted sum of the divergence over the rows of each step."""
     alpha_S: Tensor
-    """Sum of alpha at the divergence's temperature. An upper bound for a top-k target, whose tail
-    counts as one outcome.
+    """Sum of alpha at the divergence's temperature, per step. With a top-k target, it is an upper
+    bound, because the tail counts as one outcome.
     """
     alpha_greedy_S: Tensor
-    """Sum of p(argmax q). A lower bound for a top-k target: 0 for a row whose argmax q was not
-    recorded.
+    """Sum of p(argmax q) per step. With a top-k target, it is a lower bound: rows whose argmax q
+    was not recorded count as 0.
     """
     count_S: Tensor
     alpha_SM: Sequence[Tensor]
-    """alpha of every row, [M] for each step."""
+    """alpha of every row: one tensor [M] per step."""
 
 
 def default_chunk_tokens(device: torch.device) -> int:
-    """The number of target rows per chunk; a GPU needs more rows than a CPU to stay busy."""
+    """Return the number of target rows per chunk. A GPU needs more rows than a CPU to stay busy."""
     return CHUNK_TOKENS_CPU if device.type == "cpu" else CHUNK_TOKENS_GPU
 
 
@@ -152,16 +154,16 @@ def fused_linear_divergence(
     labels_N: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> FusedResult:
-    """sum_S sum_M weight * D(target, draft) / normaliser.
+    """Return sum_S sum_M weight * D(target, draft) / normaliser.
 
-    It is differentiable with respect to the factors of every draft's logits. A target row costs the
-    same whether or not a step is compared with it, so pass only rows that at least one step needs.
+    The sum is differentiable with respect to the factors of every draft's logits. A target row
+    costs the same whether or not a step uses it, so pass only rows that at least one step uses.
     `normaliser` is the global count of valid tokens. `labels_N` are the text's next tokens; only
     cross_entropy reads them.
 
     Raises:
-        ValueError: the vocabularies differ in size, a top-k target has a temperature other than 1,
-            or cross_entropy gets no labels.
+        ValueError: the vocabularies differ in size, a top-k target is used with a temperature other
+            than 1, or cross_entropy gets no labels.
     """
     _check(drafts, target, divergence, labels_N)
     factors = [pair for draft in drafts for pair in draft.factors]
@@ -196,10 +198,9 @@ def _check(
         raise ValueError("cross_entropy learns from the text: pass labels_N")
     if isinstance(target, TopKRows) and divergence.temperature != 1:
         raise ValueError(
-            f"temperature {divergence.temperature} needs the target's full distribution: top-k "
-            "log-probabilities were "
-            "taken at temperature 1 and their tail cannot be rescaled; use temperature 1 or an "
-            "exact target"
+            f"temperature {divergence.temperature} needs the target's full distribution, because "
+            "the tail of top-k log-probabilities cannot be rescaled: use temperature 1 or an exact "
+            "target"
         )
     for draft in drafts:
         vocabulary = draft.head_WD.shape[0]
@@ -236,7 +237,7 @@ class _Request:
     scratch: Scratch = field(default_factory=Scratch)
 
     def logits(self, name: str, lefts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
-        """The sum of left @ head.T over the pairs, in the scratch memory named `name`."""
+        """Return the sum of left @ head.T over the pairs, in the scratch memory named `name`."""
         logits_MW = self.scratch(
             name, (len(lefts[0]), len(heads[0])), lefts[0].dtype, lefts[0].device
         )
@@ -254,7 +255,7 @@ class _Request:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled operations compare the rows; they need the whole distributions."""
+        """Whether compiled operations compare the rows. They need both full distributions."""
         d = self.divergence
         return (
             d.form == "compiled"
@@ -264,15 +265,15 @@ class _Request:
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
-    """(loss, values [3, M] for every step) of a request.
+    """Autograd function that returns (loss, values [3, M] for every step) of a request.
 
     `leaves` are the left factors of all steps, followed by the distinct heads. Autograd tracks only
-    tensors that are arguments themselves, so the leaves are passed again beside the request.
+    tensors that are arguments themselves, so the leaves are passed in addition to the request.
     """
 
     @staticmethod
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, ...]:
-        # The first input is the request, which is no tensor.
+        # The first input is the request, which is not a tensor.
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
         gradients = [
             Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)
@@ -282,8 +283,8 @@ class _FusedLinearDivergence(torch.autograd.Function):
         # dtype.
         with torch.autocast(autocast_kind(leaves[0].device), enabled=False):
             _run_chunks(request, target, steps)
-        # Not `save_for_backward`: `backward` scales these in place, and autograd refuses a changed
-        # tensor.
+        # `save_for_backward` cannot be used: `backward` scales these tensors in place, and autograd
+        # does not accept changed tensors.
         ctx.gradients = [None if gradient is None else gradient.finish() for gradient in gradients]
         values = [step.values_3M for step in steps]
         ctx.mark_non_differentiable(*values)
@@ -295,13 +296,14 @@ class _FusedLinearDivergence(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = ctx.gradients
-        # With retain_graph a second backward will read the gradients again, so they are not changed
-        # in place.
+        # With retain_graph, a second backward pass reads the gradients again, so they must not be
+        # changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return None, *(
                 None if gradient is None else gradient * d_loss for gradient in gradients
             )
-        # Otherwise they are handed over, not copied: a head's gradient is as large as the head.
+        # Otherwise, the gradients are scaled in place, because a copy of a head's gradient would be
+        # as large as the head.
         ctx.gradients = None
         return None, *(
             None if gradient is None else gradient.mul_(d_loss) for gradient in gradients
@@ -328,7 +330,7 @@ class _Step:
     bounds: Sequence[int] | None
     scale_M: Tensor
     values_3M: Tensor
-    """Divergence, alpha and alpha_greedy of every row."""
+    """Divergence, alpha and alpha_greedy of every row, [3, M]."""
 
 
 def _make_steps(
@@ -336,11 +338,11 @@ def _make_steps(
 ) -> list[_Step]:
     dtype = matmul_dtype(leaves[0])
     pairs = [pair for draft in request.drafts for pair in draft.factors]
-    # By identity: under autocast a shared head is converted once, and all steps add to one
-    # gradient.
+    # Heads are compared by identity. Under autocast, a shared head is converted once, and all steps
+    # add to the same gradient.
     heads = {id(head): as_operand(head, dtype) for head in leaves[len(pairs) :]}
     d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
-    # One generator for all steps, each taking the next pair or two, in the order of steps.
+    # A single iterator for all steps: each step takes its next pair or two from it.
     factors = (
         _Factors(left.to(dtype), heads[id(head)], d_left, d_heads[id(head)])
         for (left, head), d_left in zip(pairs, gradients[: len(pairs)], strict=True)
@@ -395,15 +397,15 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 
 
 def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
-    """Write every step's values into `values_3M`, and its gradients into `d_left` and `d_head`."""
+    """Write all steps' values into `values_3M`, and the gradients into `d_left` and `d_head`."""
     num_rows = len(target.ids_NK if isinstance(target, TopKRows) else target.hidden_ND)
-    # A list for each step, of lists for each chunk, of parts.
+    # For each step, a list of chunks; for each chunk, a list of parts.
     parts_by_chunk = _split_into_parts(steps, num_rows, request.chunk_tokens)
     for index, first in enumerate(range(0, num_rows, request.chunk_tokens)):
         rows_C = slice(first, min(first + request.chunk_tokens, num_rows))
         chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
-        # One part of each step at a time. A step has several in a chunk only if many rows point at
-        # the same target row.
+        # Run one part of each step at a time. A step has several parts in a chunk only if many of
+        # its rows use the same target row.
         for parts in zip_longest(*(step_parts[index] for step_parts in parts_by_chunk)):
             _run_parts(request, chunk, [part for part in parts if part is not None])
 
@@ -415,12 +417,12 @@ class _Part:
     step: _Step
     rows_M: Tensor
     place_M: Tensor
-    """Row of the chunk to compare each draft row with, ascending."""
+    """Row of the chunk that each draft row is compared with, ascending."""
     is_distinct: bool
-    """True if no two rows of the step are compared with the same target row."""
+    """Whether all rows of the step are compared with different target rows."""
 
     def bounds(self, block_rows: int, num_rows: int) -> list[int]:
-        """The part's first row in each block of the chunk's `num_rows` rows.
+        """Return the part's first row in each block of the chunk's `num_rows` rows.
 
         The last entry is the part's number of rows.
         """
@@ -433,9 +435,9 @@ class _Part:
 def _split_into_parts(
     steps: Sequence[_Step], num_rows: int, chunk_tokens: int
 ) -> list[list[list[_Part]]]:
-    """The parts of every step in each chunk of the target's `num_rows` rows.
+    """Split every step into parts, one or more for each chunk of the target's `num_rows` rows.
 
-    Step 1 of the example above has the target rows [4, 1, 2]. Sorted, they are [1, 2, 4], which
+    In the example above, step 1 has the target rows [4, 1, 2]. Sorted, they are [1, 2, 4], which
     puts the draft rows in the order [1, 2, 0]. Chunks start at rows 0 and 3 (the last ends at 6),
     so the bounds are [0, 2, 3].
     """
@@ -443,19 +445,19 @@ def _split_into_parts(
         return [_cut_at_bounds(step, chunk_tokens) for step in steps]
     ordered = [step.target_row_M.sort(stable=True) for step in steps]
     starts = torch.arange(0, num_rows + chunk_tokens, chunk_tokens, device=ordered[0].values.device)
-    # For each step the bounds, and whether its target rows are distinct.
+    # For each step: the bounds, and whether its target rows are distinct.
     found = [
         torch.cat([torch.searchsorted(row_M, starts), (row_M.diff() > 0).all()[None]])
         for row_M, _ in ordered
     ]
     parts_by_chunk: list[list[list[_Part]]] = []
-    # A GPU waits at `tolist`: once for all steps.
+    # On a GPU, the host waits at `tolist`, so call it once for all steps.
     for step, (row_M, order_M), (*bounds, is_distinct) in zip(
         steps, ordered, torch.stack(found).tolist(), strict=True
     ):
         place_M = row_M % chunk_tokens
-        # If target rows repeat, a chunk may have more draft rows than target rows: cut, to limit
-        # the logits in memory.
+        # If target rows repeat, a chunk may have more draft rows than target rows. Cut it into
+        # parts, to limit the logits in memory.
         cut = [
             [
                 slice(first, min(first + chunk_tokens, high))
@@ -473,7 +475,7 @@ def _split_into_parts(
 
 
 def _cut_at_bounds(step: _Step, chunk_tokens: int) -> list[list[_Part]]:
-    """For each chunk, the single part of a step whose target rows ascend, or no part."""
+    """Return, for each chunk, the single part of a step whose target rows ascend, or no part."""
     assert step.bounds is not None
     order_M = torch.arange(len(step.target_row_M), device=step.target_row_M.device)
     place_M = step.target_row_M % chunk_tokens
@@ -491,8 +493,8 @@ def _run_parts(
     request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, parts: Sequence[_Part]
 ) -> None:
     by_head = _by_head(parts)
-    # PyTorch's operations compute p of a block once for all heads, so the logits of all are in
-    # memory. A kernel, or a compiled graph, computes p as it goes, so the heads take turns.
+    # PyTorch operations compute a block's p once for all heads, so the logits of all heads are in
+    # memory. A kernel or a compiled graph computes p on the fly, so the heads take turns.
     take_turns = isinstance(chunk, _KernelChunk) or request.is_compiled
     for heads in [[same] for same in by_head] if take_turns else [by_head]:
         groups = [_make_group(request, index, same) for index, same in enumerate(heads)]
@@ -501,8 +503,7 @@ def _run_parts(
                 chunk.run(request, group)
         else:
             _run_blocks(request, chunk, groups)
-        # Every row has been compared, so the logits now contain the gradient with respect to the
-        # logits.
+        # All rows have been compared, and their logits were overwritten by the gradient.
         for group in groups:
             group.add_gradients(request.scratch)
 
@@ -510,7 +511,7 @@ def _run_parts(
 def _by_head(parts: Sequence[_Part]) -> list[list[_Part]]:
     found: dict[tuple[int, ...], list[_Part]] = {}
     for part in parts:
-        # By identity: steps with equal but separate heads need separate gradients.
+        # Compare by identity, because steps with equal but separate heads need separate gradients.
         found.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
     return list(found.values())
 
@@ -519,14 +520,16 @@ def _by_head(parts: Sequence[_Part]) -> list[list[_Part]]:
 class _Group:
     """Parts of draft steps with the same head.
 
-    One matmul computes the logits of all the parts, and one computes each gradient.
+    One matmul computes the logits of all parts. Each gradient takes one more.
     """
 
     parts: Sequence[_Part]
     lefts: Sequence[Tensor]
-    """The left factors of the rows of all parts, concatenated."""
+    """Left factors, concatenated over the rows of all parts."""
     logits_MW: Tensor
-    """Capped logits in scratch memory, later overwritten by the gradient before the cap."""
+    """Capped logits in scratch memory. Later, they are overwritten by the gradient with respect to
+    the logits before the cap.
+    """
     draft_ids_W: Tensor | None
 
     @property
@@ -538,7 +541,8 @@ class _Group:
         for index, left_MD in enumerate(self.lefts):
             factors = [part.step.factors[index] for part in self.parts]
             if any(each.d_left is not None for each in factors):
-                # [M, W] @ [W, D] over all parts; one without a gradient costs its share.
+                # [M, W] @ [W, D] over all parts. Parts without a gradient are included, although
+                # this costs their share of the work.
                 d_left_MD = gradient_of_left(scratch, self.logits_MW, factors[0].head_WD)
                 for part, each, here in zip(self.parts, factors, self.slices, strict=True):
                     if each.d_left is not None:
@@ -550,7 +554,7 @@ class _Group:
 def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group:
     """Group the parts for one head and compute the draft's logits.
 
-    Groups that are in memory at the same time need different indices.
+    Groups that are in memory at the same time must have different indices.
     """
     per_factor = zip(
         *([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True
@@ -604,17 +608,17 @@ def _run_block(
     first: int,
     logits_MW: Tensor,
 ) -> None:
-    """Compare a part's rows `here` with the block that starts at row `first` of the chunk.
+    """Compare the part's rows `here` with the block that starts at row `first` of the chunk.
 
-    Their values go into `values_3M`, and the gradient with respect to the logits overwrites the
-    logits.
+    Their values are written into `values_3M`, and the logits are overwritten by their gradient.
     """
     step, rows_M = part.step, part.rows_M[here]
-    # Distinct, ascending and as many as the block has: row for row, so p need not be gathered.
+    # The rows are distinct, ascending and as many as in the block, so row m belongs to target row m
+    # and p need not be gathered.
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
     place_M = None if is_row_for_row else part.place_M[here] - first
-    # Each row of a step is in one part of one chunk, so nothing is written twice. A single row
-    # would need a separate graph, because sizes of 1 are not dynamic.
+    # Each row of a step is in exactly one part, so no value is written twice. A single row would
+    # need a separate graph, because sizes of 1 are not dynamic.
     if request.is_compiled and len(rows_M) > 1:
         assert isinstance(block, ExactBlock)
         scale_M = step.scale_M[rows_M]
@@ -625,8 +629,9 @@ def _run_block(
     step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
     if step.cap is not None:  # the slope of cap * tanh(z / cap), at the capped logits
         dz_MW.mul_(1 - (logits_MW.to(dz_MW.dtype) / step.cap).square_())
-    # dz is the gradient at logits / temperature: one more division for the gradient at the logits.
-    # `logits_MW` is a slice of the group's matrix. The copy rounds to the dtype of the matmuls.
+    # dz is the gradient with respect to logits / temperature; divide once more for the gradient
+    # with respect to the logits. `logits_MW` is a slice of the group's matrix, so the copy rounds
+    # to the dtype of the matmuls.
     logits_MW.copy_(dz_MW.mul_(step.scale_M[rows_M, None] / request.divergence.temperature))
 
 
@@ -638,9 +643,9 @@ def _divergence(
     place_M: Tensor | None,
     logits_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The divergence, and its gradient with respect to logits / temperature.
+    """Compute the divergence, and its gradient with respect to logits / temperature.
 
-    Returns (divergence, alpha and alpha_greedy [3, M]; gradient [M, W]).
+    Returns ([divergence, alpha, alpha_greedy], [3, M]; gradient [M, W]).
     """
     divergence = request.divergence
     compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, step.draft_ids_W)
@@ -648,9 +653,9 @@ def _divergence(
         assert request.labels_N is not None
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
-        # q is computed again: for a top-k target, `compared` contains the kept ids and a tail, not
-        # all of q. It uses the same scratch memory, so only `compared`'s alpha may be read from
-        # here on.
+        # q is computed again, because for a top-k target, `compared` has only the kept ids and a
+        # tail. The new q uses the same scratch memory, so from here on, only alpha may be read from
+        # `compared`.
         q_and_log_q = softmax_and_log(request.scratch, divergence.temperature, "q", logits_MW)[:2]
         loss_M, dz_MW = cross_entropy(*q_and_log_q, *columns)
     else:
@@ -666,7 +671,7 @@ def _divergence(
 def _select_target(
     request: _Request, target: ExactRows | TopKRows, rows_C: slice, like: Tensor
 ) -> ExactBlock | TopKBlock | _KernelChunk:
-    """The target's rows of one chunk. `like` has the dtype and device of the draft's logits."""
+    """Return the target's rows of one chunk. `like` gives dtype and device."""
     runs = request.runs_kernels(like)
     if isinstance(target, TopKRows):
         ids_CK, log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
@@ -700,7 +705,8 @@ class _KernelChunk:
     def run(self, request: _Request, group: _Group) -> None:
         """Compare all rows of a group.
 
-        The values go into `values_3M`, and the gradient overwrites the group's logits.
+        The values are written into `values_3M`, and the group's logits are overwritten by their
+        gradient.
         """
         d, draft_ids_W, width = request.divergence, group.draft_ids_W, group.logits_MW.shape[1]
         place_M = torch.cat([part.place_M for part in group.parts])
@@ -751,14 +757,13 @@ class _KernelChunk:
             part.step.values_3M[:, part.rows_M] = values_3M[:, here]
 
     def _select(self, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logits on the draft's ids, sums), as `target_rows` returns them.
+        """Return (logits on the draft's ids, sums), as `target_rows` does.
 
         They are computed once for all groups with the same ids.
         """
         assert self.logits_CV is not None
         if id(draft_ids_W) not in self._on_ids:
-            # Without draft ids the kernel copies nothing: the chunk's logits are the rows to
-            # compare with.
+            # Without draft ids, the kernel makes no copy: the chunk's own logits are compared.
             kept_CW, sums_2C = target_rows(self.logits_CV, draft_ids_W, temperature)
             self._on_ids[id(draft_ids_W)] = (
                 self.logits_CV if draft_ids_W is None else kept_CW,

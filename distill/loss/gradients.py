@@ -1,14 +1,13 @@
-"""The divergences between target p and draft q, with their gradients in closed form.
+"""Divergences between target p and draft q, with their gradients in closed form.
 
-The gradients are at the draft's logits.
+The gradients are with respect to the draft's logits.
 
 M = rows, X = outcomes compared (see `distill.loss.outcomes`). The draft's logits z give q =
 softmax(z).
 
 A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each function below computes it in a
-form in which no large terms cancel. Autograd would make a dozen more passes over [M, X]. The
-functions may overwrite q and log q, to save memory, but not p and log p, which other draft steps
-share.
+form in which no large terms cancel. Autograd would make a dozen more passes over [M, X]. To save
+memory, the functions may overwrite q and log q, but not p and log p, which other draft steps share.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ Gradient = tuple[Tensor, Tensor]  # (divergence [M], gradient at the draft's log
 def forward_kl(c: Compared) -> Gradient:
     """KL(p || q) = sum_v p (log p - log q), in nats.
 
-    Mass-covering. dz = P q - p. If p sums to P < 1, KL itself is infinite for every draft. The
-    value is then the part that a draft can change, minus the smallest value of that part:
-    P KL(p / P || q) = sum_v p (log p - log q) - P log P.
+    It is mass-covering. dz = P q - p. If p sums to P < 1, KL itself is infinite for every draft.
+    The value is then the part that depends on the draft, minus its minimum: P KL(p / P || q) =
+    sum_v p (log p - log q) - P log P.
     """
     # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
-    # log q is no longer needed: its memory now contains p (log q - log p)
+    # log q is no longer needed: reuse its memory for p (log q - log p)
     cross_M = c.log_q_MX.sub_(c.log_p_MX).mul_(c.p_MX).sum(-1)
     return -cross_M - torch.xlogy(mass_M, mass_M), c.q_MX.mul_(mass_M[:, None]).sub_(c.p_MX)
 
@@ -53,9 +52,9 @@ def forward_kl(c: Compared) -> Gradient:
 def reverse_kl(c: Compared) -> Gradient:
     """KL(q || p) = sum_v q (log q - log p), in nats.
 
-    Mode-seeking. dz = q (log q - log p - KL(q || p)).
+    It is mode-seeking. dz = q (log q - log p - KL(q || p)).
     """
-    # g = log q - log p + 1. The 1 cancels against the 1 in sum q g.
+    # g = log q - log p + 1. The 1 cancels out, because sum q g contains it too.
     log_ratio_MX = c.log_q_MX.sub_(c.log_p_MX)
     kl_M = (c.q_MX * log_ratio_MX).sum(-1)
     return kl_M, log_ratio_MX.sub_(kl_M[:, None]).mul_(c.q_MX)
@@ -64,14 +63,14 @@ def reverse_kl(c: Compared) -> Gradient:
 def jensen_shannon(c: Compared, beta: float) -> Gradient:
     """beta KL(p || m) + (1 - beta) KL(q || m), with m = beta p + (1 - beta) q.
 
-    From GKD (arXiv 2306.13649). dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of
-    m in the two KLs cancel. Outside the draft vocabulary m = beta p, so p's mass there contributes
-    -log beta per unit.
+    It comes from GKD (arXiv 2306.13649). dz = (1 - beta) q (log q - log m - KL(q || m)); the
+    derivatives of m in the two KLs cancel. Outside the draft vocabulary, m = beta p, so every unit
+    of p's mass there contributes -log beta.
     """
-    # g = (1 - beta) (log q - log m + 1) - (1 - beta), for (beta p + (1 - beta) q) / m = 1
+    # g = (1 - beta) (log q - log m + 1) - (1 - beta), because (beta p + (1 - beta) q) / m = 1
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
     kl_pm_M = (c.log_p_MX - log_m_MX).mul_(c.p_MX).sum(-1) - (1 - c.p_MX.sum(-1)) * math.log(beta)
-    # log m is no longer needed, so the ratio uses its memory
+    # log m is no longer needed: reuse its memory for the ratio
     log_ratio_MX = torch.sub(c.log_q_MX, log_m_MX, out=log_m_MX)
     kl_qm_M = (c.q_MX * log_ratio_MX).sum(-1)
     dz_MX = log_ratio_MX.sub_(kl_qm_M[:, None]).mul_(c.q_MX).mul_(1 - beta)
@@ -81,7 +80,7 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
 def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
     """beta p + (1 - beta) q, clamped above zero.
 
-    The clamp keeps the log finite for an outcome of probability zero.
+    The clamp keeps the log finite for an outcome with probability zero.
     """
     return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
 
@@ -104,7 +103,7 @@ def neg_log_alpha(c: Compared) -> Gradient:
 def lk_hybrid(c: Compared, eta: float) -> Gradient:
     """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant.
 
-    From arXiv 2602.23881. KL dominates while the draft is poor, and TV once it is good.
+    It comes from arXiv 2602.23881. KL dominates while the draft is poor, and TV once it is good.
     dz = w dKL - (1 - w) d alpha.
     """
     weight_M = torch.exp(-eta * c.alpha_M)
@@ -120,10 +119,11 @@ def lk_hybrid(c: Compared, eta: float) -> Gradient:
 def alpha_gradient(c: Compared) -> Tensor:
     """d alpha / dz = q (below - sum_v q below), [M, X].
 
-    `below` is 1 if q < p, 0 if q > p, and 1/2 if they are equal. All terms are of the order of
-    alpha, so neg_log_alpha can divide by alpha, however small it is.
+    `below` is 1 if q < p, 0 if q > p, and 1/2 if they are equal. All terms have the order of
+    magnitude of alpha, so neg_log_alpha can divide by alpha even if it is tiny.
     """
-    # 1, 1/2 or 0: autograd halves the gradient of `minimum` at a tie too, as the oracle does.
+    # 1, 1/2 or 0, because autograd also halves the gradient of `minimum` at a tie, and so does the
+    # oracle.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)
     return below_q_MX.sub_(c.q_MX * below_q_MX.sum(-1, keepdim=True))
 
@@ -133,7 +133,7 @@ def cross_entropy(
 ) -> Gradient:
     """-log q(label), in nats. dz = q - one_hot(label).
 
-    Both are 0 for a label outside the draft vocabulary.
+    Value and gradient are 0 for a label outside the draft vocabulary.
     """
     loss_M = -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
     minus_one_M1 = -torch.ones_like(loss_M)[:, None]

@@ -1,9 +1,9 @@
-"""The fused divergence on a GPU: one program a row, in Triton.
+"""The fused divergence on a GPU, in Triton: one program per row.
 
-p is the target, q the draft, z logits. A program reads the draft's logits and the target's of one
-row, and writes the gradient in place of the draft's. A row is read in tiles: first the log sum exp
-of q, then the sums over the outcomes, then the gradient. All arithmetic is in float32. The formulas
-are those of `distill.loss.gradients`.
+p is the target, q the draft, and z are logits. A program reads one row's draft logits and target
+logits, and overwrites the draft logits by the gradient. It reads a row in tiles: first the log sum
+exp of q, then the sums over the outcomes, then the gradient. All arithmetic is in float32. The
+formulas are those of `distill.loss.gradients`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as i
 
 @triton.jit
 def _at_least(x, floor):
-    """max(x, floor), but NaN stays NaN, so that the training step is skipped.
+    """Return max(x, floor), but NaN for NaN, so that the training step is skipped.
 
-    A GPU's plain max would return the floor.
+    For NaN, a GPU's plain max would return the floor.
     """
     return tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _load(row_ptr, columns, width, inverse_temperature):
-    """Logits / temperature in float32; columns outside the row get FAR_BELOW."""
+    """Load logits / temperature in float32; columns outside the row get FAR_BELOW."""
     z = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
     return _at_least(z * inverse_temperature, FAR_BELOW)
 
 
 @triton.jit
 def _below(p, q):
-    """1 if q < p, 0 if q > p, and 1/2 if they are equal."""
+    """Return 1 if q < p, 0 if q > p, and 1/2 if they are equal."""
     return tl.where(q < p, 1.0, tl.where(q > p, 0.0, 0.5))
 
 
@@ -45,7 +45,7 @@ def _log_mixture(p, q, beta):
 
 @triton.jit
 def _sums(log_p, log_q, beta, NAME: tl.constexpr):
-    """(alpha, a, b) summed over these outcomes, for `_value` and `_gradient`."""
+    """Return (alpha, a, b) summed over these outcomes, for `_value` and `_gradient`."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     alpha = tl.sum(tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL), 0)
     a, b = 0 * alpha, 0 * alpha
@@ -63,7 +63,7 @@ def _sums(log_p, log_q, beta, NAME: tl.constexpr):
 
 @triton.jit
 def _value(mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
-    """A row's divergence, from its sums; 0 for cross_entropy. `mass` is the sum of p."""
+    """Return a row's divergence from its sums; 0 for cross_entropy. `mass` is the sum of p."""
     kl = a - mass * tl.log(_at_least(mass, TINY))
     value = 0 * a
     if NAME == "forward_kl":
@@ -84,9 +84,9 @@ def _value(mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
 
 @triton.jit
 def _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
-    """The gradient with respect to logits / temperature.
+    """Return the gradient with respect to logits / temperature.
 
-    For cross_entropy, the one-hot term of the label is not subtracted yet.
+    For cross_entropy, the caller still has to subtract the label's one-hot term.
     """
     p, q = tl.exp(log_p), tl.exp(log_q)
     d = q
@@ -115,13 +115,13 @@ def _slope(z, inverse_cap):
 
 @triton.jit
 def _log_sum_exp(row_ptr, width, inverse_temperature, BLOCK: tl.constexpr):
-    """(log sum exp, largest logit, first column with the largest logit) of a row."""
-    # Online softmax (arXiv 1805.02867): a new maximum rescales the sum so far. One pass is enough.
+    """Return (log sum exp, largest logit, first column with the largest logit) of a row."""
+    # Online softmax (arXiv 1805.02867) needs only one pass: a new maximum rescales the sum so far.
     largest, total, at = -2e30, 0.0, 0  # below every logit
     for start in range(0, width, BLOCK):
         z = _load(row_ptr, start + tl.arange(0, BLOCK), width, inverse_temperature)
         tile_largest, tile_at = tl.max(z, 0, return_indices=True)
-        # `>`, and `tl.max` breaks ties to the left, so that the first of several equal logits wins.
+        # `>` and the left tie-breaking of `tl.max` make the first of several equal logits win.
         at = tl.where(tile_largest > largest, start + tile_at, at)
         new_largest = tl.maximum(largest, tile_largest)
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(z - new_largest), 0)
@@ -172,7 +172,8 @@ def draft_rows(
     logits_ptr,  # [M, W], becomes scale * gradient
     target_ptr,  # [C, W], the target's logits on the draft's ids
     sums_ptr,  # [2, C], of `target_rows`
-    # [M], the draft rows by place: programs that run together read the same row of the target
+    # [M], the draft rows sorted by target row, so that programs that run together read the same
+    # target row
     order_ptr,
     place_ptr,  # [M], the target row of each draft row
     scale_ptr,  # [M]
@@ -197,13 +198,15 @@ def draft_rows(
     scale = tl.load(scale_ptr + row).to(tl.float32)
     label, z_label = -1, 0.0
     if NAME == "cross_entropy":
-        # read before anything is overwritten; the reductions below order it before the stores
+        # These are read before anything is overwritten: the reductions below come between them and
+        # the stores.
         label = tl.load(label_ptr + place).to(tl.int32)
         z_label = _load(row_ptr, tl.maximum(label, 0), width, inverse_temperature)
     log_sum_q, _, best = _log_sum_exp(row_ptr, width, inverse_temperature, BLOCK)
 
     alpha, a, b = 0.0, 0.0, 0.0
-    # KL and the text need no sum for their gradient: their only loop over both rows is the next one
+    # The gradients of KL and cross_entropy need no sums, so the next loop over both rows is their
+    # only one.
     if NAME != "forward_kl" and NAME != "cross_entropy":
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -234,7 +237,7 @@ def draft_rows(
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
         value = tl.where(label >= 0, -_at_least(z_label - log_sum_q, LOG_ZERO), 0.0)
-    # p is only read, so this may follow the stores to q's row.
+    # p is only read, so this may come after the stores to q's row.
     z_best = _load(p_ptr, best, width, inverse_temperature)
     _store_values(
         values_ptr, row, num_rows, value, alpha, tl.exp(_at_least(z_best - log_sum_p, LOG_ZERO))
@@ -269,7 +272,7 @@ def top_k_rows(
         label = tl.load(label_ptr + place).to(tl.int32)
         z_label = _load(row_ptr, tl.maximum(label, 0), width, 1.0)
 
-    # The kept ids' logits are taken out of the row. The rest is the tail.
+    # Remove the kept ids' logits from the row. The rest is the tail.
     lane = tl.arange(0, OUTCOMES)
     kept = tl.load(columns_ptr + place * num_kept + lane, mask=lane < num_kept, other=-1).to(
         tl.int32
@@ -295,11 +298,11 @@ def top_k_rows(
     d = _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME)
     d_tail = tl.sum(tl.where(lane == num_kept, d, 0.0), 0)
 
-    # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept
-    # id.
+    # The tail's gradient is distributed over the ids by their share of the tail, which is 0 for a
+    # kept id.
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        # If no id is left for the tail, q there is 0, and so is d_tail.
+        # If no id is left for the tail, q of the tail and d_tail are 0.
         z_row = _load(row_ptr, columns, width, 1.0)
         d_row = tl.exp(z_row - z_tail) * d_tail
         if NAME == "cross_entropy":
@@ -315,8 +318,8 @@ def top_k_rows(
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
         value = tl.where(label >= 0, -_at_least(z_label - log_sum, LOG_ZERO), 0.0)
-    # The draft's token is the best of all; of equals the first. In the tail p is not known, and
-    # counts as 0.
+    # The draft's token is the argmax, and the first of equal ones. If it is in the tail, its p is
+    # unknown and counts as 0.
     best_kept = tl.max(z_kept, 0)
     first = tl.min(tl.where((z_kept == best_kept) & (kept >= 0), kept, width), 0)
     is_kept = (best_kept > best_z) | ((best_kept == best_z) & (first < best))

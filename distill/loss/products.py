@@ -1,12 +1,12 @@
 """The matrix products of the fused divergence.
 
-Their dtype, heads in tiles, and the sums of gradients.
+The module chooses their dtype, splits heads into tiles, and sums gradients.
 
 M = draft rows, D = hidden, W = vocabulary.
 
-On many CPUs a product in bfloat16 takes longer than one in float32, because only some have units
-for it. There the products run in float32. A head in bfloat16 is then widened tile by tile, on the
-way into each product: a copy of the whole head would take twice the head's memory.
+On many CPUs a product in bfloat16 takes longer than one in float32, because only some CPUs have
+bfloat16 units. On such CPUs, the products run in float32. A bfloat16 head is then converted tile by
+tile within each product, because a copy of the whole head would take twice the head's memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from redraft.heads.nn.precision import product_dtype
 TILE_ELEMENTS = 1 << 21  # Weights of a tile: 8 MiB in float32.
 
 MUCH_FASTER = 1.2
-"""Float32 replaces a narrower dtype if its products take less than 1 / 1.2 of the time. Close to 1,
-noise would decide, and a run would not repeat itself exactly.
+"""Minimum speed-up for float32 to replace a narrower dtype. With a value near 1, noise would
+decide, and runs would not be reproducible.
 """
 
 
@@ -39,10 +39,10 @@ def time_product(left_MD: Tensor, right_WD: Tensor) -> float:
 def matmul_dtype(
     x: Tensor, seconds: Callable[[Tensor, Tensor], float] = time_product
 ) -> torch.dtype:
-    """The matmul dtype for `x`.
+    """Return the matmul dtype for `x`.
 
     It is the dtype of `x` or of autocast, or float32 on a CPU where float32 is faster. `seconds`
-    times one matmul.
+    measures one matmul.
     """
     dtype = product_dtype(x)
     is_narrow = dtype in (torch.bfloat16, torch.float16)
@@ -66,10 +66,10 @@ def _prefers_float32(
 
     def fastest(dtype: torch.dtype) -> float:
         left_MD, right_WD = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
-        # The first run allocates; the fastest of the others is the least disturbed.
+        # The first run allocates memory. The fastest of the others is the least disturbed.
         return min([seconds(left_MD, right_WD) for _ in range(6)][1:])
 
-    # In its own thread: outside autocast, and no torch mode counts or records the operations.
+    # A separate thread is outside autocast, and no torch mode counts or records its operations.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(lambda: MUCH_FASTER * fastest(torch.float32) < fastest(dtype)).result()
 
@@ -79,9 +79,9 @@ def _prefers_float32(
 
 
 def as_operand(head_WD: Tensor, dtype: torch.dtype) -> Tensor:
-    """The head in the dtype of the products.
+    """Return the head in the dtype of the products.
 
-    On a CPU, a head in a narrower dtype stays as it is, and the products widen it.
+    On a CPU, a head in a narrower dtype is returned unchanged, because the products convert it.
     """
     is_widened = head_WD.device.type == "cpu" and head_WD.dtype.itemsize < dtype.itemsize
     return head_WD if is_widened else head_WD.to(dtype)
@@ -90,14 +90,14 @@ def as_operand(head_WD: Tensor, dtype: torch.dtype) -> Tensor:
 def add_logits(
     scratch: Scratch, logits_MW: Tensor, left_MD: Tensor, head_WD: Tensor, *, is_begun: bool
 ) -> Tensor:
-    """logits += left @ head.T, in place; the old values are ignored unless `is_begun`."""
+    """Compute logits += left @ head.T in place. The old values are ignored unless `is_begun`."""
     for columns, tile_TD in _tiles(scratch, head_WD, left_MD.dtype):
         _multiply_into(logits_MW[:, columns], left_MD, tile_TD.T, is_begun=is_begun)
     return logits_MW
 
 
 def gradient_of_left(scratch: Scratch, dz_MW: Tensor, head_WD: Tensor) -> Tensor:
-    """dz @ head, [M, D]."""
+    """Return dz @ head, [M, D]."""
     d_left_MD = dz_MW.new_empty(len(dz_MW), head_WD.shape[1])
     for columns, tile_TD in _tiles(scratch, head_WD, dz_MW.dtype):
         _multiply_into(d_left_MD, dz_MW[:, columns], tile_TD, is_begun=columns.start != 0)
@@ -105,7 +105,7 @@ def gradient_of_left(scratch: Scratch, dz_MW: Tensor, head_WD: Tensor) -> Tensor
 
 
 def _tiles(scratch: Scratch, head_WD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of the head, their weights in `dtype`), as one tile if the head has `dtype` already."""
+    """Yield (rows, their weights in `dtype`): one tile if the head already has `dtype`."""
     if head_WD.dtype == dtype:
         yield slice(0, len(head_WD)), head_WD
         return
@@ -117,7 +117,7 @@ def _tiles(scratch: Scratch, head_WD: Tensor, dtype: torch.dtype) -> Iterator[tu
 
 
 def _multiply_into(out: Tensor, left: Tensor, right: Tensor, *, is_begun: bool) -> None:
-    """out += left @ right; unless `is_begun`, the old contents are ignored, even NaN."""
+    """Compute out += left @ right. Unless `is_begun`, the old contents are ignored, even NaN."""
     torch.addmm(out, left, right, beta=int(is_begun), out=out)
 
 
@@ -129,7 +129,7 @@ class Gradient:
     """The sum of a leaf's gradients, in the leaf's dtype: float32 for a float32 master head."""
 
     def __init__(self, leaf: Tensor) -> None:
-        # Not zeros: the first product of a head overwrites the memory, which saves a pass over it.
+        # The memory is not zeroed: a head's first product overwrites it, which saves a pass.
         self.total = torch.empty_like(leaf)
         self.is_begun = False
 
@@ -141,13 +141,13 @@ class Gradient:
         self.total[rows_M] = value_MD.to(self.total.dtype)
 
     def add_product(self, scratch: Scratch, dz_WM: Tensor, hidden_MD: Tensor) -> None:
-        """total += dz @ hidden; the dtype of the total may be wider or narrower than theirs."""
+        """Compute total += dz @ hidden. The total's dtype may be wider or narrower than theirs."""
         total, dtype = self.total, dz_WM.dtype
         if total.dtype == dtype:
             _multiply_into(total, dz_WM, hidden_MD, is_begun=self.is_begun)
         elif total.device.type != "cpu" and total.dtype == torch.float32:
-            # the product adds to the float32 total: no product in bfloat16 is rounded, written and
-            # read
+            # The product adds directly to the float32 total, so no bfloat16 product is rounded,
+            # written and read.
             torch.addmm(
                 total, dz_WM, hidden_MD, out_dtype=torch.float32, beta=int(self.is_begun), out=total
             )
@@ -156,7 +156,7 @@ class Gradient:
                 _multiply_into(wide_TD, dz_WM[rows], hidden_MD, is_begun=self.is_begun)
                 total[rows].copy_(wide_TD)
         else:
-            # A sum of two dtypes copies one operand, so it is made block by block.
+            # A sum of two dtypes copies one operand, so it is computed block by block.
             for rows in blocks(total):
                 product = dz_WM[rows] @ hidden_MD
                 if self.is_begun:

@@ -1,12 +1,12 @@
-"""The rows of the fused divergence as three operations of PyTorch, for GPUs.
+"""Compare rows of the fused divergence on GPUs, in three PyTorch operations.
 
-Triton kernels of `distill.loss.kernels`.
+They run the Triton kernels of `distill.loss.kernels`.
 
 C = target rows of a chunk, M = draft rows compared with them, V = target vocabulary, W = draft
 vocabulary, K = kept top-k ids.
 
-As operations they run under `torch.compile`, and `redraft plan` counts them without a GPU. On a CPU
-they run in Triton's interpreter only, for tests.
+Because they are operations, they run under `torch.compile`, and `redraft plan` counts them without
+a GPU. On a CPU, they run only in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 TILE_PER_WARP = 512  # Columns of 32 threads: 16 for each.
 
 SHORT_ROW_THREADS, LONG_ROW_THREADS = 256, 1024
-"""The latter is the maximum per program, and its registers fill a multiprocessor: one row at a
-time.
+"""Threads per program for short and for long rows. The latter is the maximum; with it, one row at a
+time fills a multiprocessor's registers.
 """
 
 SHORT_ROW_BYTES = 1 << 16
-"""A multiprocessor runs several programs at once if their rows are no longer than this. A program
+"""Maximum row length in bytes for which a multiprocessor runs several programs at once. A program
 reads its row two or three times, and the rows of all running programs should stay in the GPU's
-cache in the meantime.
+cache between the reads.
 """
 
 
@@ -40,10 +40,10 @@ def has_triton() -> bool:
 def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels run for these logits: on a GPU with Triton, except in float64.
 
-    Tensors on `meta` represent tensors on such a GPU.
+    Tensors on `meta` count as tensors on such a GPU.
     """
     is_gpu = device.type == "meta" or (device.type == "cuda" and has_triton())
-    # The kernels compute in float32: float64 is for gradcheck, in the plain form.
+    # The kernels compute in float32. float64 is needed for gradcheck, which uses the plain form.
     return is_gpu and logits_dtype != torch.float64
 
 
@@ -63,7 +63,7 @@ def _kernels() -> Any:
 
 
 def _launch(logits_MW: Tensor) -> dict[str, int]:
-    """Warps per program and columns per tile; the latter is a power of 2."""
+    """Return the warps per program and the columns per tile, which are a power of 2."""
     width = logits_MW.shape[1]
     is_short = width * logits_MW.element_size() <= SHORT_ROW_BYTES
     threads = SHORT_ROW_THREADS if is_short else LONG_ROW_THREADS
@@ -78,17 +78,17 @@ def _launch(logits_MW: Tensor) -> dict[str, int]:
 def target_rows(
     logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The target's side of a comparison, from its logits.
+    """Compute the target's side of a comparison from its logits.
 
-    Returns (logits on the draft's ids [C, W], empty if there are no draft ids; log sum exp over V
-    and p's mass on W [2, C]). The sums are those of logits / temperature.
+    Returns (logits on the draft's ids [C, W], or an empty tensor if there are no draft ids; log sum
+    exp over V and p's mass on W [2, C]). The sums are those of logits / temperature.
     """
     rows, width = logits_CV.shape
     kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)
     if rows:
         _kernels().target_rows[(rows,)](
             logits_CV,
-            # A kernel needs some pointer here. It is not read unless REDUCED.
+            # The kernel needs a pointer here, but reads it only if REDUCED.
             logits_CV if draft_ids_W is None else draft_ids_W,
             kept_CW,
             sums_2C,
@@ -102,7 +102,8 @@ def target_rows(
     return kept_CW, sums_2C
 
 
-# The fake of the operation, and the allocation in it: shapes and types are written once.
+# The operation's fake implementation, which also allocates its outputs, so that shapes and dtypes
+# are defined once.
 @torch.library.register_fake("redraft::target_rows")  # type: ignore[untyped-decorator]
 def _target_results(
     logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float = 1.0
@@ -126,13 +127,13 @@ def draft_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """Divergence, alpha and alpha_greedy of every row, [3, M].
+    """Return divergence, alpha and alpha_greedy of every row, [3, M].
 
-    The logits are overwritten by scale * the gradient with respect to them. `target_CW` are the
-    target's logits on the draft's ids, `sums_2C` are as `target_rows` returns them, and `place_M`
-    is the target row to compare each draft row with. `label_C` is the label's column in the draft's
-    logits, or -1. `inverse_cap` is 1 / cap if the draft's logits are capped, which they already are
-    here; 0 means no cap.
+    The logits are overwritten by `scale_M` times the gradient with respect to them. `target_CW` are
+    the target's logits on the draft's ids, `sums_2C` are as `target_rows` returns them, and
+    `place_M` is the target row to compare each draft row with. `label_C` is the label's column in
+    the draft's logits, or -1. `inverse_cap` is 1 / cap if the draft's logits were capped; 0 means
+    that there is no cap.
     """
     values_3M: Tensor = _draft_results(logits_MW)
     rows, width = logits_MW.shape
@@ -144,7 +145,7 @@ def draft_rows(
             place_M.argsort(),
             place_M,
             scale_M,
-            # Again some pointer, read for cross_entropy only.
+            # The kernel needs a pointer here too, but reads it only for cross_entropy.
             place_M if label_C is None else label_C,
             values_3M,
             rows,
@@ -173,7 +174,7 @@ def top_k_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """The same as `draft_rows`, for the target's top k at temperature 1.
+    """Do the same as `draft_rows` for the target's top k at temperature 1.
 
     `columns_CK` is the column of each kept id in the draft's logits, or -1; columns are distinct
     within a row. `log_p_CX` is log p of the kept ids and of the tail, [C, K + 1].
@@ -197,7 +198,7 @@ def top_k_rows(
             inverse_cap,
             NAME=name,
             **_launch(logits_MW),
-            # K = 32 makes 33 outcomes, in 64 lanes.
+            # E.g. K = 32 gives 33 outcomes, in 64 lanes.
             OUTCOMES=1 << (outcomes - 1).bit_length(),
         )
     return values_3M
