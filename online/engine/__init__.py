@@ -1,1 +1,1 @@
-"""The code that runs inside vLLM's processes: capture of traffic and swaps of the draft."""
+"""Code that runs inside vLLM's processes: it captures traffic and swaps drafts."""

@@ -2,8 +2,8 @@
 
 Adaptive verification admits the tokens with the highest confidence, estimated by vLLM or by a
 DSpark head. Among the admitted tokens, high estimates tend to be too high, so means over all tokens
-are misleading if tokens are left out. Within a bin of the estimate, nothing else selected the
-tokens.
+are misleading if some tokens were not admitted. Within a bin of the estimate, this selection has no
+effect.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ class Calibration:
     def add(self, predicted_J: NDArray[np.float32], num_accepted: int) -> None:
         """Count a verified draft; `predicted_J` contains the estimates for its admitted tokens.
 
-        A token counts only if all earlier ones were accepted, because tokens after a rejected one
-        were compared with nothing.
+        A token counts only if all earlier ones were accepted, because the target did not verify
+        tokens after a rejected one.
         """
         positions = np.arange(min(len(predicted_J), num_accepted + 1))
         if len(positions) > len(self._sums):
@@ -37,7 +37,7 @@ class Calibration:
         )
 
     def status(self) -> list[list[dict[str, Any]]]:
-        """For each position, the non-empty bins: token count, mean estimate and accepted share."""
+        """Return each position's non-empty bins: token count, mean estimate and accepted share."""
         return [
             [
                 {"tokens": int(tokens), "predicted": predicted / tokens, "accepted": hit / tokens}

@@ -6,8 +6,8 @@
              log-sum-exp instead                       log-sum-exp      steps become
              of logits                                                  segments
 
-B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of
-one token, D = their size.
+B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states per
+token, D = their size.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ SHIP_BYTES = 4 << 20
 SHIP_INTERVAL_S = 1.0  # at this age of the oldest record the waiting ones are shipped
 GREEDY_TEMPERATURE = 1e-5  # Below this, vLLM chooses the most probable token.
 PINNED_BYTES = 8 << 20  # The buffer through which hidden states leave a GPU.
-# longest wait for a step, in seconds; waking takes the GIL from the engine's thread
+# Maximum wait for a step, in seconds. Each wake-up takes the GIL from the engine thread.
 POLL_INTERVAL_S = 0.2
 
 
@@ -80,21 +80,27 @@ class Capture:
 
     def stop(self) -> None:
         """Ship all complete records, then end the thread."""
-        # In this order: the thread that wakes up must find the flag set.
+        # Set the flag before waking the thread, because the thread checks it when it wakes up.
         self._is_stopping.set()
         self.queue.is_due.set()
         self._thread.join(timeout=10)
         self._outlet.close()
 
     def is_sampled(self, request_id: str, tenant: str) -> bool:
-        """Whether this request is in the recorded sample; the answer is the same on every call."""
+        """Whether this request belongs to the recorded sample.
+
+        The answer is the same on every call.
+        """
         reason = self.config.find_skip_reason(tenant, request_id.encode())
         if reason:
             self.counts[f"skipped_requests_{reason}"] += 1
         return not reason
 
     def status(self) -> dict[str, Any]:
-        """Counters, and the last error if there was one. Contains no text of any request."""
+        """Return counters, and the last error if there was one.
+
+        They contain no text of any request.
+        """
         return {
             **self.counts,
             "dropped_steps_queue_full": self.queue.num_dropped_steps,
@@ -108,11 +114,13 @@ class Capture:
         }
 
     def report(self, error: Exception, stage: str) -> None:
-        """Count and log an error of capture. Serving continues without the record."""
+        """Count and log an error of capture. Serving continues without the records."""
         self.counts[f"errors_{stage}"] += 1
         message = f"{type(error).__name__}: {error}"
         if message != self.last_error:  # the same error on every step would flood the log
-            logger.warning("capture failed (%s), serving continues: %s", stage, message)
+            logger.warning(
+                "capture failed (%s); serving continues without these records: %s", stage, message
+            )
         self.last_error = message
 
     @contextlib.contextmanager
@@ -125,7 +133,8 @@ class Capture:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # a container may not allow it
-            # Any core: vLLM's CPU worker pins its main thread, and new threads inherit the mask.
+            # Let this thread run on any core: vLLM's CPU worker pins its main thread, and new
+            # threads inherit the mask.
             os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
         torch.set_num_threads(1)  # of this thread only: a thread pool would take the engine's cores
         while True:
@@ -149,16 +158,16 @@ class Capture:
         try:
             self._apply(steps)
         except Exception as error:
-            # Running requests now have a gap, which the next step closes. Finished ones have no
-            # next step.
+            # Running requests now have a gap, which their next step detects. Finished requests have
+            # no next step, so end them here.
             self.report(error, "reduce")
             self._close_all(steps)
 
     def _apply(self, steps: list[EngineStep]) -> None:
         for step in steps:
             if step.computed is not None:
-                # Copies from this thread run on another CUDA stream, which would not wait for the
-                # engine's.
+                # This thread copies on its own CUDA stream, which does not wait for the engine's
+                # stream by itself.
                 step.computed.synchronize()
         sampled = [step.sampled_BK for step in steps if step.sampled_BK is not None]
         device = sampled[0].device if sampled else torch.device("cpu")
@@ -166,17 +175,17 @@ class Capture:
             self._apply_all(steps)
 
     def _stream_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """The context of this thread's own stream and device.
+        """Return a context with this thread's own stream on the given device.
 
-        By default, the thread would use the first GPU, and the default stream.
+        By default, the thread would use the first GPU and the default stream.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 
     def _apply_all(self, steps: list[EngineStep]) -> None:
-        # All waiting steps at once: a step has few rows, and the fixed cost of a reduction would
-        # exceed its work.
+        # Reduce all waiting steps at once: a step has few rows, so the fixed cost of a reduction
+        # would exceed its work.
         kept = reduce_steps(steps, self.config.logprobs, self._scratch)
         first_row = first_draft = 0
         for step in steps:
@@ -224,15 +233,15 @@ class Capture:
                     draft_probs=_read_draft_probs(
                         part, kept.draft_probs_S[begin : begin + part.num_drafts]
                     ),
-                    # the last one is the target's token: the bonus, or the replacement of the first
-                    # rejected draft token
+                    # The last sampled token is the target's: the bonus, or the replacement of the
+                    # first rejected draft token.
                     num_accepted=len(sampled) - 1,
                     proposer=part.proposer,
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
                 )
-            # States after a rejected draft token belong to a discarded text. E.g. if one text token
-            # and 3 draft tokens were read and 2 tokens sampled, one draft token was accepted, so 2
-            # of the 4 states belong to the text.
+            # States after a rejected draft token belong to discarded text. E.g. if one text token
+            # and 3 draft tokens were read and 2 tokens were sampled, one draft token was accepted.
+            # So 2 of the 4 states belong to the text.
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
             states = (
                 [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
@@ -240,7 +249,7 @@ class Capture:
             self._append(part, step, sampled, verified, states)
 
     def _read_states(self, begin: int, states_HLD: Tensor | None) -> list[States]:
-        """The bfloat16 states in the configured format; an empty list if there is no token."""
+        """Return the bfloat16 states in the configured format; empty if there is no token."""
         if states_HLD is None or not len(states_HLD):
             return []
         if self.config.hidden_format == "float8":
@@ -256,9 +265,9 @@ class Capture:
         return copy_through(x, self._pinned)
 
     def _open_log(self, part: StepPart, step: EngineStep) -> RequestLog:
-        """Open the request's log, with nothing from target weights other than the step's.
+        """Open the request's log, which must contain only text from the step's target weights.
 
-        The log is closed if the step's weights are unclear.
+        If the step's weights are unknown, the log is closed.
         """
         log = self._logs.get(part.request.request_id)
         if log is None:
@@ -289,8 +298,8 @@ class Capture:
         if log.is_closed:
             return
         # Draft tokens are proposed at the end of a step and verified in the next one. A swap in
-        # between may keep them, so that the first step with the new draft verifies tokens from the
-        # old one.
+        # between may keep them, so the first step with the new draft verifies tokens from the old
+        # draft.
         proposed_by, log.next_version = log.next_version or step.draft_version, step.draft_version
         if log.draft_version != proposed_by:  # a record names exactly one
             self._emit(log)
@@ -301,7 +310,8 @@ class Capture:
             log.is_closed = True
             return
         log.add_states(states)
-        # A complete log stays, closed, until the engine reports the end: no second one opens.
+        # Keep a complete log, closed, until the engine reports the end, so that no second log
+        # opens.
         if log.is_complete:
             self._emit(log)
             log.is_closed = True
@@ -354,8 +364,8 @@ class Capture:
 def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the draft's probabilities for its tokens.
 
-    They are 1 at temperature 0, because the draft then proposes its best token, and vLLM stores
-    logits instead.
+    At temperature 0 they are 1, because the draft then proposes its best token, and vLLM stores
+    logits instead of probabilities.
     """
     return (
         np.ones_like(draft_probs)

@@ -1,6 +1,6 @@
-"""Wrappers of vLLM's classes in every process of a server: scheduler, engine core, worker start.
+"""Wrappers around vLLM's classes: scheduler, engine core, and a worker's start.
 
-A scheduler's steps pass these wrappers, in the order of `engine.hooks`:
+A scheduler's step passes these wrappers, in the order of `engine.hooks`:
 
     schedule ─► sampled requests with a seed lose their draft tokens, if the number of tokens varies
              ─► the pacer notes the start
@@ -23,7 +23,7 @@ from redraft.online.engine import domains, pace, target_watch, worker
 from redraft.online.engine.config import check_pace
 
 VARYING = (FOLDER, "head_requests")
-"""Settings with which a lookup or a head drafts less if there are more requests."""
+"""Settings with which a lookup or a head drafts fewer tokens if there are more requests."""
 
 
 def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
@@ -36,16 +36,17 @@ def drafts_vary(environment: Mapping[str, str] = os.environ) -> bool:
 def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a scheduler's `schedule` to give sampled requests with a seed no draft tokens.
 
-    vLLM's rejection sampler draws from a request's generator as often as its draft tokens require,
-    and the draws decide about the draft. With a constant draft, the result is the same each time.
-    With `--pace`, live counts and lookups that depend on the load, drafts depend on other requests
-    and the time. Greedy answers do not depend on the draft.
+    vLLM's rejection sampler uses a request's random generator, and the number of draws depends on
+    the draft tokens. As long as a request always gets the same drafts, its answer is reproducible.
+    With `--pace`, live counts, or lookups that depend on the load, the drafts depend on other
+    requests and on timing. Greedy answers do not depend on the draft.
     """
 
     @wraps(schedule)
     def schedule_seeded(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if scheduler.dynamic_sd_lookup is None:
-            # With a table, vLLM invents no draft tokens for a request whose prompt is cached.
+            # With a table, vLLM does not add padding draft tokens to a request whose prompt is
+            # cached.
             size = scheduler.scheduler_config.max_num_seqs + 1
             scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * size
         for request in scheduler.running:
@@ -62,7 +63,7 @@ def has_seed(params: Any) -> bool:
 
 
 def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a scheduler's `__init__` to let a `Pacer` choose, as the environment specifies."""
+    """Wrap a scheduler's `__init__` to create a `Pacer`, if the environment asks for one."""
     asked = check_pace(read_settings().get("pace", "off"))
 
     def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,13 +97,13 @@ def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 install_runner = after_start(lambda each: pace.install(each.model_runner))
-"""Wraps a worker's start-up, so that its runner skips the draft at 0 draft tokens."""
+"""Wrapper around a worker's start-up, after which its runner skips the draft at 0 draft tokens."""
 
 
 def take_drafts(call: Any) -> Any:
-    """Wrap an engine core's `post_step` to take no draft tokens if the draft computes nothing.
+    """Wrap an engine core's `post_step` to fetch no draft tokens if the draft computed none.
 
-    The pacer then notes the end of the step.
+    Afterwards, the pacer notes the end of the step.
     """
 
     @wraps(call)
@@ -117,7 +118,7 @@ def take_drafts(call: Any) -> Any:
 
 
 def note_swaps(call: Any) -> Any:
-    """Wrap an engine core's `collective_rpc` to notify the pacer of a changed draft or target."""
+    """Wrap an engine core's `collective_rpc` to tell the pacer when draft or target changes."""
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
     def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +150,7 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a scheduler's `make_spec_decoding_stats` to count each verified draft by domain."""
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        # vLLM passes everything by name. Counted here, because `observe` returns at once if
+        # vLLM passes all arguments by name. Count here, because `observe` returns at once if
         # statistics are off.
         request_id, num_tokens = kwargs["request_id"], kwargs["num_draft_tokens"]
         num_accepted, state = kwargs["num_accepted_tokens"], find_state(scheduler, SchedulerState)
@@ -172,10 +173,10 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
 def compare_ranks(call: Any) -> Any:
     """Wrap an engine core's `collective_rpc` so that it compares the ranks afterwards.
 
-    If a load failed on only some of the ranks, no rank names its weights.
+    If a load failed on only some ranks, all ranks forget the name of their weights.
 
-    vLLM's own method stops at the first rank that fails, and would then return the answers of later
-    ranks as those to the next call.
+    vLLM's own method stops at the first rank that fails. It would return the answers of later ranks
+    as answers to the next call.
     """
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
@@ -206,6 +207,6 @@ def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str],
     return set_and_pass
 
 
-# Rereading needs the attention groups that vLLM's part makes.
+# Rereading needs the attention groups that vLLM's method creates.
 install_worker = after_start(lambda each: worker.install(each))
-"""Wraps a worker's start-up, so that it records and swaps."""
+"""Wrapper around a worker's start-up, after which the worker records and swaps."""

@@ -1,4 +1,4 @@
-"""Settings of the plugin, with their meaning; `engine.settings` passes them to the processes."""
+"""Settings of the plugin. `engine.settings` passes them to the processes."""
 
 import os
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ SPOOL_RECORD_BYTES = 32 << 20  # longer ones: a head has more tokens to attend t
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSample(Sample):
-    """The recorded part of a server's traffic."""
+    """The share of a server's traffic to record."""
 
     hidden_format: HiddenFormat = "bfloat16"
-    """Format of the recorded hidden states. float8 halves their size; learners of earlier releases
-    cannot read it.
+    """Format of the recorded hidden states. float8 halves their size, but learners of earlier
+    releases cannot read it.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig(ServerSample, Recording):
-    """Settings of the plugin's capture."""
+    """Settings for capture in the plugin."""
 
     hidden_states: bool = False
     """Also record the target's hidden states, which draft heads such as EAGLE learn from. Size per
@@ -40,7 +40,7 @@ class CaptureConfig(ServerSample, Recording):
 
     @property
     def record_bytes(self) -> int:
-        """Size limit of a record, in bytes."""
+        """Maximum size of a record, in bytes."""
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
@@ -48,10 +48,10 @@ TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch
 
 
 def list_arms(most: int, *, is_adaptive: bool = False) -> list[int]:
-    """The numbers of draft tokens that `--pace auto` chooses from.
+    """Return the numbers of draft tokens that `--pace auto` chooses from.
 
-    If vLLM verifies adaptively (`is_adaptive`), it decides how many of the `most` tokens are
-    verified, so the pace can save only the draft's own pass.
+    If vLLM verifies adaptively (`is_adaptive`), vLLM decides how many of the `most` tokens it
+    verifies. The pace can then save only the draft's own pass.
     """
     between = () if is_adaptive else (1, 2, 3, 5, 8, 12)
     return [0, *(arm for arm in between if arm < most), most]
@@ -60,8 +60,8 @@ def list_arms(most: int, *, is_adaptive: bool = False) -> list[int]:
 def make_table(most: int, *, is_adaptive: bool = False) -> list[list[int]]:
     """Return a vLLM table with one row per number of draft tokens.
 
-    The V2 runner captures CUDA graphs for each number whose row is within the largest batch size.
-    `most` comes first, for one request, and last, for all larger batches.
+    The V2 runner captures CUDA graphs for each number whose row lies within the largest batch size.
+    `most` comes first, for one request, and again last, for all larger batches.
     """
     arms = [most, *list_arms(most, is_adaptive=is_adaptive)]
     return [[size, size, arm] for size, arm in enumerate(arms, start=1)]
@@ -75,7 +75,7 @@ class SwapConfig:
     """Settings for swaps."""
 
     cache: SwapCache = "auto"
-    """Handling of the KV cache at a swap. `clear`: prefill everything again, for target and draft.
+    """How a swap handles the KV cache. `clear`: prefill everything again, for target and draft.
     `draft`: keep the target's keys and values, and prefill the text again with the new draft; for
     standalone drafts only. `keep`: keep the cache of running requests; later requests do not reuse
     blocks that another version wrote. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft`
@@ -105,11 +105,11 @@ class Settings:
     swap: SwapConfig = field(default_factory=SwapConfig)
     live: LiveConfig = field(default_factory=LiveConfig)
     lookup: dict[str, Any] = field(default_factory=dict)
-    """Settings of counted answers and of lookups before a head, as written by `redraft serve
-    --draft`.
+    """Settings of live counts, and of lookups before a head, as `redraft serve --draft` writes
+    them.
     """
     engine_wait: bool = False
-    """Install only the patches for engines that redraft starts itself, without the rest of the
+    """Install only the patches for engines that redraft starts itself, and skip the rest of the
     plugin.
     """
 
@@ -124,8 +124,8 @@ class PluginConfig(Settings):
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether VLLM_PLUGINS names redraft.
 
-    That the plugin was loaded is not enough: if VLLM_PLUGINS is unset, vLLM loads every installed
-    plugin.
+    It is not enough that the plugin was loaded, because vLLM loads every installed plugin if
+    VLLM_PLUGINS is unset.
     """
     return PLUGIN_NAME in environment.get("VLLM_PLUGINS", "").split(",")
 
@@ -134,8 +134,8 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
     """Read the plugin's settings from the environment.
 
     Raises:
-        ValueError: if a setting is unknown or wrong.
-        FileNotFoundError: if the token file, the registry or a folder in `targets` does not exist.
+        ValueError: a setting is unknown or invalid.
+        FileNotFoundError: the token file, the registry or a folder in `targets` does not exist.
     """
     values = read_settings(environment)
     try:
@@ -158,7 +158,7 @@ def check_pace(pace: str, most: int | None = None) -> str:
     """Return `pace` unchanged if it is valid.
 
     Raises:
-        ValueError: if it is not a pace, or is a number above `most`.
+        ValueError: it is not a pace, or it is a number above `most`.
     """
     if pace not in ("off", "auto", "adaptive") and not pace.isdecimal():
         raise ValueError(

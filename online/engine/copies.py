@@ -31,7 +31,7 @@ from redraft.engine.patches import BUILD, without_fused_buffers
 def without_build(draft: Any) -> Iterator[None]:
     """Prevent `load_weights` from making the copies.
 
-    During a reload, the draft's layers have no values; they are packed afterwards.
+    During a reload, the draft's layers have no values yet, and afterwards they are packed.
     """
     block = _find_block(draft)
     if block is None:
@@ -44,12 +44,11 @@ def without_build(draft: Any) -> Iterator[None]:
 def refill(
     runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int
 ) -> None:
-    """Bring all copies of a loaded draft up to date, from the checkpoint's `tensors`.
+    """Update all copies of a loaded draft from the checkpoint's `tensors`.
 
     `runner` is vLLM's model runner, V1 or V2.
 
-    Raises:
-        ValueError: if a copy is not made as assumed here, e.g. in another version of vLLM.
+    Raises:     ValueError: a copy is not made as assumed here, e.g. in a different version of vLLM.
     """
     if (block := _find_block(draft)) is not None:
         refill_projections(block, tensors, rank, num_ranks)
@@ -62,7 +61,7 @@ def refill(
     )
     if state_D is not None:
         # As in vLLM's proposer at start: the mask state covers all layers, and `fc` combines it
-        # into one.
+        # into one state.
         draft.mask_hidden.copy_(
             next(value for name, value in tensors.items() if "mask_hidden" in name).view(1, -1)
         )
@@ -73,7 +72,7 @@ def refill(
 def repack_tied_heads(model: Any) -> None:
     """Pack the weights of tied heads again, as vLLM's CPU build does at start."""
     for module in model.modules():
-        # Of a layer that the load itself has packed, the weight is empty.
+        # The weight of a layer that the load itself has packed is empty.
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
 
@@ -83,7 +82,7 @@ def refill_projections(
 ) -> None:
     """Write a checkpoint's keys and values into the copies on one tensor-parallel rank.
 
-    Raises: as `refill`.
+    Raises: the same errors as `refill`.
     """
     for kind, buffer in (("weight", block._fused_kv_weight), ("bias", block._fused_kv_bias)):
         if (
@@ -95,13 +94,13 @@ def refill_projections(
         [tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(len(block.layers))]
     )
     _write(block._k_norm_weights, norms_IE, "_k_norm_weights")
-    # in vLLM 0.32 an alias of the norm's weight, which the load has written already
+    # In vLLM 0.32, this is an alias of the norm's weight, which the load has already updated.
     if block._hidden_norm_weight.data_ptr() != block.hidden_norm.weight.data_ptr():
         _write(block._hidden_norm_weight, tensors["hidden_norm.weight"], "_hidden_norm_weight")
 
 
 def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> None:
-    """Write the vocabulary columns of the draft's ids, and reset the logits.
+    """Write the vocabulary columns of the draft's ids, and reset the logits buffer.
 
     All other columns stay at minus infinity.
     """
@@ -112,7 +111,7 @@ def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> N
 
 
 def has_copies(draft: Any) -> bool:
-    """Whether `refill` reads the checkpoint itself for this draft's copies."""
+    """Whether `refill` must read the checkpoint for this draft's copies."""
     return _find_block(draft) is not None or hasattr(draft, "mask_hidden")
 
 
@@ -131,7 +130,8 @@ def _list_projections(
         size, count = layer.self_attn.head_dim, layer.self_attn.num_kv_heads
         for name in ("k_proj", "v_proj"):
             whole = tensors[f"layers.{i}.self_attn.{name}.{kind}"]
-            # e.g. two heads on four ranks: ranks 0 and 1 have head 0, ranks 2 and 3 head 1
+            # E.g. with two heads on four ranks, ranks 0 and 1 have head 0, and ranks 2 and 3 have
+            # head 1.
             first = rank * (len(whole) // size) // num_ranks
             yield whole[first * size : (first + count) * size]
 

@@ -1,13 +1,14 @@
-"""The served version's drafts and accepted tokens by domain.
+"""Count the served version's drafts and accepted tokens by domain.
 
-They are counted in the engine where vLLM counts all of them.
+The engine counts them where vLLM counts all drafts.
 
     scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
-    worker: the step's output names the requests whose drafts came from another proposer: they do not count
+    worker: the step's output names the requests whose drafts came from another proposer: such
+        drafts do not count
 
-vLLM's own counters name no domain, and count lookups and padding too. A canary with more of an easy
-domain than the other servers, or more lookups, would look better than it is. They are also off with
---disable-log-stats.
+vLLM's own counters do not distinguish domains, and include lookups and padding. With them, a canary
+that gets more requests from an easy domain, or more lookups, would look better than it is. They are
+also off with --disable-log-stats.
 """
 
 import math
@@ -23,33 +24,33 @@ OTHER = "(other)"  # Name of those.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
 
 Counts = dict[str, list[int]]
-"""By domain, since the server started: [draft tokens; then by position, the drafts that had a token
-and all earlier ones accepted, and those whose token was accepted too]. Tokens that adaptive
-verification left out are not counted.
+"""Counts by domain since the server started: [draft tokens; then for each position, the drafts that
+had a token there after only accepted ones, and those whose token there was accepted]. Tokens that
+adaptive verification left out are not counted.
 """
 
 Loads = dict[str, dict[str, list[int]]]
-"""With adaptive verification, by domain and load: [drafts; then by position, those whose token was
-accepted]. Every scheduled draft counts, even if none of its tokens was verified. Tokens per step
-fall with the load, so only drafts at the same load are comparable.
+"""Counts by domain and load, with adaptive verification: [drafts; then for each position, those
+whose token was accepted]. Every scheduled draft counts, even if none of its tokens was verified.
+Tokens per step fall as the load rises, so only drafts at the same load are comparable.
 """
 
 
 class StepNotes(NamedTuple):
-    """A worker's notes for the scheduler, pickled with the output of a step."""
+    """A worker's notes for the scheduler, pickled together with a step's output."""
 
     foreign: frozenset[str] = frozenset()
     """Requests whose draft tokens were not proposed by the served version."""
     admitted: Mapping[str, int] | None = None
-    """Number of verified draft tokens, by request; None if all were verified."""
+    """Number of verified draft tokens by request. None if all were verified."""
 
 
 def leave_out(scheduler_output: Any, admitted: Mapping[str, int] | None) -> dict[str, int] | None:
-    """Return the number of verified draft tokens of each request; None if all were verified.
+    """Return the number of verified draft tokens of each request, or None if all were verified.
 
-    A token that was left out is reported to vLLM as one that a grammar made invalid, so vLLM's
-    counters do not count it as rejected. A draft of 0 tokens also counts, because its step emits
-    one token.
+    A token that was left out is reported to vLLM as invalid under a grammar, so that vLLM's
+    counters do not count it as rejected. A draft of 0 tokens counts too, because its step emits one
+    token.
     """
     if admitted is None:
         return None
@@ -91,10 +92,10 @@ def mark_step(
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
-    """Requests of a step whose draft tokens are only padding.
+    """Return the requests of a step whose draft tokens are only padding.
 
-    vLLM gives such tokens to a request that joins with one token to read, e.g. the last of a cached
-    prompt, so that all requests in the batch have the same length.
+    vLLM pads a request that joins with one token to read, e.g. the last token of a cached prompt,
+    so that all requests in the batch have the same length.
     """
     joined = {request.req_id for request in scheduled.scheduled_new_reqs}
     joined |= scheduled.scheduled_cached_reqs.resumed_req_ids
@@ -102,15 +103,15 @@ def find_padded(scheduled: Any) -> frozenset[str]:
 
 
 def find_load(num_requests: int) -> str:
-    """The load bucket for a number of requests in a step: two per octave, single below four."""
+    """Return the load bucket for a number of requests: two per octave, single values below four."""
     return str(int(2 * math.log2(max(1, num_requests))))
 
 
 def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
-    """The name under which a request's drafts are counted."""
+    """Return the name under which a request's drafts are counted."""
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
-    # Kept, although nothing may be verified yet: further names count together.
+    # Keep the name, even if no token has been verified. Further names are counted together.
     if domain not in counts and len(counts) >= MAX_DOMAINS:
         domain = OTHER
     counts.setdefault(domain, [0])
@@ -118,7 +119,7 @@ def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
 
 
 def add_load(of_load: list[int], num_tokens: int, num_accepted: int) -> None:
-    """Count a draft of `num_tokens`; tokens not accepted were rejected or left out."""
+    """Count a draft of `num_tokens` tokens. Those not accepted were rejected or left out."""
     of_load += [0] * (1 + num_tokens - len(of_load))
     of_load[0] += 1
     for position in range(num_accepted):
@@ -151,5 +152,5 @@ def sum_counts(replicas: Sequence[Counts]) -> Counts:
 
 
 def add_up(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Sum lists position by position; shorter lists count as padded with zeros."""
+    """Sum lists position by position, as if shorter lists were padded with zeros."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

@@ -1,4 +1,4 @@
-"""Costs of a draft beyond its own work, as lines of the log at the server's start."""
+"""Describe the costs of a draft beyond its own work, in lines for the log at the server's start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ MEASURE = "`redraft bench` measures this draft against plain vLLM"
 
 
 def describe_cache(vllm_config: Any, share: float) -> str:
-    """Describe how many cached tokens the draft loses, and its keys' `share` of the cache."""
+    """Describe how many cached tokens the draft costs, and its keys' `share` of the cache."""
     cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
     taken = f"the draft's keys take {share:.1%} of the cache"
     if not cache.enable_prefix_caching:
@@ -23,7 +23,10 @@ def describe_cache(vllm_config: Any, share: float) -> str:
 
 
 def list_losses(vllm_config: Any, *, on_cpu: bool) -> Iterator[str]:
-    """Yield the vLLM features on a GPU that this draft disables, with remedies; none on a CPU."""
+    """Yield the vLLM features that this draft disables on a GPU, with remedies.
+
+    On a CPU there are none.
+    """
     if on_cpu:
         return
     if not vllm_config.scheduler_config.async_scheduling:

@@ -1,6 +1,6 @@
 """Calls from the API process to its engines.
 
-They reach all replicas and ranks, and none outlives its engine.
+They reach all replicas and ranks, and no call outlives its engine.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class RefusedError(Exception):
 class EngineCalls:
     def __init__(self, engine: Any) -> None:
         self.engine = engine  # vLLM's engine client.
-        # for the engines of all replicas; None for an engine in this process
+        # The client for the engines of all replicas. None for an engine in this process.
         self._ask_all = getattr(
             getattr(engine, "engine_core", None), "call_utility_all_async", None
         )
@@ -54,10 +54,10 @@ class EngineCalls:
         """Await a call to the engine for as long as the engine is alive.
 
         vLLM never answers a call that was running when its engine died. A server stops only after
-        its last request, so one such call would keep a dead server from being restarted.
+        its last request has ended, so such a call would keep a dead server from being restarted.
 
         Raises:
-            RefusedError: 503, if the engine dies in the meantime.
+            RefusedError: 503 if the engine dies in the meantime.
         """
         running = asyncio.ensure_future(call)
         try:
@@ -84,7 +84,7 @@ class EngineCalls:
             raise RefusedError(503, f"{problem}: {say(error)}{then}") from error
 
     async def status(self) -> dict[str, Any]:
-        """The recording rank's status, vLLM's version, and whether all ranks agree on the draft."""
+        """Return the recording rank's status, vLLM's version, and whether all drafts agree."""
         import vllm
 
         ranks = await self.ask("redraft_status")
@@ -103,7 +103,7 @@ class EngineCalls:
             },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
-            # Also None if a trainer has not pushed to all replicas yet, or an update has failed on
+            # Also None if a trainer has not pushed to all replicas yet, or if an update failed on
             # one rank.
             "target_version": versions.pop() if len(versions) == 1 else None,
             "target_intact": all(rank["target_intact"] for rank in ranks),
@@ -117,7 +117,7 @@ class EngineCalls:
         return {"live_runs": sum(await self.ask("redraft_forget", tenant))}
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """The answers of all replicas' engines; `collective_rpc` returns only the first one's."""
+        """Return the answers of all replicas. `collective_rpc` returns only those of the first."""
         if self._ask_all is None:
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)
             return answers
@@ -128,10 +128,10 @@ class EngineCalls:
     async def _count_drafts(self) -> dict[str, Any]:
         """Count the served version's drafts, summed over all replicas.
 
-        `drafts` contains the numbers of drafts, of draft tokens, and of accepted tokens by
-        position. `positions` contains, by domain, the tried and accepted tokens at each position.
-        With adaptive verification, `loads` contains drafts and accepted tokens by domain and load.
-        The result is empty for an engine without these counts.
+        `drafts` contains the numbers of drafts and draft tokens, and accepted tokens by position.
+        `positions` contains the tried and accepted tokens at each position, by domain. With
+        adaptive verification, `loads` contains drafts and accepted tokens by domain and load. The
+        result is empty for an engine without these counts.
         """
         ask = self._ask_all
         if ask is None or not hooks.is_installed("domains"):
@@ -149,10 +149,10 @@ class EngineCalls:
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
         """Set a new pace, if given, and return the pacer's status with a human-readable line.
 
-        Return None if no pacer is in charge.
+        Return None if there is no pacer.
         """
         ask = self._ask_all
-        # Several replicas have no pacer.
+        # With several replicas, there is no pacer.
         found = (
             (await self.while_alive(ask("redraft_pace", new)))[0]
             if ask and hooks.is_installed("pace")
@@ -164,7 +164,7 @@ class EngineCalls:
         """Set a new pace, and return the pacer's status.
 
         Raises:
-            RefusedError: if no pacer decides, or if `new` is `adaptive` but the server verifies all
+            RefusedError: there is no pacer, or `new` is `adaptive` but the server verifies all
                 draft tokens.
         """
         if (found := await self.read_pace(new)) is None:

@@ -1,9 +1,9 @@
-"""From the hooks on a model runner to capture: the requests that are recorded, and their steps.
+"""Collects the recorded requests and their steps from a model runner's hooks for capture.
 
     runner_v1, runner_v2 ─ requests, batches, states, ends ─► Feed ─► StepQueue ─► capture's thread
 
-The hooks depend on a runner's names; everything else about a step is in this module, once for all
-runners. It runs in the engine's thread: it keeps references, copies little, and never waits for a
+The hooks depend on a runner's names; everything else about a step is in this module, for all
+runners. It runs in the engine thread, so it keeps references, copies little, and never waits for a
 device.
 
 R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured
@@ -32,10 +32,10 @@ OWNER_BYTES = 12  # bytes for a tenant, and for its salt and adapter, in the nam
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The requests of a step in the runner's order, with the numbers available on the host."""
+    """The requests of a step in the runner's order, with the numbers known on the host."""
 
     infos: Sequence[RequestInfo | None]
-    """Request information; None for a request that is not recorded."""
+    """Information about each request. None for a request that is not recorded."""
     first_reads: Sequence[int]
     """Index of each request's first token among the tokens read, with the total at the end."""
     num_drafts: Sequence[int]
@@ -57,11 +57,11 @@ class Feed:
     """The requests of one runner, and its newest step until that step is complete."""
 
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
-        """Create a feed, which passes steps through a queue to capture's thread.
+        """Create a feed that passes steps through a queue to capture's thread.
 
-        With `reduces`, it keeps only the largest logits of each row, as always on a GPU, where
-        memory is scarce. On a CPU, a reference costs nothing, and the background thread has time to
-        reduce the logits.
+        With `reduces`, it keeps only the largest logits of each row. That is always so on a GPU,
+        where memory is scarce. On a CPU, a reference to the logits costs nothing, and the
+        background thread has time to reduce them.
         """
         self.capture = capture
         self.max_model_len = max_model_len
@@ -74,7 +74,7 @@ class Feed:
         self.unmasked_RV: Tensor | None = None
 
     def add(self, request: Any) -> RequestInfo | None:
-        """Add a request that is new, or that returns after a preemption.
+        """Add a request that is new or resumes after a preemption.
 
         `request` is vLLM's object, from either runner.
         """
@@ -87,16 +87,16 @@ class Feed:
             self.finished.append(request_id)
 
     def flush(self) -> None:
-        """Report finished requests to capture, because the engine may now be idle.
+        """Report finished requests to capture if the engine may become idle.
 
-        Otherwise, no step would carry this information.
+        In that case, no later step would report them.
         """
         if self.finished:
             self._release()
             self.capture.queue.put(self._make_finished_step())
 
     def put(self, step: EngineStep | None) -> None:
-        """Accept the newest step, or None if there is nothing in it."""
+        """Set the newest step, or None if it has nothing to record."""
         self._release()  # the previous step drafted nothing, so its states were not read
         if self.capture.config.hidden_states:
             self.unread = step
@@ -104,13 +104,13 @@ class Feed:
             self.capture.queue.put(step)
 
     def keep_unmasked(self, logits_RV: Tensor, request_ids: Iterable[str]) -> None:
-        """Copy a step's logits before the grammar's mask for these requests overwrites them."""
+        """Copy a step's logits before a grammar's mask for these requests overwrites them."""
         if any(self.requests.get(name) for name in request_ids):
             self.is_masked = True  # first: without memory for the copy, the step has no rows
             self.unmasked_RV = logits_RV.clone()
 
     def take_unmasked(self, logits_RV: Tensor | None) -> Tensor | None:
-        """Return the logits as they were before a mask, if there was one."""
+        """Return the logits from before the mask, if there was one."""
         kept_RV = self.unmasked_RV if self.is_masked else logits_RV
         self.is_masked, self.unmasked_RV = False, None
         return kept_RV
@@ -118,14 +118,16 @@ class Feed:
     def put_states(self, streams_ND: Sequence[Tensor]) -> None:
         """Complete the newest step with the hidden states that the draft now reads.
 
-        There is one tensor per layer.
+        There is one tensor for each layer.
         """
         if self.unread is not None and self.unread.parts:
             ranges = self.unread.ranges
-            # If the device chose, the owners of the tokens are known only later, so all are copied.
+            # If the device decided, it becomes known only later which request a token belongs to,
+            # so copy all tokens.
             runs = [(0, ranges.num_tokens)] if ranges else _find_runs(self.unread.parts)
             states_NLD = _read_states(runs, streams_ND)
-            # A second event: the copy of the states is queued after the first one.
+            # A second event is needed, because the copy of the states is queued after the first
+            # event.
             self.unread = replace(
                 self.unread, states_NLD=states_NLD, computed=record_event(states_NLD)
             )
@@ -144,27 +146,27 @@ class Feed:
         ranges: DeviceRanges | None = None,
         confidences_BJ: Tensor | None = None,
     ) -> EngineStep | None:
-        """Make the step for a batch; None if it is empty.
+        """Make the step for a batch. None if it is empty.
 
-        The tensors are as in `EngineStep`.
+        The tensors are those of `EngineStep`.
         """
         if not any(batch.infos):
             return self.make_empty_step()
         parts = self._list_parts(batch)
-        # A step without a draft has a row too, because a learner can train a draft that has not
-        # been called yet.
+        # A step without a draft also has a row, because a learner can train a draft that was not
+        # called.
         num_rows = sum(part.num_drafts + 1 for part in parts if part.sampled_row is not None)
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
         elif ranges is None and 2 * num_rows < len(logits_RV):
-            # copying a few rows takes less memory than a reference to all
+            # Copying a few rows takes less memory than a reference to all.
             parts, logits_RV = _copy_rows(parts, logits_RV)
         largest = None
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
-            # Queued, not awaited. Without the reference, PyTorch can give the logits' memory to the
-            # next step.
+            # The copy is queued, not awaited. Without the reference, PyTorch could give the logits'
+            # memory to the next step.
             largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.logprobs), None
-        # Handed over: `StepQueue` may extend the list in place.
+        # The list is handed over, because `StepQueue` may extend it in place.
         finished, self.finished = self.finished, []
         num_new_tokens, self.num_new_tokens = self.num_new_tokens, 0
         return EngineStep(
@@ -220,7 +222,7 @@ class Feed:
         ]
 
     def _decide(self, request: Any) -> RequestInfo | None:
-        """Return the record header of a new request, or None if it is not to be recorded."""
+        """Return the record header of a new request, or None if the request is not recorded."""
         params = request.sampling_params
         origin = read_origin_arguments(params.extra_args)
         if origin is None:  # e.g. of another front end: whether its client opted out is not known
@@ -234,8 +236,8 @@ class Feed:
         if not self.capture.is_sampled(request.req_id, origin.tenant):
             return None
         self.capture.counts["captured_requests"] += 1
-        # Counted once, with the next step: `StepQueue` bounds the prompts that waiting steps keep
-        # alive.
+        # Counted once, with the next step, because `StepQueue` limits the prompts that waiting
+        # steps keep in memory.
         self.num_new_tokens += len(request.prompt_token_ids)
         # The engine also ends an answer at the model's maximum length, whatever max_tokens is.
         max_tokens = self.max_model_len - len(request.prompt_token_ids)
@@ -257,11 +259,11 @@ class Feed:
 def record_event(tensor: Tensor) -> torch.cuda.Event | None:
     """Record an event after all work queued so far on the tensor's GPU.
 
-    None on a CPU, where the work is done already.
+    Return None on a CPU, where the work is already done.
     """
     if not tensor.is_cuda:
         return None
-    # blocking: the background thread waits for it without spinning
+    # `blocking` lets the background thread wait for the event without spinning.
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(tensor.device))
     return event
@@ -271,22 +273,23 @@ PLAIN_ARGUMENTS = {EXTRA_ARGS_KEY, "kv_transfer_params", "ec_transfer_params"}
 
 
 def _find_text(request: Any) -> int:
-    """Index of the first token after the last image, video or sound; 0 without any."""
+    """Return the index of the first token after the last image, video or audio; 0 if none."""
     places = [feature.mm_position for feature in request.mm_features]
     return max((place.offset + place.length for place in places), default=0)
 
 
 def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str:
-    """Why a request cannot be recorded; empty if it can."""
+    """Return why a request cannot be recorded; empty if it can."""
     params = request.sampling_params
     reasons = {
         "opt_out": origin.opt_out,
-        # how the engine then chooses its tokens cannot be expressed in a record
+        # A record cannot express how the engine then chooses its tokens.
         "watermark": bool(params.watermarking),
         "forced_tokens": bool(params.trace_decode_token_ids),
-        # for logits processors that are not vLLM's
+        # These arguments are for logits processors that do not belong to vLLM.
         "custom_arguments": bool((params.extra_args or {}).keys() - PLAIN_ARGUMENTS),
-        # the target read more than token ids; a head learns from the states after the last image
+        # The target read more than token ids, but a head can learn from the states after the last
+        # image.
         "multimodal": (bool(request.mm_features) and not with_states)
         or request.prompt_token_ids is None,
     }
@@ -316,12 +319,13 @@ def find_owner(config: CaptureConfig, request: Any) -> bytes | None:
 
 
 def name_owner(tenant: str) -> bytes:
-    """The prefix of the names of a tenant's live counts."""
+    """Return the prefix of the names of a tenant's live counts."""
     return _hash(tenant)
 
 
 def _hash(name: str) -> bytes:
-    # Alike on all ranks; too long to find another name of the same hash.
+    # The hash is the same on all ranks, and too long for anyone to find a second name with the same
+    # hash.
     return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:OWNER_BYTES]
 
 
@@ -340,9 +344,9 @@ def _read_sampling(params: Any) -> Sampling:
 def _read_states(runs: Sequence[tuple[int, int]], streams_ND: Sequence[Tensor]) -> Tensor:
     """Copy the hidden states of these runs of tokens, bfloat16 [N, L, D].
 
-    They are copied because the engine reuses the buffers.
+    They must be copied, because the engine reuses its buffers.
     """
-    # By slices: an index tensor would be copied to the GPU and wait for its queue.
+    # Use slices: an index tensor would have to be copied to the GPU and would wait for its queue.
 
     def read(stream_ND: Tensor) -> Tensor:
         slices = [stream_ND[begin:end] for begin, end in runs]
@@ -354,8 +358,8 @@ def _read_states(runs: Sequence[tuple[int, int]], streams_ND: Sequence[Tensor]) 
 def _find_runs(parts: list[StepPart]) -> list[tuple[int, int]]:
     """Group the tokens read by `parts` into as few runs as possible.
 
-    If all requests are recorded, there is one run: a slice for each of 256 requests and three
-    layers would take the engine's thread a millisecond.
+    If all requests are recorded, there is only one run. One slice for each of 256 requests and
+    three layers would take the engine thread a millisecond.
     """
     runs: list[tuple[int, int]] = []
     for part in parts:

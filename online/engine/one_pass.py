@@ -1,11 +1,11 @@
-"""The largest logits of a row and its log-sum-exp in one pass over the logits, on a GPU.
+"""Find the largest logits of a row and its log-sum-exp in one pass over the logits, on a GPU.
 
     logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest
     maxima ─► k largest
 
-These groups contain the k largest logits, or equal ones. Only they are read a second time: 2,048 of
-128,000 logits. The float32 softmax of the whole row is never stored. There are few kernels, because
-with one request, a step takes 5 ms and a launch 5 µs.
+These groups contain the k largest logits, or equal ones. Only these groups are read a second time:
+2,048 of 128,000 logits. The float32 softmax of the whole row is never stored. There are few
+kernels, because with one request, a step takes 5 ms and a launch 5 µs.
 
 R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups, B
 = requests, J = draft tokens of one request, N = draft tokens.
@@ -29,21 +29,22 @@ ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a v
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
     """Return the `k` largest logits of every row in float32, descending, with their ids.
 
-    The result includes each row's log-sum-exp. The function queues work, and waits for nothing.
-    Without Triton, or for a small vocabulary, PyTorch does the work in more passes.
+    The result includes each row's log-sum-exp. The function queues its work and does not wait for
+    it. Without Triton, or for a small vocabulary, PyTorch computes the result in more passes.
     """
     num_rows, vocab_size = logits_RV.shape
     k = min(k, vocab_size)
     kernels = find_kernels()
-    # In a smaller vocabulary the k groups are more than half of the row, and the second read saves
-    # little.
+    # In a smaller vocabulary, the k groups would be more than half of the row, so reading only them
+    # again would save little.
     if kernels is None or vocab_size < 2 * k * GROUP:
         values_RK, ids_RK = logits_RV.float().topk(k, dim=-1)
         return Largest(ids_RK.int(), values_RK, logits_RV.float().logsumexp(-1))
-    # The kernels take any distance between rows, but the logits of one row side by side.
+    # The kernels accept any stride between rows, but the logits of a row must be contiguous.
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     maxima_RG, log_sum_exp_R = _scan(kernels, logits_RV)
-    # The last chunk may reach past the vocabulary. Its empty groups have the maximum -inf and lose.
+    # The last chunk may extend beyond the vocabulary. Its empty groups have a maximum of -inf, so
+    # they are not chosen.
     groups_RK = maxima_RG.topk(k, dim=-1, sorted=False).indices
     logits_RM = maxima_RG.new_empty(num_rows, k * GROUP)
     kernels.read_groups[num_rows, k](
@@ -60,7 +61,7 @@ def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
 def gather_probs(
     logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, ids_N: Tensor, temperatures_N: Tensor
 ) -> Tensor:
-    """softmax(logits[slot, step] / temperature)[id], [N]; a temperature of 0 counts as 1."""
+    """Return softmax(logits[slot, step] / temperature)[id], [N]. A temperature of 0 counts as 1."""
     temperatures_N = torch.where(temperatures_N > 0, temperatures_N, 1.0)
     kernels = find_kernels()
     if kernels is not None and logits_BJV.stride(2) == 1:
@@ -75,7 +76,7 @@ def gather_probs(
 
 
 def _scan(kernels: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of every group, [R, G], and the log-sum-exp of every row."""
+    """Return the maximum of every group, [R, G], and the log-sum-exp of every row."""
     num_rows, vocab_size = logits_RV.shape
     num_chunks = -(-vocab_size // CHUNK)
     maxima_RG = logits_RV.new_empty(num_rows, num_chunks * CHUNK // GROUP, dtype=torch.float32)
@@ -109,9 +110,9 @@ def _scan_drafts(
 
 
 def _join_chunks(kernels: Any, peaks_RC: Tensor, sums_RC: Tensor) -> Tensor:
-    """The log-sum-exp of every row, [R], from its chunks.
+    """Return the log-sum-exp of every row, [R], from its chunks.
 
-    Each chunk is given by its maximum, and by its sum of exp(logit - maximum).
+    Each chunk is given by its maximum and its sum of exp(logit - maximum).
     """
     num_rows, num_chunks = peaks_RC.shape
     totals_R = peaks_RC.new_empty(num_rows)

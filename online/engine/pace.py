@@ -1,4 +1,4 @@
-"""Hooks for the policy in vLLM's scheduler and runner: the number of draft tokens for every step.
+"""Hooks in vLLM's scheduler and runner: the policy chooses each step's number of draft tokens.
 
     schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
     update_from_output ─► accepted tokens ┐
@@ -6,16 +6,15 @@
     CHANGING ─► Policy.swapped
 
 vLLM's scheduler looks the number up in a table. `redraft serve --pace` gives vLLM a table with all
-numbers, so that vLLM prepares for each of them, and a `Pacer` replaces the table.
+numbers, so that vLLM prepares for each of them. A `Pacer` then replaces the table.
 
-At 0, a draft with keys reads only prompts. Keys of tokens that are answered in the meantime stay
-unwritten until the request ends, and longer for a later request that finds the text in the prefix
-cache. Instead of these keys, the draft reads zeros, or finite keys of an older text. They change
-which tokens are drafted, and thereby acceptance (by how much was not measured), but no answer,
-because verification decides on each token. Only NaN in probabilities would mislead verification.
-Memory after a sleep is undefined, so --enable-sleep-mode is refused with sampled drafts. A
-request's acceptance counts, and a probe of more tokens starts, only if the draft has read the
-fraction READ of it.
+At 0, a draft with a KV cache reads only prompts. It never writes the keys of tokens generated in
+the meantime, neither for this request nor for a later one that finds the text in the prefix cache.
+In their place, the draft reads zeros or finite keys of an older text. This changes which tokens are
+drafted, and so acceptance (the effect was not measured), but not the answers, because verification
+decides on each token. Only NaN in probabilities would mislead verification. Memory after a sleep is
+undefined, so --enable-sleep-mode is refused with sampled drafts. A request's acceptance counts, and
+a probe of more tokens starts, only if the draft has read the fraction READ of the text.
 """
 
 import logging
@@ -50,7 +49,7 @@ def find_decider(vllm_config: Any) -> str:
     speculative = vllm_config.speculative_config
     if not speculative or not speculative.num_speculative_tokens:
         return "nothing is drafted"
-    # vLLM itself drops the table with data parallelism, so this comes first.
+    # With data parallelism, vLLM itself drops the table, so check this first.
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "data-parallel replicas must draft equally many tokens: start a server per replica"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -75,7 +74,7 @@ def find_decider(vllm_config: Any) -> str:
 
 
 def keeps_keys(speculative: Any) -> bool:
-    """Whether the draft attends to its own keys of the text, and so must have read the text."""
+    """Whether the draft attends to its own keys of the text, so that it must have read the text."""
     if speculative.use_gemma4_mtp():  # it attends to the target's
         return False
     return bool(speculative.use_eagle() or speculative.uses_draft_model())
@@ -85,8 +84,8 @@ class Pacer:
     """Replaces the scheduler's table: `pacer[requests]` is the number for the next step.
 
     vLLM counts all requests in a step, including those that read prompts (vllm-project/vllm#49548).
-    Here, the requests are those in the step that verifies the drafts: `survey` returns how many of
-    them will still be reading their prompts then, and the mean text length of the others.
+    Here, the count is for the step that verifies the drafts: `survey` returns how many requests
+    will then still be reading their prompts, and the mean text length of the others.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Pacer:
     def set(self, pace: str) -> None:
         """Set the pace from the next step on: `auto`, or a number, which is capped at `most`.
 
-        `off` means `most`, as without a pacer. So does `adaptive`, with which vLLM verifies only
+        `off` means `most`, as without a pacer. `adaptive` means `most` too; vLLM then verifies only
         some of the tokens.
         """
         is_most = pace in ("off", "adaptive")
@@ -158,7 +157,7 @@ class Pacer:
             output.redraft = self._drafted, self._verified, now_s
 
     def end(self, output: Any, result: Any, requests: Any) -> None:
-        """Note the result of a step, which is done when `finish` is called.
+        """Note the result of a step. The step is done when `finish` is called.
 
         `requests` contains the scheduler's requests by id, before the scheduler adds this step's
         tokens.
@@ -171,19 +170,19 @@ class Pacer:
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests.get(request_id)
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            # Without the prompt's own step. A request that no longer exists ended in the previous
-            # step.
+            # Skip the step that read the prompt. A request that no longer exists ended in the
+            # previous step.
             is_decoding = num_scheduled == 1 + num_drafts and (
                 request is None or request.num_output_tokens > 0
             )
             num_decoding += is_decoding
             num_new = len(sampled[result.req_id_to_index[request_id]]) if sampled else 0
             if request is None:
-                # as without drafts, where it would also have ended one step later
+                # Without drafts, the request would also have ended one step later.
                 num_tokens += is_decoding
                 continue
-            # A lookup may have found nothing, and counts as a draft without success. So do tokens
-            # past the end of the answer, which no client gets.
+            # A lookup that found nothing counts as a draft without success. So do tokens past the
+            # end of the answer, which no client gets.
             num_given = min(num_new, max(1, request.max_tokens - request.num_output_tokens))
             if is_decoding:
                 num_tokens += num_given
@@ -201,7 +200,7 @@ class Pacer:
         context = length / max(1, num_decoding)
 
         def observe(now_s: float) -> None:
-            # With steps scheduled ahead, this one began when the one before it was done.
+            # If steps are scheduled ahead, this step began when the previous one was done.
             seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
             if self.fixed is not None:
                 return
@@ -221,7 +220,7 @@ class Pacer:
         self._observe = observe
 
     def finish(self, now_s: float) -> None:
-        """Note that a step is done, with the draft tokens for the next one."""
+        """Note that a step and the draft tokens for the next one are done."""
         if self._observe is not None:
             self._observe(now_s)
             self._observe = None
@@ -230,7 +229,7 @@ class Pacer:
         """Return the pace and its effect.
 
         `gain` is this server's speed in recent steps, relative to the same requests without drafts;
-        both include the time that clients wait for prompts. Each cell contains the chosen number,
+        both include the time that clients wait for prompts. Each cell contains the chosen number
         and its speed in steps that read no prompt. Speeds have a 95% interval. `explored` is the
         fraction of time lost in probes.
         """
@@ -261,7 +260,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     speculative = scheduler.vllm_config.speculative_config
     is_adaptive = bool(speculative and speculative.enable_adaptive_verification)
     if is_adaptive:
-        logger.info("redraft: --pace %s: vLLM decides on the verified tokens of a step", pace)
+        logger.info(
+            "redraft: --pace %s: vLLM decides how many draft tokens each step verifies", pace
+        )
     if decider := find_decider(scheduler.vllm_config):
         if not is_adaptive or pace != "adaptive":
             logger.warning("redraft: --pace %s is off: %s", pace, decider)
@@ -293,14 +294,14 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     )
     off = "only reads prompts" if has_keys else "is not called"
     logger.info(
-        "redraft: --pace at 0 tokens: the draft %s, and a step of answers is the target's", off
+        "redraft: --pace at 0 tokens: the draft %s, and decoding steps run only the target", off
     )
 
 
 def survey(scheduler: Any) -> tuple[int, float]:
-    """The number of requests that read long prompts, and the mean text length of the others.
+    """Return the number of requests that read long prompts, and the mean text length of the others.
 
-    A prompt is long while more tokens of it remain than one step reads.
+    A prompt counts as long while more of its tokens remain than one step reads.
     """
     most = scheduler.max_num_scheduled_tokens
     most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
@@ -313,7 +314,7 @@ def survey(scheduler: Any) -> tuple[int, float]:
 
 
 def find_pacer(engine: Any) -> Pacer | None:
-    """The pacer of an engine core, if it has one."""
+    """Return the pacer of an engine core, or None."""
     state: SchedulerState | None = getattr(getattr(engine, "scheduler", None), "redraft", None)
     return state.pacer if state else None
 

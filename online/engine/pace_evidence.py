@@ -1,10 +1,10 @@
-"""Evidence for a pace, by cell: the time of a step, and the acceptance of draft tokens.
+"""Evidence for a pace, by cell: step times, and the acceptance of draft tokens.
 
-A cell is a number of decoding requests and a context length. Measurements in one cell also count in
-others, with a weight that falls with the distance, because most cells have no evidence of their own
-when they are entered.
+A cell is a number of decoding requests together with a context length. Measurements in one cell
+also count in others, with a weight that falls with the distance, because most cells have no
+evidence of their own when they are first used.
 
-N = probes, R = others, M = numbers of draft tokens above 0, F = features.
+N = probes, R = points to predict, M = numbers of draft tokens above 0, F = features.
 """
 
 import math
@@ -19,16 +19,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 MEMORY_STEPS = 4000  # Steps after which acceptance and times count 1/e.
-# Maximum number of drafts with which the acceptance at a position is remembered.
+# Maximum weight of the remembered acceptance at a position, in drafts.
 MEMORY_DRAFTS = 4000
 MOST_PROBES = 128  # The newest ones count.
-# Number of drafts in a cell after which its own acceptance counts as much as that of others.
+# Number of drafts in a cell at which its own acceptance counts as much as that of other cells.
 POOL = 100
 BORROWED = 60  # Maximum number of drafts for which those at other context lengths count.
 
 OFFSET, SLOPE = 0.06, 0.1
-"""log x = OFFSET + SLOPE g log2(1 + tokens), before any measurement, with g = 1 + log2(requests) /
-3: a token costs more if requests keep the machine busy, by an unknown amount.
+"""Prior before any measurement: log x = OFFSET + SLOPE g log2(1 + tokens), with g = 1 +
+log2(requests) / 3. A token costs more if many requests keep the machine busy; by how much is
+unknown.
 """
 
 SPREAD_OFFSET, SPREAD_SLOPE = 0.12, 0.15
@@ -41,7 +42,7 @@ SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # of a number's distance from that line, e.
 
 
 class Cell(NamedTuple):
-    """A group of steps that are treated as alike."""
+    """Steps that are treated as equivalent."""
 
     requests: int
     """Number of decoding requests, rounded up."""
@@ -50,7 +51,7 @@ class Cell(NamedTuple):
 
 
 def list_requests(most: int) -> list[int]:
-    """The numbers of requests that are distinguished: each up to 8, then four per octave."""
+    """Return the distinguished numbers of requests: each up to 8, then four per octave."""
     numbers = list(range(1, 9))
     while numbers[-1] < most:
         numbers.append(numbers[-1] + (1 << (numbers[-1].bit_length() - 3)))
@@ -58,7 +59,7 @@ def list_requests(most: int) -> list[int]:
 
 
 def list_contexts(most: int) -> list[int]:
-    """The context lengths that are distinguished: one per octave, from 1,024 tokens."""
+    """Return the context lengths that are distinguished: one per octave, from 1,024 tokens."""
     lengths = [1024]
     while lengths[-1] < most:
         lengths.append(2 * lengths[-1])
@@ -80,10 +81,10 @@ class Probe:
 
 
 class StepTimes:
-    """x, the time of a step relative to one without drafts, by cell and number of draft tokens.
+    """Estimates x, a step's time relative to one without drafts, by cell and draft tokens.
 
-    log x is a Gaussian process (Rasmussen and Williams, 2006, chapter 2) of requests, context
-    length and number of tokens.
+    log x is modelled as a Gaussian process (Rasmussen and Williams, 2006, chapter 2) over requests,
+    context length and number of tokens.
     """
 
     def __init__(self, arms: Sequence[int]) -> None:
@@ -99,7 +100,7 @@ class StepTimes:
         self._solved: tuple[Array, Array, Array, Array] | None = None
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
-        """x and its relative standard error; x is at least 1, because no draft shortens a step."""
+        """Return x and its relative error. x is at least 1: no draft shortens a step."""
         if cell not in self._found:
             self._found[cell] = self._predict(cell)
         return self._found[cell][self.arms.index(arm) - 1]
@@ -133,8 +134,8 @@ class StepTimes:
     def _solve(self) -> tuple[Array, Array, Array, Array]:
         """Prepare the probes for the predictions of the Gaussian process.
 
-        Returns the places [N, 2] and features [N, F] of the probes, the inverse of their covariance
-        [N, N], and the weights [N] of their surprises, the measured minus the expected log ratios.
+        Returns the probes' positions [N, 2] and features [N, F], the inverse of their covariance
+        [N, N], and the weights [N] of their residuals (measured minus expected log ratios).
         """
         at_N2 = _places([probe.cell for probe in self.probes])
         differs_NF = np.zeros((len(self.probes), len(self._mean_F)))
@@ -149,7 +150,7 @@ class StepTimes:
         return at_N2, differs_NF, inverse_NN, inverse_NN @ surprise_N
 
     def _features(self, cell: Cell) -> Array:
-        """Features [M, F] in standard deviations: offset, slope, and the token number itself."""
+        """Return features [M, F] in standard deviations: offset, slope, number of tokens."""
         features_MF = self._own_MF.copy()
         features_MF[:, 1] *= 1 + math.log2(cell.requests) / 3
         return features_MF
@@ -161,7 +162,7 @@ def _places(cells: Sequence[Cell]) -> Array:
 
 
 def _covary(ours_R2: Array, ours_RF: Array, theirs_N2: Array, theirs_NF: Array) -> Array:
-    """Covariances [R, N] of the log ratios with these features at these places."""
+    """Return the covariances [R, N] of the log ratios with these features at these positions."""
     apart_RN2 = np.square(ours_R2[:, None] - theirs_N2)
     near_RN, alike_RN = (
         np.exp(-0.5 * (apart_RN2[..., 0] / octaves**2 + apart_RN2[..., 1] / CONTEXT_OCTAVES**2))
@@ -189,7 +190,7 @@ class Tally:
 
 
 Row = tuple[int | None, int | None]
-"""A cell; None stands for all numbers of requests, or all context lengths."""
+"""A cell. None stands for all numbers of requests, or for all context lengths."""
 
 ALL: Row = (None, None)
 
@@ -205,7 +206,7 @@ class Acceptance:
     _found: dict[Cell, list[tuple[float, float]]] = field(default_factory=dict)
 
     def learn(self, cell: Cell, accepted: Sequence[int], verified: int) -> None:
-        """Add the numbers of accepted tokens in drafts of `verified` tokens."""
+        """Add drafts of `verified` tokens, given their numbers of accepted tokens."""
         if not (accepted and verified):
             return
         keep = max(0.0, 1 - len(accepted) / MEMORY_DRAFTS)
@@ -220,7 +221,7 @@ class Acceptance:
         self._found = {}
 
     def find(self, cell: Cell, arm: int) -> tuple[float, float]:
-        """tau for `arm` draft tokens, and its standard error."""
+        """Return tau for `arm` draft tokens, and its standard error."""
         if not arm:
             return 1.0, 0.0
         if cell not in self._found:
@@ -235,8 +236,7 @@ class Acceptance:
 
     def swapped(self) -> None:
         """Reduce the weight of all evidence sharply, because the draft has changed."""
-        # The old estimate remains with a low weight, so that a good draft is not dropped for a
-        # moment.
+        # The old estimate remains with a low weight, so that a good draft is not abandoned at once.
         keep = [min(1.0, 3 / max(tried, 1e-9)) for tried in self._tally(ALL).tried]
         for tally in self.tallies.values():
             tally.scale(keep)
@@ -255,10 +255,10 @@ class Acceptance:
         ]
         tau, error, found = 1.0, 0.0, []
         for i in range(self.most):
-            # A guess that halves from token to token counts as two drafts.
+            # The prior, which halves from token to token, counts as two drafts.
             rate = (every.hit[i] + 2 * 0.5 ** (i + 1)) / (every.tried[i] + 2)
-            # A draft is right less often in long texts, and a lookup may propose less if there are
-            # many requests: both shift the acceptance of all drafts.
+            # A draft is accepted less often in long texts, and a lookup may propose fewer tokens if
+            # there are many requests. Both shift the acceptance of all drafts.
             near = sum(weight * tally.tried[i] for weight, tally in others)
             near_hit = sum(weight * tally.hit[i] for weight, tally in others)
             by_context = _pool(long, i, (near_hit + 2 * rate) / (near + 2))
@@ -272,5 +272,5 @@ class Acceptance:
 
 
 def _pool(tally: Tally, position: int, otherwise: float) -> float:
-    """The rate at a position, for which `otherwise` counts as much as POOL drafts."""
+    """Return the rate at a position, where `otherwise` counts as much as POOL drafts."""
     return (tally.hit[position] + POOL * otherwise) / (tally.tried[position] + POOL)

@@ -1,9 +1,10 @@
-"""A policy's estimates on disk, so that a restarted server drafts from its first step on.
+"""A policy's estimates on disk, so that a restarted server drafts from its first step.
 
-    REGISTRY/pace-KEY.json     KEY: machine, engine, target, and how the draft is asked
+    REGISTRY/pace-KEY.json     KEY: machine, engine, target, and the draft's settings
 
-Step times depend on the machine, the engine and the draft's shape, so estimates from others are not
-read. Acceptance belongs to one version; for another version, it counts as after a swap.
+Step times depend on the machine, the engine and the draft's shape, so estimates made with others
+are not read. Acceptance belongs to one version; for a different version, it is treated as after a
+swap.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     draft: str
-    """Hash of the version's manifest; empty if it or the target's weights are unknown."""
+    """Hash of the version's manifest. Empty if the version or the target's weights are unknown."""
     policy: Known
 
 
@@ -49,7 +50,7 @@ class PaceMemory:
         self._writer: threading.Thread | None = None
 
     def recall(self, policy: Policy) -> bool:
-        """Restore the policy from the file; return whether there was anything to restore.
+        """Restore the policy from the file, and return whether there was one.
 
         Errors are logged.
         """
@@ -58,7 +59,7 @@ class PaceMemory:
             if kept is None:
                 return False
             if kept.key != self.key:
-                raise ValueError(f"{self.path} belongs to another server")
+                raise ValueError(f"{self.path} belongs to a different server")
             policy.recall(kept.policy)
         except (OSError, ValueError) as error:
             logger.warning("redraft: --pace starts without earlier estimates: %s", error)
@@ -68,7 +69,7 @@ class PaceMemory:
         return True
 
     def note(self, policy: Policy, now_s: float) -> None:
-        """Save the policy every SAVE_S, in a thread, so that the engine never waits for a disk."""
+        """Save the policy every SAVE_S seconds, in a thread that may wait for the disk."""
         if self._saved_s is None:
             self._saved_s = now_s
         if now_s - self._saved_s < SAVE_S or (self._writer and self._writer.is_alive()):
@@ -82,7 +83,9 @@ class PaceMemory:
         try:
             write_sealed(self.path, msgspec.to_builtins(kept))
         except OSError as error:
-            logger.warning("redraft: --pace keeps nothing for the next start: %s", error)
+            logger.warning(
+                "redraft: --pace cannot save its estimates for the next start: %s", error
+            )
             self._saved_s = float("inf")  # once: it would fail again
 
     def _hash_draft(self) -> str:
@@ -92,13 +95,16 @@ class PaceMemory:
 
 
 def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
-    """Open a server's memory; None without a registry, or if the model cannot be identified."""
+    """Open a server's memory.
+
+    None if there is no registry, or if the model cannot be identified.
+    """
     if registry is None:
         return None
     try:
         key = make_key(vllm_config)
     except (OSError, ValueError) as error:
-        logger.warning("redraft: --pace keeps nothing for the next start: %s", error)
+        logger.warning("redraft: --pace cannot save its estimates for the next start: %s", error)
         return None
     draft = vllm_config.speculative_config.draft_model_config
     folder = model_folder(draft.model).resolve() if draft else Path()
@@ -107,10 +113,10 @@ def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
 
 
 def make_key(vllm_config: Any) -> str:
-    """The SHA-256, in hex, of everything that step times depend on.
+    """Return the SHA-256, in hex, of everything that step times depend on.
 
     Raises:
-        OSError, ValueError: if the target cannot be read.
+        OSError, ValueError: the target cannot be read.
     """
     from vllm.platforms import (
         current_platform,

@@ -1,22 +1,23 @@
-"""The number of draft tokens of the next step: numbers in, a number out.
+"""Choose the number of draft tokens for the next step.
 
-It reads no clock.
+The policy is a pure calculation: it reads no clock.
 
-An arm is a number of draft tokens per request; 0 is "off". The speed against off is tau / x: tokens
-per step, tau, from the acceptance by position; x is the time of a step with the arm relative to one
-without. Both are measured by cell: by decoding requests and the mean length of their texts.
+An arm is a number of draft tokens per request; 0 is "off". The speed relative to off is tau / x.
+tau, the tokens per step, follows from the acceptance by position. x is the time of a step with the
+arm relative to one without. Both are measured by cell, i.e. by the number of decoding requests and
+the mean length of their texts.
 
     base base base | arm arm arm arm arm | base base base
     └─ residuals ─┘ └────── probe ──────┘ └─ residuals ─┘
     log x[arm] - log x[base] = mean residual of the probe - mean residual around it
 
-A residual is the log of a step's time minus the mean for this cell and base. So a probe may run
-while requests come and go, and a drift in the machine's speed cancels out. A probe in one cell
-tells nearly as much about the next ones, and a little about those further off (`pace_evidence`).
+A residual is the log of a step's time minus the mean for its cell and base. So a probe may run
+while requests come and go, and a drift in the machine's speed cancels out. A probe in one cell says
+nearly as much about neighbouring cells, and a little about distant ones (`pace_evidence`).
 
-Time lost in probes is paid from an account, which gets SHARE of all busy time, and no more when a
-draft or target changes: a draft that never pays costs no more. Evidence fades, so arms are
-probed again after a change of load or machine.
+Time lost in probes is paid from an account that gets SHARE of all busy time. A change of draft or
+target adds nothing, so a draft that never pays off costs no more than this share. Evidence fades,
+so arms are probed again after a change of load or machine.
 """
 
 import math
@@ -66,9 +67,9 @@ class Running:
 
     arm: int
     before: float
-    """Mean residual of the preceding steps."""
+    """Mean residual of the steps before the probe."""
     residuals: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
-    """Residuals of the steady steps, by cell and base."""
+    """Residuals of the settled steps, by cell and base."""
     num_steps: int = 0
     is_over: bool = False
 
@@ -89,7 +90,7 @@ class Speed:
         return self.mean * (1 + errors * self.error)
 
     def interval(self) -> dict[str, float]:
-        """The speed, and the bounds of its 95% interval."""
+        """Return the speed and the bounds of its 95% interval."""
         return dict(zip(BOUNDS, (self.at(-1.96), self.mean, self.at(1.96)), strict=True))
 
 
@@ -99,7 +100,7 @@ OFF = Speed(1.0, 0.0)
 
 @dataclass
 class Times:
-    """The time of recent steps, and the time that their tokens would have taken with off."""
+    """Time of recent steps, and the time that their tokens would have taken with off."""
 
     spent_s: float = 0.0
     off_s: float = 0.0
@@ -122,15 +123,15 @@ class Times:
 
 @dataclass(frozen=True)
 class Known:
-    """A policy's knowledge, for another policy with the same arms and cells."""
+    """A policy's knowledge, which a policy with the same arms and cells can restore."""
 
     probes: list[Probe]
     accepted: list[tuple[int | None, int | None, list[float], list[float]]]
-    """Row, number of drafts tried, and number accepted, by position."""
+    """For each position: row, number of drafts tried, and number accepted."""
 
 
 class Policy:
-    """Chooses the arm of each step: call `choose` before it, and `observe` after it."""
+    """Chooses the arm of each step: call `choose` before a step, and `observe` after it."""
 
     def __init__(
         self, most: int, max_requests: int, max_context: int, *, is_adaptive: bool = False
@@ -182,7 +183,7 @@ class Policy:
         return Cell(self.requests[place], self.contexts[length])
 
     def speed(self, cell: Cell, arm: int) -> Speed:
-        """The estimated speed of an arm in a cell, in steps that read no prompt."""
+        """Return the estimated speed of an arm in a cell, in steps that read no prompt."""
         if not arm:
             return OFF
         x, error = self.times.find(cell, arm)
@@ -190,7 +191,7 @@ class Policy:
         return Speed(tau / x, math.hypot(error, tau_error / tau))
 
     def known(self) -> Known:
-        """The knowledge that the next start of this server can use."""
+        """Return the knowledge that this server's next start can use."""
         rows = [
             (*row, [*tally.tried], [*tally.hit]) for row, tally in self.accepted.tallies.items()
         ]
@@ -200,7 +201,7 @@ class Policy:
         """Restore another policy's knowledge.
 
         Raises:
-            ValueError: if it belongs to other arms or cells, or has impossible numbers.
+            ValueError: it belongs to different arms or cells, or contains impossible numbers.
         """
         tallies = {(row[0], row[1]): Tally(*row[2:]) for row in known.accepted}
         counts = [some for tally in tallies.values() for some in (tally.tried, tally.hit)]
@@ -227,7 +228,7 @@ class Policy:
         self.times.learn(known.probes)
 
     def swapped(self) -> None:
-        """Note that another version is served, with unknown acceptance and the same cost."""
+        """Note that a different version is served, with unknown acceptance and the same cost."""
         self.accepted.swapped()
 
     def _update_base(self, cell: Cell) -> None:
@@ -235,7 +236,8 @@ class Policy:
         own = self.speed(cell, base)
         if base and own.mean < 1:
             base, own = 0, OFF
-        # Nothing is drafted on credit: an arm must beat off even if one error worse than it looks.
+        # An arm must beat off even if it is one standard error worse than estimated, so that
+        # nothing is drafted on credit.
         sure = [arm for arm in self.arms[1:] if self.speed(cell, arm).at(-1) > 1]
         best = max(sure, key=lambda arm: self.speed(cell, arm).mean, default=base)
         if self.speed(cell, best).mean > own.mean * (1 + MARGIN):
@@ -243,7 +245,7 @@ class Policy:
         self.base[cell] = base
 
     def _find_wanted(self, cell: Cell) -> int | None:
-        """Return the arm that is worth a probe; None if no arm is."""
+        """Return the arm that is worth a probe, or None."""
         base = self.base[cell]
         own = self.speed(cell, base)
         if base and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
@@ -254,10 +256,11 @@ class Policy:
         return arm if arm is not None and rivals[arm] > own.mean * (1 + MARGIN) else None
 
     def _cost(self, cell: Cell, arm: int) -> float:
-        """The time that a step with the arm may lose, relative to a step with the base."""
+        """Return the time that a step with the arm may lose, relative to a step with the base."""
         own = self.speed(cell, self.base[cell])
-        # Not the mean, but an arm one standard error worse than it looks. For off, what the base
-        # gains, less one error, because a base in doubt would be too expensive to leave.
+        # Do not use the mean, but assume that the arm is one standard error worse than estimated.
+        # For off, use what the base gains minus one standard error; otherwise, leaving an uncertain
+        # base would be too expensive.
         loss = own.mean / max(0.2, self.speed(cell, arm).at(-1)) - 1 if arm else own.at(-1) - 1
         return max(0.03, loss)
 
@@ -280,11 +283,11 @@ class Policy:
         tokens: int,
         num_reading: int,
     ) -> None:
-        """Observe one step of `requests` decoding requests, which got `tokens` tokens in all.
+        """Observe one step of `requests` decoding requests that got `tokens` tokens in total.
 
-        `verified` is the arm whose tokens the step verified. `accepted` contains the numbers of
-        accepted tokens by request, but only for requests whose acceptance is evidence about the
-        draft. `num_reading` is the number of further requests, whose prompts were read.
+        `verified` is the arm whose tokens the step verified. `accepted` contains the number of
+        accepted tokens for each request whose acceptance is evidence about the draft. `num_reading`
+        is the number of additional requests, which were reading their prompts.
         """
         self.busy_s += seconds
         self.account_s += SHARE * seconds
@@ -332,15 +335,15 @@ class Policy:
         tokens: int,
         num_reading: int,
     ) -> None:
-        """Add a step that drafts and verifies these arms to the recent times."""
+        """Add a step, which drafts and verifies these arms, to the recent times."""
         found = [self.times.find(cell, arm) if arm else (1.0, 0.0) for arm in arms]
         x, error = (sum(pair) / 2 for pair in zip(*found, strict=True))
         if not num_reading:
             off_s = tokens / requests * seconds / x
             self.recent.add(seconds, off_s, error * off_s)
             return
-        # A prompt takes its time with and without drafts. Off saves the draft's time, and gets the
-        # accepted tokens in later steps, in which the others decode too.
+        # A prompt takes the same time with and without drafts. Off saves the draft's time, but
+        # needs later steps for the accepted tokens, in which the other requests decode too.
         base = self.base[cell]
         off_step_s = 0.0
         if self._is_known(cell, base):
@@ -354,8 +357,8 @@ class Policy:
     def _pay(self, cell: Cell, arm: int, tokens: float, seconds: float) -> None:
         """Charge the account for a step of a probe.
 
-        The charge is the step's time, minus the time that the base takes for as many tokens per
-        request.
+        The charge is the step's time minus the time that the base takes for the same number of
+        tokens per request.
         """
         base = self.base[cell]
         if self._is_known(cell, base):
@@ -377,14 +380,14 @@ class Policy:
             self._probe = None
 
     def _settle(self, running: Running) -> None:
-        """Evaluate a probe, once the steps on both sides of it are known."""
+        """Evaluate a probe once the steps before and after it are known."""
         after, count = _typical(self._recent), running.count
         around, middle = (
             (running.before + after) / 2,
             _typical([one for some in running.residuals.values() for one in some]),
         )
-        # Each step measures one cell. All share the error of those around, which a stall makes
-        # large.
+        # Each step measures one cell. All share the error of the surrounding steps, which a stall
+        # makes large.
         variance = (
             self._variance * (1 + count / (2 * AROUND)) + count * (running.before - after) ** 2 / 4
         )
@@ -418,9 +421,9 @@ class Policy:
 
 
 def _typical(values: Sequence[float] | deque[float]) -> float:
-    """The mean, with outliers clipped at 0.4 from the median.
+    """Return the mean, with outliers clipped at a distance of 0.4 from the median.
 
-    A stall carries no information about an arm.
+    A stall says nothing about an arm.
     """
     median = sorted(values)[len(values) // 2]
     return sum(max(median - 0.4, min(median + 0.4, value)) for value in values) / len(values)

@@ -1,4 +1,4 @@
-"""Choices and gain of a pace, as a line and on /metrics."""
+"""Describe a pace's choices and gain, as a line of text and on /metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -75,7 +75,7 @@ class PaceMetrics:
 
 
 def read_gauges(metrics: str) -> dict[str, Any] | None:
-    """Read the status from a /metrics page; None without a pacer."""
+    """Read the status from a /metrics page. None without a pacer."""
     cells: dict[tuple[int, int], dict[str, float]] = {}
     found: dict[str, Any] = {"pace": "auto", "gain": {}}
     for sample in read_samples(metrics, GAUGES):

@@ -1,4 +1,4 @@
-"""Entry point of vLLM's general plugins.
+"""Entry point for vLLM's general plugins.
 
 vLLM loads it in every process of a server with redraft in VLLM_PLUGINS.
 """
@@ -16,13 +16,13 @@ def register() -> None:
     """Install every feature that this server requests, by wrapping vLLM's functions.
 
     It does nothing unless VLLM_PLUGINS names redraft. It raises no error, because an exception
-    would keep vLLM from starting. A feature that fails, e.g. because this version of vLLM lacks a
-    name, is logged.
+    would keep vLLM from starting. If a feature fails, e.g. because this version of vLLM lacks a
+    name, the error is logged.
     """
     if not is_enabled():
         return
-    # imported late: vLLM calls this in every process of every server, also of those that do not use
-    # redraft
+    # Imported late, because vLLM calls this in every process of every server, even in those that do
+    # not use redraft.
     from redraft.engine import hooks
     from redraft.engine.machine import VLLM_VERSION
     from redraft.online.engine.target_watch import register_backend

@@ -1,10 +1,10 @@
-"""Reduction of the target's logits: the top-k of every row, and the log-sum-exp of the whole row.
+"""Reduce the target's logits to the top-k of every row and the log-sum-exp of the whole row.
 
-And of states.
+Hidden states are reduced too.
 
 R = logit rows of several steps, S = their draft tokens, V = vocabulary, K = kept top-k ids, G =
-groups of logits, C = candidates for the top-k, H = tokens, L = hidden states of one token, D = size
-of each.
+groups of logits, C = candidates for the top-k, H = tokens, L = hidden states per token, D = size of
+a state.
 """
 
 import math
@@ -32,17 +32,17 @@ class ReducedSteps:
 class ScratchMemory:
     """CPU memory for large temporaries, reused between calls.
 
-    The kernel would provide fresh memory page by page, which would take longer than the whole
-    reduction.
+    New memory from the operating system would arrive page by page, which would take longer than the
+    whole reduction.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def get(self, name: str, logits: Sequence[Tensor]) -> Tensor | None:
-        """A float32 buffer [R, V] for all `logits`.
+        """Return a float32 buffer [R, V] for all `logits`.
 
-        None on a GPU, where torch caches memory itself.
+        Return None on a GPU, where torch caches memory itself.
         """
         if not logits[0].is_cpu:
             return None
@@ -55,7 +55,7 @@ class ScratchMemory:
 def reduce_steps(
     steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
 ) -> ReducedSteps | None:
-    """Reduce the steps, with one copy to the host per kind of tensor; None if no step has rows."""
+    """Reduce the steps, with one copy to the host per kind of tensor. None if no step has rows."""
     largest = [step.largest for step in steps if step.largest is not None]
     logits = [step.logits_RV for step in steps if step.logits_RV is not None]
     ids = [step.draft_ids_S for step in steps if step.draft_ids_S is not None]
@@ -96,7 +96,7 @@ def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
 
 
 def _join(largest: Sequence[Largest]) -> Rows:
-    # Joined first, because each `.cpu()` waits for the GPU.
+    # Join them first, because each `.cpu()` waits for the GPU.
     ids_RK, logits_RK, log_sum_exp_R = (
         torch.cat(parts).cpu() for parts in zip(*largest, strict=True)
     )
@@ -117,13 +117,13 @@ def _get_draft_probs(step: EngineStep) -> Tensor:
 @torch.inference_mode()
 def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) -> Rows:
     """Return each row's `top_k` log-probabilities at temperature 1, and its log-sum-exp."""
-    # On a CPU the scratch memory is float32, and `cat` converts. Nothing returned below is a view
+    # On a CPU, the scratch memory is float32, and `cat` converts. Nothing returned below is a view
     # of it.
     logits_RV = torch.cat(list(logits), out=scratch.get("logits", logits)).float()
     logits_RK, ids_RK = find_largest(logits_RV, min(top_k, logits_RV.shape[-1]))
-    # On a CPU, `softmax` takes half the time of `logsumexp`, which is then logit - log(probability)
-    # of any entry. The largest entry is used, because its probability is at least 1 / V and its
-    # logarithm is finite.
+    # On a CPU, `softmax` takes half the time of `logsumexp`. The log-sum-exp is then logit -
+    # log(probability) of any entry; the largest is used, because its probability is at least 1 / V
+    # and its logarithm is finite.
     probs_RV = torch.softmax(logits_RV, -1, out=scratch.get("probs", logits))
     log_sum_exp_R = logits_RK[:, 0] - probs_RV.gather(1, ids_RK[:, :1]).squeeze(1).log()
     return Rows(
@@ -134,23 +134,24 @@ def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) 
 
 
 def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest values of every row in descending order, and their ids; float32.
+    """Return the `k` largest values of every row in descending order, in float32, and their ids.
 
     On a CPU, this takes a quarter of the time of `topk`. The logits are divided into groups: the k
     groups with the largest maxima contain the k largest logits (or equal ones), so only members of
     these groups are sorted.
     """
     vocab_size = logits_RV.shape[1]
-    # Balances the two selections: V / group_size maxima first, then k * group_size candidates. E.g.
-    # V = 128,256 and k = 32: groups of 44, so 2,914 maxima, then 1,408 candidates and a rest of 40.
+    # The group size balances the two selections: first V / group_size maxima, then k * group_size
+    # candidates. E.g. V = 128,256 and k = 32 gives groups of 44, 2,914 maxima, then 1,408
+    # candidates plus a remainder of 40.
     group_size = math.isqrt(vocab_size // (2 * k))
     if group_size < 2 or not logits_RV.is_cpu:
         found = logits_RV.topk(k, dim=-1)
         return found.values, found.indices
     num_groups = vocab_size // group_size
     num_grouped = group_size * num_groups
-    # A group is every num_groups-th logit, not a contiguous run: maxima are then taken over whole
-    # vectors.
+    # A group is every num_groups-th logit instead of a contiguous run, so that maxima are taken
+    # over whole vectors.
     maxima_RG = logits_RV[:, :num_grouped].view(-1, group_size, num_groups).amax(1)
     groups_RK = _find_largest_ids(maxima_RG, torch.arange(num_groups), k)
     candidates_RC = (
@@ -163,14 +164,14 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _find_largest_ids(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
-    """Ids of the `k` largest values in every row.
+    """Return the ids of the `k` largest values in every row.
 
     They are ordered by descending value, and by ascending id among equal values. Value and id are
     packed into one integer, because numpy sorts integers with vector instructions.
     """
     bits_RC = values_RC.numpy().view(np.int32)
-    # The bits of negative floats fall as the value rises: flipping them gives one order for all,
-    # and ~ reverses it.
+    # The bit patterns of negative floats decrease as the value rises. Flipping these bits gives all
+    # floats the same order, and ~ reverses it.
     falling_RC = ~(bits_RC ^ ((bits_RC >> 31) & 0x7FFFFFFF))
     keys_RC = (falling_RC.astype(np.int64) << 32) | ids_RC.numpy()
     keys_RK = np.sort(np.partition(keys_RC, k - 1, axis=1)[:, :k], axis=1)

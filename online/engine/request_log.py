@@ -1,6 +1,6 @@
-"""The log of one running request: verification steps go in, records come out.
+"""The log of one running request, which turns verification steps into records.
 
-R = rows, K = kept top-k ids, H = tokens, L = hidden states of one token, D = size of each."""
+R = rows, K = kept top-k ids, H = tokens, L = hidden states per token, D = size of a state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not
 ROW_BYTES = 21  # of a row in a record, without the top-k
 
 KEPT_STATES = 64
-"""A segment begins with this many hidden states of the previous one, for its first rows to attend
-to; with fewer if they would be more than a quarter of it. A head whose layers all have a window
-gets as many as it reads, and learns these rows exactly as it is served.
+"""Number of hidden states that a segment repeats from the previous one, so that its first rows can
+attend to them. There are fewer if they would take more than a quarter of the segment. A head whose
+layers all have a window gets as many as it reads, so it learns these rows exactly as it is served.
 """
 
 
@@ -41,13 +41,13 @@ class RequestInfo:
     adapter: str = ""
     template_arguments: str = ""
     text_begin: int = 0
-    """Index of the first token after the last image. Earlier states are left out, because a head
+    """Index of the first token after the last image. Earlier states are omitted, because a head
     would also need the image's embeddings, which records do not contain.
     """
 
 
-# Rows and VerifiedStep are made for every request of every step: a dataclass would take five times
-# as long.
+# Rows and VerifiedStep are created for every request of every step. A dataclass would take five
+# times as long.
 class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Reduced logits: top-k and log-sum-exp of every row."""
 
@@ -67,9 +67,9 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 @dataclass(frozen=True)
 class States:
     begin: int
-    """Index of the first token in prompt + output."""
+    """Index of the first token of these states in prompt + output."""
     words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
-    """bfloat16 bits (numpy has no such type) or float8 bits."""
+    """bfloat16 bits (numpy has no such dtype) or float8 bits."""
 
     @property
     def end(self) -> int:
@@ -80,9 +80,9 @@ class States:
         return int(self.words_HLD.nbytes)
 
     def newest(self, num_bytes: int) -> States:
-        """The states of the newest tokens that fit into `num_bytes`.
+        """Return the states of the newest tokens that fit into `num_bytes`.
 
-        The result is a copy unless all states fit, so that the others can be freed.
+        Unless all states fit, the result is a copy, so that the older ones can be freed.
         """
         if self.num_bytes <= num_bytes:
             return self
@@ -90,7 +90,7 @@ class States:
         return States(kept.begin, kept.words_HLD.copy())
 
     def within(self, begin: int, end: int) -> States:
-        """The states of the tokens from `begin` up to, but not including, `end`."""
+        """Return the states of the tokens from `begin` up to, but not including, `end`."""
         begin = min(max(begin, self.begin), self.end)
         return States(begin, self.words_HLD[begin - self.begin : max(end, begin) - self.begin])
 
@@ -102,7 +102,7 @@ def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | 
     """
     kept: list[States] = []
     for chunk in chunks:
-        # After a preemption the target reads tokens a second time: the later states replace the
+        # After a preemption, the target reads tokens a second time. The later states replace the
         # earlier ones.
         while kept and kept[-1].end > chunk.begin:
             rest = kept.pop().within(0, chunk.begin)
@@ -127,12 +127,12 @@ class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_probs: NDArray[np.float32]
     num_accepted: int
     proposer: int = 0
-    """LOOKUP or PADDING if the served version did not propose the draft tokens."""
+    """0 if the served version proposed the draft tokens, otherwise LOOKUP or PADDING."""
     rows: Rows
 
     @property
     def end(self) -> int:
-        """Index just after the last token the step sampled."""
+        """Index just after the last token that the step sampled."""
         return self.start + self.num_accepted + 1
 
 
@@ -149,30 +149,30 @@ class RequestLog:
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
     draft_version: str = ""
-    """The version that proposed the draft tokens of the next record."""
+    """Version that proposed the draft tokens of the next record."""
     target_version: str = ""
-    """Version of the weights that verified the draft tokens."""
+    """Version of the target weights that verified the draft tokens."""
     next_version: str = ""
-    """Version loaded in the newest step, which proposes tokens for the next one."""
+    """Version loaded in the newest step. It proposes the tokens for the next step."""
     sequence: int = 0
     num_shipped: int = 0
-    """Number of output tokens before the next segment."""
+    """Number of output tokens that earlier segments contain."""
     num_sent: int = 0
-    """Number of tokens of prompt and output in earlier records."""
+    """Number of prompt and output tokens in earlier records."""
     is_complete: bool = False
     """Whether the request has ended."""
     is_closed: bool = False
     """Whether nothing more can be recorded, because the request ended or a step was lost."""
     num_rows: int = 0
-    """Number of rows in `verified`, including those dropped after a preemption."""
+    """Number of rows in `verified`, including those to be dropped after a preemption."""
     _num_state_bytes: int = 0
     _num_new_bytes: int = 0
-    """Size of the states since the segment's first row, in bytes."""
+    """Size in bytes of the states from the segment's first row on."""
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
         """Add one step.
 
-        Returns False if earlier steps are missing, because the text is then unknown.
+        Return False if earlier steps are missing, because the text is then unknown.
         """
         begin = start - len(self.info.prompt_ids)
         if begin > len(self.output):
@@ -184,8 +184,8 @@ class RequestLog:
             self.num_rows += len(verified.draft_ids) + 1
         for token in sampled:
             self.output.append(token)
-            # A step may sample past the request's end. The scheduler cuts the text there, and so
-            # must the record.
+            # A step may sample tokens past the request's end. The scheduler drops them, and so must
+            # the record.
             if token in self.info.stop_ids or len(self.output) >= self.info.max_tokens:
                 self.is_complete = True
                 break
@@ -201,11 +201,11 @@ class RequestLog:
                 continue
             self.states.append(chunk.newest(min(bytes_of_text, self.max_bytes)))
             self._num_state_bytes += self.states[-1].num_bytes
-            # The first row is predicted from the token before it. Earlier ones, e.g. of a prompt,
-            # are not new.
+            # The first row is predicted from the token before it. States of earlier tokens, e.g. of
+            # a prompt, are not new.
             begin = self.verified[0].start - 1 if self.verified else chunk.end
             self._num_new_bytes += self.states[-1].within(begin, chunk.end).num_bytes
-            # The oldest chunk is dropped only if the others are enough to fill a record.
+            # Drop the oldest chunk only if the others are enough to fill a record.
             while self._num_state_bytes - self.states[0].num_bytes >= self.max_bytes:
                 self._num_state_bytes -= self.states.pop(0).num_bytes
 
@@ -216,13 +216,13 @@ class RequestLog:
     def is_full(self) -> bool:
         """Whether a record is due.
 
-        It is due if it has many rows, or if there is no room for more states when a quarter of the
-        room is reserved for earlier ones.
+        It is due if it has many rows, or if its new states fill three quarters of the room for
+        states. The last quarter is reserved for earlier states.
         """
         return self.num_rows >= SEGMENT_ROWS or 4 * self._num_new_bytes >= 3 * self._state_budget()
 
     def _state_budget(self) -> int:
-        """The number of bytes for hidden states in the next record.
+        """Return the number of bytes for hidden states in the next record.
 
         It is at least a quarter of the record, because a long text can be compressed.
         """
@@ -235,7 +235,8 @@ class RequestLog:
 
         The call starts the next segment.
         """
-        # 1. All that depends on the rows, before they are dropped: `_state_budget` counts them.
+        # 1. First, compute what depends on the rows: `_state_budget` counts them, and they are
+        # dropped later.
         columns = self._collect_columns()
         states = join_states(
             self.states, len(self.info.prompt_ids) + len(self.output), self._state_budget()
@@ -244,11 +245,11 @@ class RequestLog:
         output = self.output[self.num_shipped :]
         self.num_shipped = len(self.output)
         self.verified, self.num_rows = [], 0
-        # No row yet: the text becomes context of the next record, and the states wait for it.
+        # There are no rows yet, so the text becomes context of the next record, and the states wait
+        # for it.
         if not columns:
             return None
-        # 2. The next segment starts with an empty list of rows, and with the last few states of
-        #    this one.
+        # 2. Start the next segment with no rows and with the last few states of this one.
         self.sequence += 1
         num_left_out, self.num_sent = self.num_sent, len(context) + len(output)
         self.drop_states()
@@ -280,7 +281,7 @@ class RequestLog:
     def _forget(self, begin: int) -> None:
         """Drop the output from `begin` on.
 
-        The scheduler discards those tokens when it preempts a request.
+        The scheduler discards these tokens when it preempts a request.
         """
         del self.output[begin:]
         first_lost = len(self.info.prompt_ids) + begin
@@ -298,15 +299,15 @@ class RequestLog:
         self.is_complete = False
 
     def _collect_columns(self) -> dict[str, NDArray[Any]]:
-        """Return the record's columns, without rows beyond the end of the request.
+        """Return the record's columns without rows beyond the end of the request.
 
-        The result is empty if no row is left.
+        The result is empty if no row remains.
         """
         columns = _join_columns(self.verified) if self.verified else {}
         if not columns:
             return {}
-        # position minus branch is a place in the text: rows beyond its end follow tokens that no
-        # client received
+        # position - branch is a position in the text. Rows beyond the text's end follow tokens that
+        # no client received.
         kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(
             self.output
         )
@@ -318,14 +319,14 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
 
     A single step has so few rows that numpy's call overhead would exceed the work.
     """
-    # E.g. a step at 11 with drafts a, b, c, of which a is accepted:
-    #   positions 11 12 13 14   branches 0 0 1 2   drafts a b c -1   accepted 1 0 0 0
+    # E.g. a step at 11 with drafts a, b, c, of which only a is accepted: positions 11 12 13 14
+    # branches 0 0 1 2   drafts a b c -1   accepted 1 0 0 0
     counts = np.array([len(step.draft_ids) + 1 for step in steps])
     last_R = np.cumsum(counts) - 1
     index_R = (np.arange(counts.sum()) - np.repeat(last_R + 1 - counts, counts)).astype(np.int32)
     start_R = np.repeat(np.array([step.start for step in steps], np.int32), counts)
     num_accepted_R = np.repeat(np.array([step.num_accepted for step in steps], np.int32), counts)
-    # the bonus row at the end of a step has no draft token: -1 and NaN
+    # The bonus row at the end of a step has no draft token: it gets -1 and NaN.
     drafts_R, draft_probs_R = (
         np.full(len(index_R), -1, np.int32),
         np.full(len(index_R), np.nan, np.float32),
@@ -334,8 +335,8 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     has_draft_R[last_R] = False
     drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
     draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
-    # Row i follows i draft tokens. The accepted ones are text; each further one is a step into the
-    # refused branch.
+    # Row i follows i draft tokens. The accepted ones are text. Each one after them leads further
+    # into the rejected branch.
     return {
         "row_positions": start_R + index_R,
         "row_branches": np.maximum(0, index_R - num_accepted_R),

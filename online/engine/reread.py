@@ -1,12 +1,12 @@
-"""After a swap, a standalone draft reads the served text again; the target's keys stay unchanged.
+"""After a swap, let a standalone draft reread the served text; the target's keys stay unchanged.
 
-Target and draft have their keys in the same blocks. The new draft's keys are missing in all blocks
+Target and draft keep their keys in the same blocks. The new draft's keys are missing in all blocks
 written before the swap, including blocks that a later request finds in the prefix cache. Before
-each step, the draft reads the text of the step's requests from the first such block on, with at
-most as many tokens as a step may have. The target reads nothing.
+each step, the draft rereads the text of the step's requests from the first such block on. It reads
+at most as many tokens as a step may have. The target rereads nothing.
 
-A head cannot do this, because it would need the target's hidden states for that text, which are not
-kept.
+A head cannot do this, because it would need the target's hidden states for that text, which vLLM
+does not keep.
 
 T = tokens read, B = requests, N = blocks of a request.
 """
@@ -37,7 +37,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a request's text; all of its blocks except the last are whole."""
+    """A part of a request's text. All of its blocks except the last are full."""
 
     request_id: str
     begin: int
@@ -45,7 +45,7 @@ class Span:
 
 
 class Ledger:
-    """The blocks of all running requests, and the blocks that contain the served draft's keys."""
+    """Tracks the blocks of all running requests, and which of them hold the served draft's keys."""
 
     def __init__(self, group: int, block_size: int) -> None:
         """Create a ledger for the draft's layers.
@@ -57,7 +57,7 @@ class Ledger:
         self.fresh: set[int] | None = None  # None until the first swap: all blocks are.
 
     def forget(self) -> None:
-        """Treat all blocks as written by another draft."""
+        """Treat all blocks as written by a different draft."""
         self.fresh = set()
         for request in self.requests.values():
             request.num_fresh = 0
@@ -83,8 +83,8 @@ class Ledger:
             if request_id in known.resumed_req_ids:
                 self._begin(request_id, blocks, count, request.prompt_ids)
             elif blocks is not None:
-                # New blocks are fresh from the start, because the served draft itself writes them
-                # as the text grows.
+                # New blocks need no rereading, because the served draft itself writes them as the
+                # text grows.
                 request.blocks += blocks[self.group]
                 self._note_fresh(blocks[self.group])
         return computed
@@ -99,10 +99,10 @@ class Ledger:
         spans = []
         for request_id, count in computed.items():
             request = self.requests[request_id]
-            # Rounded up, e.g. 33 tokens in blocks of 16: 3. The last block may be read before it is
-            # full.
+            # Round up: e.g. 33 tokens in blocks of 16 take 3. The last block may be read before it
+            # is full.
             num_used = -(-count // self.block_size)
-            # A block from the prefix cache may have been read again for another request already.
+            # A block from the prefix cache may already have been reread for a different request.
             while request.num_fresh < num_used and request.blocks[request.num_fresh] in self.fresh:
                 request.num_fresh += 1
             num_blocks = min(num_used - request.num_fresh, max_tokens // self.block_size)
@@ -129,7 +129,7 @@ class Ledger:
 
 
 class Rereader:
-    """Tracks a model runner, and makes the draft read text again if necessary."""
+    """Tracks a model runner, and makes the draft reread text where necessary."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Rereader:
         `proposer` is vLLM's proposer for the draft, and `groups` are its layers' attention groups.
 
         Raises:
-            ValueError: if the draft's keys are laid out in a way that is not supported here.
+            ValueError: if the layout of the draft's keys is not supported here.
         """
         self.runner, self.proposer, self.groups, self.read_text = (
             runner,
@@ -173,10 +173,10 @@ class Rereader:
                     self._is_among_ranks
                 ):  # the other ranks are in the pass, which would never end without this one
                     raise
-                logger.exception("redraft: the draft no longer reads text again after a swap")
+                logger.exception("redraft: the draft no longer rereads text after a swap")
                 self.error = f"{type(error).__name__}: {error}"
-        # After the reading: the draft proposes at the end of this step, and needs the new keys
-        # then.
+        # Call the target's pass only after the rereading: the draft proposes at the end of this
+        # step, and needs the new keys then.
         return self.next_execute(scheduler_output, *args, **options)
 
     def _follow(self, scheduler_output: Any) -> None:
@@ -196,7 +196,7 @@ class Rereader:
     def read(self, spans: Sequence[Span]) -> None:
         """Run one pass of the draft over the spans, only to write its keys.
 
-        Tokens that are not available on the host are left out.
+        Tokens that are not available on the host are skipped.
 
         Raises:
             RuntimeError: another rank does not have enough memory for the pass.
@@ -206,9 +206,9 @@ class Rereader:
         except Exception:
             self._agree(False)
             raise
-        # The pass sums over the ranks, so either all of them run it or none.
+        # The pass sums over the ranks, so either all of them run it or none does.
         if not self._agree(True):
-            raise RuntimeError("another rank cannot read the text again")
+            raise RuntimeError("another rank cannot reread the text")
         self._is_among_ranks = self._num_ranks > 1
         self._pass(*inputs)
         self._is_among_ranks = False
@@ -217,9 +217,9 @@ class Rereader:
     def _prepare(
         self, spans: Sequence[Span]
     ) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
-        """Return (ids, positions, vLLM's description of the pass, the slots to write).
+        """Return (ids, positions, vLLM's description of the pass, slots to write).
 
-        The last two are by layer.
+        The last two are given by layer.
         """
         device = self.proposer.device
         texts = [self._read_ids(span) for span in spans]
@@ -248,7 +248,7 @@ class Rereader:
         with set_forward_context(
             metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=slots
         ):
-            # The output is dropped. Attention writes the keys to the slots on the way.
+            # The output is dropped. Attention writes the keys to the slots during the pass.
             self.proposer.model(input_ids=ids_T, positions=positions_T)
 
     def _read_ids(self, span: Span) -> Tensor:
@@ -274,7 +274,7 @@ class Rereader:
         counts = [span.end - span.begin for span in spans]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         rows_T = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts))
-        # E.g. position 18 in blocks [7, 3] of 16: slot 3 * 16 + 2 = 50.
+        # E.g. position 18 in blocks [7, 3] of 16 is slot 3 * 16 + 2 = 50.
         slots_T = table_BN[rows_T, positions_T // size] * size + positions_T % size
         ends = [span.end for span in spans]
         device = self.proposer.device
@@ -297,9 +297,9 @@ class Rereader:
 
 
 def agree_on_ranks(ok: bool) -> bool:
-    """`Agree` over vLLM's tensor-parallel group, on the host.
+    """Return an `Agree` over vLLM's tensor-parallel group, on the host.
 
-    A rank whose GPU is out of memory can therefore still report this.
+    So a rank whose GPU is out of memory can still report this.
     """
     from vllm.distributed import get_tp_group
 
@@ -330,4 +330,4 @@ def _require_plain_keys(proposer: Any, groups: Sequence[Any]) -> None:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"a draft {reason} is not read again after a swap")
+            raise ValueError(f"a draft {reason} cannot reread text after a swap")

@@ -1,6 +1,6 @@
 """Routes in vLLM's API process.
 
-`GET /redraft/status`, and `POST` to `/redraft/swap`, `target`, `pace` and `forget`.
+They are `GET /redraft/status`, and `POST` to `/redraft/swap`, `target`, `pace` and `forget`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.redraft")
 NO_REGISTRY = "no registry: start the server with `redraft serve --registry FOLDER`"
 
 PACE_TIMEOUT_S = 2.0
-"""Longest time that /metrics waits for an engine."""
+"""Maximum time in seconds that /metrics waits for an engine."""
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class BeforeMetrics:
     """Middleware that awaits a call before /metrics answers.
 
-    A timer instead would wake an idle engine.
+    A timer would wake an idle engine.
     """
 
     def __init__(self, app: ASGIApp, call: Callable[[], Awaitable[None]]) -> None:
@@ -112,9 +112,9 @@ class Endpoint:
 
         For example, the body is `{"version": "v000012", "manifest_sha256": ..., "registry": ...}`.
 
-        The hash and the registry's id are optional. A version with another hash, or from another
-        registry, is refused. Status 200 means that all ranks serve the version, and that no running
-        request was cut off.
+        The hash and the registry's id are optional. A version with a different hash, or from a
+        different registry, is refused. Status 200 means that all ranks serve the version, and that
+        no running request was cut off.
         """
         asked = await self._read(request, _parse, 'send a JSON body {"version": "v000012"}')
         if self.config.registry is None:
@@ -122,14 +122,15 @@ class Endpoint:
         return await _run(self.swaps.swap, asked)
 
     async def move(self, request: Request) -> dict[str, Any]:
-        """Name the target weights, or load them, as the request body specifies.
+        """Name the target weights, or load new ones, as the request body specifies.
 
         For example, the body is `{"version": "step-17", "path": "/checkpoints/17", "draft":
         "v000012"}`.
 
-        Without a path, the weights are those that a trainer has written. A draft is loaded in the
-        same pause. If a trainer has paused the engine, it stays paused. Status 200 means that all
-        ranks have the weights and the draft, and that no running request was cut off.
+        Without a path, the name is for weights that a trainer has already written. A draft is
+        loaded in the same pause. If a trainer has paused the engine, it stays paused. Status 200
+        means that all ranks have the weights and the draft, and that no running request was cut
+        off.
         """
         told = (
             'send a JSON body {"version": "step-17"}, with "path", "draft" or both if they are '
@@ -143,9 +144,9 @@ class Endpoint:
     async def pace(self, request: Request) -> dict[str, Any]:
         """Set the pace given in the request body from the next step on.
 
-        The body is `{"pace": "auto"}`, or has a number of draft tokens instead.
+        The body is e.g. `{"pace": "auto"}`, or has a number of draft tokens as the pace.
 
-        0 means no draft, and `off` means the server's --num-speculative-tokens.
+        0 means no drafts, and `off` means the server's --num-speculative-tokens.
         """
         told = 'send a JSON body {"pace": "auto"}, or a number of draft tokens, 0 for none'
         pace = await self._read(request, lambda body: check_pace(str(body["pace"])), told)
@@ -155,7 +156,7 @@ class Endpoint:
         """Delete the text of the tenant in the body, `{"tenant": "acme"}`, from the live counts.
 
         Return `live_runs`, the number of deleted runs on all ranks. The tenant's running requests
-        are no longer counted, but requests that start later are.
+        are no longer counted; later requests are.
         """
         told = 'send a JSON body {"tenant": "acme"}'
         tenant = await self._read(request, lambda body: stored_name(body["tenant"]), told)
@@ -165,13 +166,13 @@ class Endpoint:
         """Check that a request may use the routes, and return its parsed body.
 
         Raises:
-            HTTPException: if it may not, or if the body is invalid.
+            HTTPException: the request may not use them, or the body is invalid.
         """
         authorize(request, self.config)
         try:
             return parse(await request.json())
-        # A client that disconnected within its body is not a server error, for which a traceback
-        # would be logged.
+        # A client that disconnects before its body is complete is not a server error, which would
+        # log a traceback.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ClientDisconnect):
             raise HTTPException(400, told) from None
 
@@ -185,7 +186,7 @@ async def _run(act: Callable[[T], Coroutine[Any, Any, dict[str, Any]]], asked: T
 
 
 def list_notes(vllm_config: Any, args: Namespace) -> list[str]:
-    """List the vLLM flags of this server with which something does not work.
+    """List this server's vLLM flags with which some feature does not work.
 
     `redraft serve` refuses these flags, or warns about them, before the start.
     """
@@ -205,7 +206,7 @@ def _parse(body: Any) -> Asked:
     """
     manifest_sha256, registry = body.get("manifest_sha256") or "", body.get("registry") or ""
     if not isinstance(manifest_sha256, str) or not isinstance(registry, str):
-        raise TypeError("a hash and an id are strings")
+        raise TypeError("a hash and an id must be strings")
     # A version that is not a string is one that the registry does not have.
     return Asked(version=str(body["version"]), manifest_sha256=manifest_sha256, registry=registry)
 
@@ -214,13 +215,13 @@ def _parse_move(body: Any) -> Move:
     """Parse the body of a request that moves the target.
 
     Raises:
-        ValueError, TypeError, AttributeError: if the body is not a valid request.
+        ValueError, TypeError, AttributeError: the body is not a valid request.
     """
     label, folder, draft = (body.get(name) or "" for name in ("version", "path", "draft"))
     if not all(isinstance(each, str) for each in (label, folder, draft)):
-        raise TypeError("a name, a path and a draft are strings")
+        raise TypeError("a name, a path and a draft must be strings")
     if not label and not folder:
-        raise ValueError("neither a name nor a path")
+        raise ValueError("give a name or a path")
     return Move(folder=folder, label=label, draft=draft)
 
 
@@ -270,7 +271,7 @@ def forward_origin(engine_client: Any, salt_for: Callable[[str | None], str | No
 
     The origin replaces any value from the client. If the middleware has read no headers for a
     request, None is written, and the request is neither recorded nor counted. The prompt's own
-    cache salt is replaced with the one that `salt_for` makes from it.
+    cache salt is replaced by the one that `salt_for` derives from it.
     """
 
     def write(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,9 +2,9 @@
 
 No other file knows its method names.
 
-`_sample(logits, metadata)` is the one place where the target's logits, the draft tokens and the
-sampled tokens of a step meet. Each hook calls the runner's method, keeps references to the tensors,
-and returns the result unchanged.
+In `_sample(logits, metadata)`, a step's target logits, draft tokens and sampled tokens are all
+available. Each hook calls the runner's method, keeps references to the tensors, and returns the
+result unchanged.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Distinguish draft tokens from lookups and padding from those of the served version."""
+    """Distinguish lookups and padding from draft tokens of the served version."""
     find_state(runner, RunnerState).proposers = Proposers(runner)
 
 
@@ -57,14 +57,14 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
         request = runner.requests[request_id]
         first = begin - request.num_prompt_tokens
         answer: list[int] = request.output_token_ids[first : first + end - begin]
-        # -1 stands for a token that only the device has so far, if steps are scheduled ahead
+        # If steps are scheduled ahead, -1 stands for a token that only the device has so far.
         return answer[: answer.index(-1)] if -1 in answer else answer
 
     return runner.drafter, list(runner.drafter.draft_attn_groups), read_text
 
 
 class Proposers:
-    """The proposer of each request's waiting draft tokens, if it is not the served version.
+    """Tracks the proposer of each request's pending draft tokens, if it is not the served version.
 
     `sample_tokens` verifies these tokens within `_sample`, and then proposes the next ones. If a
     request nearly fills the context, vLLM proposes nothing for the whole batch and fills in zeros,
@@ -72,7 +72,7 @@ class Proposers:
     """
 
     def __init__(self, runner: Any) -> None:
-        """Hook into the runner, to track proposers from now on.
+        """Hook into the runner to track proposers from now on.
 
         The output of each step then names, for the scheduler, the requests whose drafts do not
         count.
@@ -101,7 +101,7 @@ class Proposers:
         verified = self.foreign
         result = self._sample_tokens(*args, **kwargs)
         if verified and result is not None:
-            # If steps are scheduled ahead, vLLM hands over a wrapper.
+            # If steps are scheduled ahead, vLLM passes a wrapper.
             mark_step(getattr(result, "_model_runner_output", result), foreign=verified)
         after_draft(self.runner, partial(self._note_foreign, verified))
         return result
@@ -117,7 +117,7 @@ class Proposers:
             found = dict.fromkeys(batch, LOOKUP)
         else:
             found = dict.fromkeys(getattr(lookup, "looked_up", ()), LOOKUP)
-        # A request that was not in this step keeps its draft for a later one.
+        # A request that was not in this step keeps its draft for a later step.
         scheduled = set(batch) if verified else ()
         waiting = {
             name: kind
@@ -152,7 +152,7 @@ class _Hooks:
         return self._sample_tokens(grammar_output)
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
-        # set by `draft_probs`, which the runner calls within `_sample`
+        # Set by `draft_probs`, which the runner calls within `_sample`.
         self.step_draft_probs_SV = None
         infos: list[RequestInfo | None] = []
         with self.capture.reporting("hook"):
@@ -166,11 +166,13 @@ class _Hooks:
             and logits_RV is not None
             and logits_RV.dtype == torch.float32
         ):
-            # Temperature and penalties change these in place; the rejection sampler changes copies.
+            # Temperature and penalties change these logits in place; the rejection sampler changes
+            # copies.
             kept_RV = logits_RV.clone()
         output = self._sample(logits_RV, metadata)
         with self.capture.reporting("hook"):
-            # References only: reading a value here would make the engine's thread wait for the GPU.
+            # Keep only references: reading a value here would make the engine thread wait for the
+            # GPU.
             kept_RV = self.feed.take_unmasked(kept_RV)
             self.feed.put(self._make_step(infos, kept_RV, metadata, output.sampled_token_ids))
         self.step_draft_probs_SV = None  # as large as the logits
@@ -196,7 +198,8 @@ class _Hooks:
         self._request_removed(request_id, state)
         with self.capture.reporting("hook"):
             self.feed.end(request_id)
-            # Check even if this request was not recorded: it may be the last one to be sent.
+            # Check even if this request was not recorded, because it may be the last one to be
+            # sent.
             if not self.runner.requests:
                 self.feed.flush()
 
@@ -215,7 +218,7 @@ class _Hooks:
         num_computed = runner.input_batch.num_computed_tokens_cpu[:count].tolist()
         num_drafts = metadata.num_draft_tokens if metadata else [0] * count
         first_drafts = [0, *accumulate(num_drafts)]
-        # The scheduler's padding is -1, and the target reads token 0 there.
+        # The scheduler pads with -1, and the target reads token 0 there.
         draft_ids_S = metadata.draft_token_ids.clamp(min=0) if metadata else None
         foreign = self.state.proposers.foreign if self.state.proposers else {}
         batch = Batch(
@@ -225,10 +228,11 @@ class _Hooks:
             proposers=[
                 foreign.get(request_id, 0) for request_id in runner.input_batch.req_ids[:count]
             ],
-            # Drafts, and one bonus row for each earlier request.
+            # Skip the drafts of all earlier requests, and one bonus row for each.
             first_rows=[first_drafts[i] + i for i in range(count)],
             first_drafts=first_drafts,
-            # E.g. 10 cached tokens, one sampled and 3 drafts: it samples from 10 + 4 - 3 = 11 on.
+            # E.g. with 10 cached tokens, one sampled token and 3 drafts, the request samples from
+            # 10 + 4 - 3 = 11 on.
             starts=[
                 num_computed[i] + first_reads[i + 1] - first_reads[i] - num_drafts[i]
                 for i in range(count)
@@ -252,7 +256,7 @@ class _Hooks:
 
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
-    """Skip the draft at 0 draft tokens, unless it must write the keys of a prompt."""
+    """Skip the draft at 0 draft tokens, unless it must write a prompt's keys."""
     speculative = runner.speculative_config
     most, is_suffix = runner.num_spec_tokens, speculative.method == "suffix"
     drafts_all = is_suffix or speculative.parallel_drafting
@@ -261,17 +265,18 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
     def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
         def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
             number = scheduled.num_spec_tokens_to_schedule
-            # Suffix decoding learns from every token.
+            # Suffix decoding learns from every token, so it cannot be skipped.
             if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
                 found = (
                     [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
                 )
             else:
-                # No lookup accepts 0, and parallel drafts have a single shape.
+                # A lookup does not accept 0, and parallel drafts always have the same shape.
                 asked = (
                     most if drafts_all else max(1, number) if isinstance(sampled, list) else number
                 )
-                # The scheduler's output is a dataclass of twenty fields: copied only if it differs.
+                # Copy the scheduler's output only if it must change, because it is a dataclass of
+                # twenty fields.
                 if asked != number:
                     scheduled = replace(scheduled, num_spec_tokens_to_schedule=asked)
                 found = propose(scheduled, sampled, *rest)
@@ -291,7 +296,7 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
 def _skip(runner: Any, sampled_BK: Any) -> Any:
     """Return no draft tokens, as a tensor [B, 0].
 
-    If steps are scheduled ahead, the runner learns the number of rejected tokens from the copy made
+    If steps are scheduled ahead, the runner reads the number of rejected tokens from the copy made
     here.
     """
     if runner.valid_sampled_token_count_event is not None:

@@ -2,13 +2,13 @@
 
 No other file knows its names.
 
-The logits of a step are local to `GPUModelRunner.sample`. They are passed to one of two callables,
-which are watched: `sampler` in a step without drafts, `rejection_sampler` in the others.
+The logits of a step are local to `GPUModelRunner.sample`. The hooks therefore watch the two
+callables that receive them: `sampler` in a step without drafts, `rejection_sampler` in other steps.
 
-A hook must respect the following: the host's copies of positions are too high if steps are
-scheduled ahead, so positions are read on the device; ids sampled beyond `num_sampled` are
-leftovers; `input_ids`, `positions` and `draft_logits` are buffers that the next step overwrites;
-`_remove_request` is called for preempted requests too.
+Hooks must take the following into account. If steps are scheduled ahead, the host's copies of
+positions are too high, so positions are read on the device. Ids sampled beyond `num_sampled` are
+leftovers. The next step overwrites the buffers `input_ids`, `positions` and `draft_logits`.
+`_remove_request` is also called for preempted requests.
 
 B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request.
 """
@@ -39,7 +39,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
     """Make `capture` receive every step of `runner`.
 
     Raises:
-        ValueError: if the runner uses an unknown kind of batch.
+        ValueError: the runner uses an unknown kind of batch.
     """
     _require_plain_batches(runner)
     ours = _Hooks(runner, capture)
@@ -67,14 +67,15 @@ def _require_plain_batches(runner: Any) -> None:
     for name, part in unknown.items():
         if part is not None:
             raise ValueError(
-                f"a server with {name} cannot be recorded: start it without {name}, or without capture"
+                f"a server with {name} cannot be recorded: start it without {name} or without "
+                f"capture"
             )
 
 
 def install_proposers(runner: Any) -> None:
-    """Pass the scheduler the draft tokens that were looked up, or the number that was admitted.
+    """Tell the scheduler which draft tokens were looked up, or how many were admitted.
 
-    The number admitted belongs to adaptive verification; no server has both.
+    Tokens are admitted under adaptive verification, and a server never has both features.
     """
     state = find_state(runner, RunnerState)
     if runner.adaptive_verification is not None:
@@ -86,8 +87,8 @@ def install_proposers(runner: Any) -> None:
 def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the runner's `sample_tokens` to add the number of admitted draft tokens to its output.
 
-    The device chose these tokens. Their number is copied with the sampled tokens, on the same
-    stream and before the same event, so nothing waits for it.
+    The device chooses these tokens. Their number is copied together with the sampled tokens, on the
+    same stream and before the same event, so the copy causes no further wait.
     """
 
     def sample_and_count(*args: Any, **options: Any) -> Any:
@@ -116,7 +117,7 @@ def _count_admitted(runner: Any, sample: Callable[..., Any]) -> Callable[..., An
 
 
 class Proposers:
-    """The requests whose waiting draft tokens were looked up.
+    """Tracks the requests whose pending draft tokens were looked up.
 
     `sample_tokens` verifies these tokens, and then proposes the next ones.
     """
@@ -137,7 +138,7 @@ class Proposers:
         if verified and result is not None:
             mark_step(result.model_runner_output, foreign=verified)
         texts = self.lookup.texts
-        # A request that was not in this step keeps its draft for a later one.
+        # A request that was not in this step keeps its draft for a later step.
         scheduled = set(texts.input_batch.req_ids)
         waiting = {
             name: kind
@@ -158,19 +159,19 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
-    """Skip the draft at 0 draft tokens, unless it must write the keys of a prompt."""
+    """Skip the draft at 0 draft tokens, unless it must write a prompt's keys."""
     most = runner.num_speculative_steps
 
     def pace(propose: Callable[..., Any]) -> Callable[..., Any]:
-        # vLLM's parameter names: it passes some by keyword.
+        # Use vLLM's parameter names, because vLLM passes some arguments by keyword.
         def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
             batch, number = input_batch, options.get("num_speculative_tokens", most)
-            # Not the scheduler's draft tokens, because adaptive verification may have left some
-            # out.
+            # Do not use the scheduler's draft tokens, because adaptive verification may have left
+            # some out.
             reads_prompt = batch.num_tokens > batch.num_reqs + batch.num_draft_tokens
             if not number and not (has_keys and reads_prompt):
                 return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
-            # it would draft the maximum number
+            # Otherwise, it would draft the maximum number of tokens.
             if runner.speculative_config.method == "draft_model":
                 runner.speculator.num_speculative_steps = max(1, number)
             return propose(batch, *args, **options)
@@ -181,7 +182,7 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
 
 
 def explain_adaptive(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap vLLM's factory for the adaptive-verification manager; refusals then name a remedy."""
+    """Wrap vLLM's factory for adaptive-verification managers, so that errors name a remedy."""
 
     def make_or_explain(**options: Any) -> Any:
         try:
@@ -195,7 +196,7 @@ def explain_adaptive(make: Callable[..., Any]) -> Callable[..., Any]:
 def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap a block draft's `_init_candidates` to prepare CUDA graphs only for whole blocks.
 
-    Whole blocks are the only ones that such a draft runs.
+    Such a draft never runs anything else.
     """
 
     def init_without_table(manager: Any) -> None:
@@ -211,8 +212,8 @@ def without_table(init: Callable[[Any], None]) -> Callable[[Any], None]:
 def complete_graphs(init: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap `_init_candidates` for CUDA graphs with a varying number of draft tokens.
 
-    vLLM considers only the next captured token count, which may have no graph for this query
-    length. The wrapper adds the next graph that has it.
+    vLLM considers only the next captured token count, for which there may be no graph of this query
+    length. The wrapper adds the next count for which there is one.
     """
 
     def init_complete(manager: Any) -> None:
@@ -241,8 +242,8 @@ class _Hooks:
         self._finish_requests: Any
         self._propose: Any
         self._mask: Any
-        # For drafts that redraft's lookups did not find. V2 calls its draft up to the end of the
-        # context.
+        # This is for drafts that do not come from redraft's lookups. V2 calls its draft up to the
+        # end of the context.
         self._proposer = (
             LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
         )
@@ -257,7 +258,7 @@ class _Hooks:
                 if request.sampling_params is not None and not request.req_id.startswith(
                     WARMUP_IDS
                 ):
-                    # In V2, a resumed request arrives as a new one. `Feed` keeps the first decision
+                    # In V2, a resumed request arrives as a new one. `Feed` keeps its first decision
                     # about it.
                     self.feed.add(request)
 
@@ -266,8 +267,8 @@ class _Hooks:
         with self.capture.reporting("hook"):
             for request_id in scheduler_output.finished_req_ids:
                 self.feed.end(request_id)
-            # Without tokens to read, there is no sampling, so no step would pass the ends to
-            # capture.
+            # Without tokens to read, nothing is sampled, so no step would report the ended requests
+            # to capture.
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
 
@@ -278,7 +279,7 @@ class _Hooks:
         self._mask(logits_RV, batch, request_ids, *args)
 
     def watch(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a sampler's `__call__` to record its output."""
+        """Wrap a sampler's `__call__` to record the sampler's output."""
 
         def sample_and_take(sampler: Any, *args: Any, **kwargs: Any) -> Any:
             output = sample(sampler, *args, **kwargs)
@@ -295,7 +296,10 @@ class _Hooks:
         draft_logits: Any = None,
         invalid: Any = None,
     ) -> None:
-        """Hook after a sampler; `draft_logits` [requests, J, V] exist for probabilistic drafts."""
+        """Hook after a sampler.
+
+        `draft_logits` [requests, J, V] exist only for probabilistic drafts.
+        """
         with self.capture.reporting("hook"):
             kept_RV = self.feed.take_unmasked(logits_RV)
             self.feed.put(self._make_step(output, kept_RV, batch, draft_logits))
@@ -321,15 +325,15 @@ class _Hooks:
         infos = [self.feed.requests.get(request_id) for request_id in batch.req_ids]
         if not any(infos):  # most steps, if only a fraction of the requests is recorded
             return self.feed.make_empty_step()
-        # 1. The host's state. These are numpy arrays, so `tolist` does not wait.
+        # 1. Read the host's state. These are numpy arrays, so `tolist` does not wait.
         count = batch.num_reqs
         num_drafts_B = batch.num_draft_tokens_per_req
-        # The host has budgets of 0, and vLLM samples as if nothing had been drafted.
+        # If the total on the host is 0, vLLM samples as if nothing had been drafted.
         is_drafted = num_drafts_B is not None and batch.num_draft_tokens
         num_drafts = num_drafts_B.tolist() if is_drafted else [0] * count
         ranges = None
         if batch.num_draft_tokens < sum(num_drafts):  # adaptive verification has left some out
-            # Copies, because the next step writes to the same buffers.
+            # Copy them, because the next step writes to the same buffers.
             rows_B1, reads_B1 = batch.cu_num_logits, batch.query_start_loc[: count + 1]
             ranges = DeviceRanges(rows_B1.clone(), reads_B1.clone(), batch.num_tokens)
         first_reads = batch.query_start_loc_np[: count + 1].tolist()
@@ -351,11 +355,12 @@ class _Hooks:
             first_drafts=[
                 row + 1 for row in first_rows
             ],  # of the ids read for the rows; the first is no draft
-            # right while a prompt is read; `starts_B` has the others
+            # This is correct while a prompt is read. `starts_B` has the values for other steps.
             starts=num_prefilled_B.tolist(),
             is_partial=(num_prefilled_B < batch.prefill_len_np[:count]).tolist(),
         )
-        # 2. None of these requests is recorded: at most, ends of other requests must be reported.
+        # 2. None of these requests is recorded, so at most the ends of other requests must be
+        # reported.
         if not any(known.infos):
             return self.feed.make_step(
                 known,
@@ -364,14 +369,15 @@ class _Hooks:
                 draft_ids_S=None,
                 draft_probs_S=None,
             )
-        # 3. On the device, queued before the next step overwrites `input_ids` and `positions`.
+        # 3. Read on the device, queued before the next step overwrites `input_ids` and `positions`.
         read_ids_R = batch.input_ids[batch.logits_indices]  # copies, as all of these
         first_rows_B = batch.cu_num_logits[:count].long()
         return self.feed.make_step(
             known,
             sampled_BK=output.sampled_token_ids,
             num_sampled_B=output.num_sampled,
-            # If the last text token read is at position p, the first sampled token has index p + 1.
+            # If the last text token that was read is at position p, the first sampled token has
+            # index p + 1.
             starts_B=batch.positions[batch.logits_indices[first_rows_B]] + 1,
             logits_RV=logits_RV,
             draft_ids_S=read_ids_R,
@@ -385,12 +391,12 @@ class _Hooks:
     def _read_confidences(self, batch: Any) -> Tensor | None:
         """Return the draft's confidence in the tokens that this step verifies, [B, J].
 
-        None without adaptive verification.
+        Return None without adaptive verification.
         """
         manager = getattr(self.runner, "adaptive_verification", None)
         if manager is None:
             return None
-        # Until the draft's next proposal, the confidences by slot belong to its last one.
+        # Until the draft proposes again, the confidences by slot belong to its last proposal.
         confidences: Tensor = manager._confidence_probs[batch.idx_mapping]
         return confidences
 
@@ -402,11 +408,11 @@ class _Hooks:
         known: Batch,
         ranges: DeviceRanges | None = None,
     ) -> Tensor:
-        """The draft's probability, [R], of the id read for each row, at the request's temperature.
+        """Return the draft's probability, [R], of each row's id at the request's temperature.
 
-        Rows without a draft token, and rows of requests that are not recorded, have 0. With
-        `ranges`, it is not yet known which rows belong to which request, so all rows are read, and
-        rows without a draft token have arbitrary values.
+        It is 0 in rows without a draft token and in rows of requests that are not recorded. With
+        `ranges`, it is not known yet which rows belong to which request. Then all rows are
+        computed, and rows without a draft token have arbitrary values.
         """
         temperature_S = self.runner.sampler.sampling_states.temperature.gpu
         if ranges is not None:
@@ -419,7 +425,8 @@ class _Hooks:
         rows = [
             row for info, first, count in drafted if info for row in range(first, first + count)
         ]
-        # From pinned memory and not awaited: a plain copy to a GPU waits for all work queued there.
+        # The copy starts from pinned memory and is not awaited. A plain copy to a GPU would wait
+        # for all work queued there.
         pinned_N = torch.tensor(rows, dtype=torch.long, pin_memory=read_ids_R.is_cuda)
         rows_N = pinned_N.to(read_ids_R.device, non_blocking=True)
         slots_N = batch.expanded_idx_mapping.long()[rows_N]
@@ -430,7 +437,7 @@ class _Hooks:
             # Row j of a request reads draft token j - 1. Row 0 reads text.
             batch.expanded_local_pos.long()[rows_N] - 1,
             read_ids_R[rows_N].long(),
-            # vLLM keeps the draft's logits as they were before the temperature.
+            # vLLM keeps the draft's logits from before the temperature is applied.
             temperature_S[slots_N],
         )
         return probs_R

@@ -1,4 +1,4 @@
-"""vLLM's model runners: which one a worker has, and the hooks that record it."""
+"""Find the model runner that a worker has, and install the hooks for it."""
 
 import os
 from collections.abc import Mapping
@@ -13,19 +13,21 @@ from redraft.online.engine.worker_hooks import reread_before_steps
 Runner = Literal["v1", "v2"]
 
 MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
-"""Each has `RUNNER`, the name of vLLM's class, `install_capture`, `install_proposers` and
-`find_proposer`.
+"""Modules by the runner they hook into. Each has `RUNNER` (the name of vLLM's class),
+`install_capture`, `install_proposers` and `find_proposer`.
 """
 
 
 LOSSLESS = ("standard", "block")
-"""vLLM's methods of verification that preserve the target's answers. Later releases have lossy ones."""
+"""vLLM's verification methods that preserve the target's answers. Later releases also have lossy
+methods.
+"""
 
 
 def find_runner(runner: object) -> Runner | None:
-    """Return which of vLLM's runners this is or is derived from, as the CPU runners are.
+    """Return which of vLLM's runners this is. The CPU runners are derived from them.
 
-    None if it is another runner.
+    Return None for any other runner.
     """
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__}
     return next((version for version, module in MODULES.items() if module.RUNNER in names), None)
@@ -34,7 +36,7 @@ def find_runner(runner: object) -> Runner | None:
 def describe_runner(
     version: Runner | None, vllm_config: Any, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """A human-readable line: which runner serves, and, if it is not V2, why not."""
+    """Describe in one line which runner serves and, if it is not V2, why."""
     if version is None:
         return "unknown model runner"
     return (
@@ -52,8 +54,8 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
     family = find_method(speculative.method, parallel_drafting=parallel) if speculative else None
     if family is not None and "v2" not in family.decoders:
         return f"only this one serves {family.title}"
-    # PARD and others without a row. DFlash and DSpark draft in parallel too, and V2 serves both
-    # (vllm/config/vllm.py).
+    # These are PARD and other drafts without a row. DFlash and DSpark draft in parallel too, but V2
+    # serves them (vllm/config/vllm.py).
     if parallel and (family is None or family.parity != "block"):
         return "only this one serves drafts that propose in parallel"
     if speculative and getattr(speculative, "use_heterogeneous_vocab", False):
@@ -62,10 +64,10 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
 
 
 def install_reread(runner: Any) -> Rereader:
-    """Make the draft read the text again after a swap.
+    """Make the draft reread the text after a swap.
 
     Raises:
-        ValueError: if the runner or the layout of the draft's keys is unknown.
+        ValueError: the runner or the layout of the draft's keys is unknown.
     """
     version = find_runner(runner)
     if version is None:
@@ -78,7 +80,7 @@ def install_reread(runner: Any) -> Rereader:
 
 
 def install_proposers(runner: Any) -> None:
-    """Track which proposer made each draft token, if this runner is known."""
+    """Track which proposer made each draft token, if the runner is known."""
     version = find_runner(runner)
     if version is not None:
         MODULES[version].install_proposers(runner)
@@ -88,7 +90,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
     """Make `capture` receive every step of `runner`.
 
     Raises:
-        ValueError: if the steps cannot be recorded.
+        ValueError: the steps cannot be recorded.
     """
     version = find_runner(runner)
     if version is None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of capture's hook. Imported only if Triton is installed.
+"""Triton kernels of capture's hook. The module is imported only if Triton is installed.
 
 R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens.
 """
@@ -67,7 +67,7 @@ def scan_drafts(
 @triton.jit
 def store_sum(peaks, sums, place, values, peak):
     """Store a chunk's maximum, `peak`, and its sum of exp(value - maximum)."""
-    # a chunk of -inf only would give nan
+    # A chunk that has only -inf would give NaN.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(peaks + place, peak)
     tl.store(sums + place, tl.sum(tl.exp(values - peak), axis=0))
@@ -83,7 +83,7 @@ def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):
     inside = chunks < num_chunks
     chunk_sums = tl.load(sums + row * num_chunks + chunks, mask=inside, other=0.0)
     chunk_peaks = tl.load(peaks + row * num_chunks + chunks, mask=inside, other=0.0)
-    # A chunk of -inf only has the peak 0, which may be far above the row's true one.
+    # A chunk that has only -inf has the peak 0, which may be far above the row's true peak.
     chunk_peaks = tl.where(chunk_sums > 0, chunk_peaks, -float("inf"))
     peak = tl.max(chunk_peaks, axis=0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)
@@ -109,7 +109,7 @@ def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: t
 def find_ids(groups, places, ids, num_groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):
     """Find the token ids for one row in each program.
 
-    They are the ids at these places among the logits of the chosen groups.
+    They are the ids of the logits at these positions in the chosen groups.
     """
     row, kept = tl.program_id(0), tl.arange(0, WIDTH)
     inside = kept < num_groups

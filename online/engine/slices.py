@@ -1,6 +1,4 @@
-"""The part of a checkpoint's tensor that one tensor-parallel rank loads.
-
-Its tensors contain only that part.
+"""Find the part of each checkpoint tensor that a tensor-parallel rank loads, and read only it.
 
     at start   vLLM's own loaders run on a copy of the draft without memory ─► trace_slices: which rows or columns
                of each tensor they copy on this rank
@@ -40,7 +38,7 @@ class Slice:
         return [self.size if dim == self.dim else size for dim, size in enumerate(whole)]
 
     def join(self, other: Slice) -> Slice | None:
-        """The smallest slice that contains both; None if they are along different dimensions."""
+        """Return the smallest slice that contains both. None if their dimensions differ."""
         if self.dim != other.dim:
             return None
         first = min(self.first, other.first)
@@ -54,7 +52,7 @@ def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tens
     """Find the slice of each of these tensors that this rank's loaders read.
 
     The tensors need no memory. The result is empty if the loaders do not run on a draft without
-    memory. The draft itself stays as it is.
+    memory. The draft itself stays unchanged.
     """
     if has_copies(draft):  # vLLM reads the tensors for them in its own way
         return {}
@@ -87,7 +85,10 @@ def _note(taken: list[Slice | None]) -> Callable[[Tensor, Slice | None], Tensor]
 
 
 def _join(slices: Iterable[Slice | None]) -> Slice | None:
-    """The smallest slice that contains all; None for the whole tensor, or if nothing was read."""
+    """Return the smallest slice that contains all.
+
+    None for the whole tensor, or if nothing was read.
+    """
     joined: Slice | None = None
     for one in slices:
         if one is None:
@@ -99,20 +100,22 @@ def _join(slices: Iterable[Slice | None]) -> Slice | None:
 
 
 def _without_memory(module: nn.Module, shared: set[int]) -> Any:
-    """A copy of a module on the meta device, without the modules whose ids are in `shared`."""
+    """Copy a module to the meta device, without the modules whose ids are in `shared`."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     copy = object.__new__(type(module))
     vars(copy).update(vars(module))
-    # Before vLLM packs or transposes a weight for its kernels, it notes how the loaders expect it.
+    # Before vLLM packs or transposes a weight for its kernels, it stores the layout that the
+    # loaders expect.
     noted_parameters, noted_buffers = get_layerwise_info(module).restore_metadata
     for kind, noted in (("_parameters", noted_parameters), ("_buffers", noted_buffers)):
         own = {
             name: to_meta_tensor(x) for name, x in getattr(module, kind).items() if x is not None
         }
-        # The note itself has no loader bound to a layer, and is used again by every load.
+        # No loader in the stored layout is bound to a layer, so every load can use the layout
+        # again.
         own |= {name: restore_layer_refs(to_meta_tensor(x), module) for name, x in noted.items()}
         vars(copy)[kind] = own
     vars(copy)["_modules"] = {
@@ -125,7 +128,7 @@ def _without_memory(module: nn.Module, shared: set[int]) -> Any:
 class Sliced(Tensor):
     """A tensor of which only a slice has memory.
 
-    View operations return views of it, and all other operations read the slice.
+    View operations return views of the tensor; all other operations read the slice.
     """
 
     _view: Tensor
@@ -141,7 +144,7 @@ class Sliced(Tensor):
         """Return a view of a contiguous tensor of shape `whole`; `view` is on the meta device.
 
         `read` returns the values of a view. Its arguments are the view and the slice that the view
-        is, or None for another kind of view.
+        covers, or None for any other kind of view.
         """
         made: Sliced = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Sliced,
@@ -156,7 +159,7 @@ class Sliced(Tensor):
 
     @staticmethod
     def holding(values: Tensor, part: Slice, whole: Sequence[int]) -> Sliced:
-        """Return a tensor of shape `whole` that contains only the values of this part."""
+        """Return a tensor of shape `whole` with values only in this part."""
 
         def read(view: Tensor, wanted: Slice | None) -> Tensor:
             if wanted is None or wanted.dim != part.dim:
@@ -194,9 +197,9 @@ class Sliced(Tensor):
 
 
 def find_slice(view: Tensor, whole: Sequence[int]) -> Slice | None:
-    """Return the slice that a view is, within a contiguous tensor of shape `whole`.
+    """Return the slice that a view covers in a contiguous tensor of shape `whole`.
 
-    None if the view is the whole tensor, or something else.
+    Return None if the view is the whole tensor, or no such slice.
     """
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     if view.dim() != len(whole):

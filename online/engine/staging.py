@@ -1,19 +1,20 @@
 """Read a draft from the registry into the worker's memory.
 
-A thread reads it, so a storage that hangs stops nothing else.
+A thread reads it, so hung storage stops nothing else.
 
     stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files ─► done, or an error
     load  ─► copies from memory into the draft, while the engine is paused
     discard ─► frees the memory, at once or when the thread ends
 
-The memory is anonymous, and no page of it is on the storage. Reading is done by Python, which lets
-the engine's thread run meanwhile. A page fault on a hung storage would stop both. For a GPU the
-memory is one pinned buffer, from which the paused engine takes the weights several times as fast.
-It is made at start and used by every swap: pinning takes the driver's lock, and the engine's
-launches would wait for it.
+The memory is anonymous: no page of it is backed by the storage. Python reads the files, so the
+engine thread can run meanwhile. A page fault on hung storage would stop both. For a GPU, the memory
+is one pinned buffer, from which the paused engine takes the weights several times as fast. The
+buffer is created at start and used by every swap, because pinning takes the driver's lock and would
+block the engine's kernel launches.
 
-Each tensor-parallel rank reads the slices that it loads (`Slices`). The files to compare with the
-manifest are shared out among the ranks, and a draft is loaded only if no rank has found damage.
+Each tensor-parallel rank reads the slices that it loads (`Slices`). The ranks divide among
+themselves the files to compare with the manifest. A draft is loaded only if no rank has found
+damage.
 """
 
 import errno
@@ -61,17 +62,17 @@ class Share:
     slices: Slices = field(default_factory=dict)
     rank: int = 0
     num_ranks: int = 1
-    """Number of ranks that divide the checksum work. 1: this rank checks every file."""
+    """Number of ranks that divide the checksum work. With 1, this rank checks every file."""
 
 
 class HostMemory:
-    """Host memory for the drafts of one worker.
+    """Host memory for one worker's drafts.
 
-    The pinned buffer is kept, but all other memory is freed.
+    The pinned buffer is kept; all other memory is freed after use.
     """
 
     def __init__(self, pin: Callable[[Tensor], None] | None = None) -> None:
-        """`pin` pins a tensor in place; it is None for a worker on the CPU."""
+        """Store `pin`, which pins a tensor in place; it is None on a CPU."""
         self._pin = pin
         self._pinned: Tensor | None = None
         self._is_lent = False
@@ -100,7 +101,7 @@ class HostMemory:
             self._pinned = buffer
 
     def take(self, num_bytes: int) -> Tensor:
-        """Lend a buffer of at least `num_bytes`: the pinned one if it is free and large enough.
+        """Lend a buffer of at least `num_bytes`: the pinned buffer if it is free and large enough.
 
         Raises:
             OSError: memory cannot be allocated.
@@ -119,12 +120,13 @@ class HostMemory:
 
 
 def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
-    """Return a function that pins memory for a GPU; None for another device."""
+    """Return a function that pins memory for a GPU. None for any other device."""
     if device.type != "cuda":
         return None
 
     def pin(buffer: Tensor) -> None:
-        # Not `pin_memory`, which rounds sizes up to a power of 2: 1.05 GiB would take 2.
+        # `pin_memory` is not used, because it rounds sizes up to a power of 2: 1.05 GiB would take
+        # 2 GiB.
         with torch.cuda.device(device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
@@ -133,8 +135,8 @@ def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
 
 
 def _anonymous(num_bytes: int) -> Tensor:
-    """Allocate bytes that return to the system with the tensor and its views."""
-    # mmap refuses a length of 0.
+    """Allocate bytes that are freed together with the tensor and its views."""
+    # mmap does not accept a length of 0.
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
 
 
@@ -150,21 +152,21 @@ class Part:
     rows: int
     row_bytes: int
     first_byte: int
-    """Offset of the part's first byte in each row."""
+    """Offset of the part's first byte within each row."""
     num_bytes: int
     """Number of the part's bytes in each row."""
     begin: int
-    """Offset in the file's data."""
+    """Offset of the part within the file's data section."""
     at: int
     """Offset in memory."""
 
     @property
     def end(self) -> int:
-        """The end of the part in memory."""
+        """End of the part in memory, in bytes."""
         return self.at + self.rows * self.num_bytes
 
     def tensor(self, memory: Tensor) -> Tensor:
-        """A tensor of the shape in the file, with values only in this part."""
+        """Return a tensor of the shape in the file, with values only in this part."""
         values = memory[self.at : self.end].view(self.dtype)
         if self.slice is None:
             return values.view(*self.whole)
@@ -174,7 +176,7 @@ class Part:
 def plan_parts(
     header: Mapping[str, Any], slices: Slices, shared: set[str], at: int = 0
 ) -> list[Part]:
-    """List a file's parts in order, in memory from `at` on, without the modules in `shared`."""
+    """List a file's parts, placed in memory from `at` on, without the modules in `shared`."""
     parts = []
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
         if not shared.isdisjoint(name.split(".")):
@@ -205,7 +207,7 @@ def plan_folder(folder: Path, slices: Slices, shared: set[str]) -> dict[Path, li
     """List the parts of all files of a draft, one after another in memory.
 
     Raises:
-        ValueError: if a header is corrupt.
+        ValueError: a header is corrupt.
     """
     plan: dict[Path, list[Part]] = {}
     at = 0
@@ -216,7 +218,7 @@ def plan_folder(folder: Path, slices: Slices, shared: set[str]) -> dict[Path, li
 
 
 def list_weights(folder: Path, shared: set[str]) -> dict[str, Tensor]:
-    """A draft's tensors outside the modules named in `shared`, without memory."""
+    """Return a draft's tensors outside the modules named in `shared`, without memory."""
     return {
         part.name: torch.empty(*part.whole, dtype=part.dtype, device="meta")
         for parts in plan_folder(folder, {}, shared).values()
@@ -225,19 +227,20 @@ def list_weights(folder: Path, shared: set[str]) -> dict[str, Tensor]:
 
 
 def count_bytes(plan: Mapping[Path, Sequence[Part]]) -> int:
-    """The number of bytes of memory that these parts need."""
+    """Return the number of bytes of memory that these parts need."""
     return max((part.end for parts in plan.values() for part in parts), default=0)
 
 
 class Staging:
-    """One draft that is being read into memory. The model is not touched."""
+    """A draft that is being read into memory. The model stays unchanged."""
 
     def __init__(
         self, folder: Path, current: Layout, shared: set[str], memory: HostMemory, share: Share
     ) -> None:
         """Start reading the draft in `folder`.
 
-        It is to replace `current`, which shares the modules named in `shared` with the target.
+        The draft will replace `current`, which shares the modules named in `shared` with the
+        target.
         """
         self.folder = folder
         self.layout: Layout | None = None  # The draft's layout; None until the read is done.
@@ -262,7 +265,10 @@ class Staging:
         self._thread.join()
 
     def discard(self) -> None:
-        """Free the memory; a thread that still reads stops after the next chunk and frees it."""
+        """Free the memory.
+
+        A thread that is still reading stops after its next chunk and frees it.
+        """
         with self._lock:
             self._is_discarded, is_finished = True, self._is_finished
         if is_finished:
@@ -276,11 +282,11 @@ class Staging:
             self.is_damaged, self.error = not is_memory, str(error)
         except ValueError as error:
             self.error = str(error)
-        # e.g. out of memory; the thread must always report that it has finished
+        # E.g. out of memory. The thread must always report that it has finished.
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
         with self._lock:
-            # under the same lock as `discard`: whichever comes second frees the memory
+            # Take the same lock as `discard`: whichever comes second frees the memory.
             self._is_finished, is_useless = True, self._is_discarded or bool(self.error)
         if is_useless:
             self._free()
@@ -296,7 +302,7 @@ class Staging:
             layout = Layout.read(self.folder)
             require_same_layout(self._current, layout)
         except ValueError:
-            # Damage rather than another layout, if a header is corrupt.
+            # If a header is corrupt, report damage rather than a different layout.
             for path in weights:
                 _require_digest(self.folder, path.name, sha256(path), entries)
             raise
@@ -361,7 +367,7 @@ class Staging:
     def _free(self) -> None:
         self.tensors = {}
         with self._lock:
-            # Taken out under the lock, so that it is given back once.
+            # Taken under the lock, so that the memory is given back only once.
             buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._memory.give_back(buffer)
@@ -370,7 +376,7 @@ class Staging:
 class _Reader:
     """Reads a file from front to back.
 
-    With a digest it reads every byte; without one it skips the bytes that are not needed.
+    With a digest, it reads every byte; without one, it skips the bytes that are not needed.
     """
 
     def __init__(self, staging: Staging, file: FileIO, digest: Any) -> None:
@@ -408,7 +414,7 @@ class _Reader:
             self._staging.bytes_read += num_bytes
 
     def finish(self, size: int) -> str:
-        """Read on to the file's end at `size`, and return its SHA-256; empty without a digest."""
+        """Read up to the file's end at `size`, and return the SHA-256. Empty without a digest."""
         if self._digest is None:
             return ""
         self.go_to(size)

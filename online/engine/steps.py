@@ -1,8 +1,8 @@
 """The result of an engine step, and the queue between the engine thread and capture's thread.
 
 B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept
-top-k ids, N = tokens of the step's captured requests, L = hidden states of one token, D = size of
-each.
+top-k ids, N = tokens of the step's captured requests, L = hidden states per token, D = size of a
+state.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from redraft.online.engine.request_log import RequestInfo
 
 MAX_QUEUED_BYTES = 256 << 20  # of tensors for the thread: device memory the engine lacks
 MAX_QUEUED_STEPS = 512  # Bound on steps that wait with rows.
-# maximum number of waiting steps, most of which are light: tokens without rows and states
+# Maximum number of waiting steps. Most of them are light: tokens without rows and states.
 MAX_LIGHT_STEPS = 8192
 
 MAX_LIGHT_BYTES = 256 << 20
-"""Bound on the tokens, requests and prompts of waiting steps, mostly host memory. MAX_QUEUED_STEPS
-may always wait.
+"""Limit on the bytes of waiting steps' tokens, requests and prompts, mostly host memory.
+MAX_QUEUED_STEPS steps may always wait.
 """
 
 STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
-"""Host memory of a step's objects, of one of its parts including its numbers, and of one prompt
-token, in bytes; rounded up.
+"""Host memory in bytes, rounded up: of a step's objects, of one of its parts with its numbers, and
+of one prompt token.
 """
 
 REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call becomes small
 
 
-# Not a dataclass: the engine thread creates one per request and step, and a struct takes a tenth of
-# the time.
+# A struct instead of a dataclass, because the engine thread creates one per request and step, and a
+# struct takes a tenth of the time.
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request: RequestInfo
     start: int
@@ -47,7 +47,7 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Row in `EngineStep.sampled_BK`. None if the step read only part of a prompt."""
     num_drafts: int
     proposer: int = 0
-    """LOOKUP or PADDING if the served version did not propose the draft tokens."""
+    """0 if the served version proposed the draft tokens, otherwise LOOKUP or PADDING."""
     first_row: int
     """First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it."""
     first_draft: int
@@ -59,16 +59,16 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def begin(self) -> int:
-        """Index in prompt + output of the first token the target read."""
-        # E.g. token 10 and 3 drafts were read, and sampling starts at 11: 11 + 3 - 4 = 10.
+        """Index in prompt + output of the first token that the target read."""
+        # E.g. if token 10 and 3 drafts were read and sampling starts at 11: 11 + 3 - 4 = 10.
         return self.start + self.num_drafts - self.num_read
 
 
 class DeviceRanges(NamedTuple):
-    """Each request's first row of logits and first token read, with one more entry for the end.
+    """Each request's first row of logits and first token read, plus one entry for the end.
 
-    The requests are in the order of `EngineStep.sampled_BK`. The parts of the step have the host's
-    numbers, which are only bounds.
+    The requests are in the order of `EngineStep.sampled_BK`. The step's parts contain the host's
+    numbers, which are only upper bounds.
     """
 
     rows_B1: Tensor
@@ -90,20 +90,20 @@ class Largest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
-    """References to the tensors of one engine step. Nothing writes to these tensors any more."""
+    """References to the tensors of one engine step. Nothing writes to these tensors later."""
 
     draft_version: str
     target_version: str | None = ""
-    """Version of the weights that verified the draft tokens; None if it is unknown."""
+    """Version of the weights that verified the draft tokens. None if it is unknown."""
     parts: list[StepPart]
     finished: list[str]
     """Ids of the requests that ended before this step."""
     sampled_BK: Tensor | None = None
     """Sampled tokens by request, padded with -1 or limited by `num_sampled_B`."""
     num_sampled_B: Tensor | None = None
-    """Number of valid tokens of each request."""
+    """Number of valid tokens in `sampled_BK`, by request."""
     starts_B: Tensor | None = None
-    """`StepPart.start`, if only the device has the value."""
+    """Values for `StepPart.start`, if only the device has them."""
     ranges: DeviceRanges | None = None
     """Set if the device chose how many draft tokens of each request to verify. The states then
     belong to all tokens of the step.
@@ -119,18 +119,18 @@ class EngineStep:
     draft_ids_S: Tensor | None = None
     """Draft ids of all requests, possibly with other entries in between."""
     draft_probs_S: Tensor | None = None
-    """Draft probabilities; None if drafting is greedy."""
+    """Draft probabilities. None if drafting is greedy."""
     states_NLD: Tensor | None = None
-    """bfloat16 copies of the states of the tokens in `parts`, in order."""
+    """bfloat16 copies of the states of the tokens in `parts`, in the same order."""
     num_new_tokens: int = 0
-    """Number of prompt tokens of the requests recorded since the previous step. The steps of an
+    """Number of prompt tokens of the requests added since the previous step. The steps of an
     ended request keep its prompt in memory.
     """
     computed: torch.cuda.Event | None = None
-    """Event on the engine's stream after the computation; None on a CPU."""
+    """Event on the engine's stream after the computation. None on a CPU."""
 
     def read_sampled(self) -> list[list[int]]:
-        """The tokens that each request sampled. Waits for the device."""
+        """Return the tokens that each request sampled. Waits for the device."""
         assert self.sampled_BK is not None
         rows = self.sampled_BK.tolist()
         if self.num_sampled_B is None:
@@ -165,21 +165,21 @@ class EngineStep:
 
     @property
     def num_rows(self) -> int:
-        """The number of logit rows; 0 if no request sampled, or if the rows were dropped."""
+        """Return the number of logit rows; 0 if no request sampled, or if the rows were dropped."""
         rows = self.logits_RV if self.largest is None else self.largest.log_sum_exp_R
         return 0 if rows is None else len(rows)
 
     @cached_property
     def num_bytes(self) -> int:
-        """The size of all large tensors, in bytes."""
-        # Cached, because the queue reads it under the lock. A frozen dataclass allows a
+        """Return the size of all large tensors, in bytes."""
+        # Cached, because the queue reads it under its lock. A frozen dataclass allows a
         # cached_property.
         held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @cached_property
     def num_light_bytes(self) -> int:
-        """The approximate size of everything else, in bytes.
+        """Return the approximate size of everything else, in bytes.
 
         It is approximate because the engine thread has no time to look at every part.
         """
@@ -198,7 +198,7 @@ class EngineStep:
     def give_up_rows(self) -> EngineStep:
         """Return the step without its rows, draft tokens and states.
 
-        Its sampled tokens stay, so that the text of its requests has no gap.
+        It keeps its sampled tokens, so that the text of its requests has no gap.
         """
         return replace(
             self,
@@ -214,8 +214,8 @@ class StepQueue:
     """Queue of steps from the engine thread to the background thread.
 
     If too many bytes or steps wait, the oldest steps lose their rows, but the text of their
-    requests continues. Only if too many steps wait without rows as well are the oldest ones
-    dropped, and with them the rest of their requests.
+    requests continues. If too many steps without rows wait too, the oldest ones are dropped, and
+    the rest of their requests is lost.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class StepQueue:
         self._steps: deque[EngineStep] = deque()
         self._num_bytes = 0
         self._num_light_bytes = 0
-        # Number of steps at the start of the queue that have lost their rows, or had none.
+        # Number of steps at the front of the queue that have lost their rows or never had any.
         self._num_light = 0
         self._lock = (
             threading.Lock()
@@ -258,7 +258,7 @@ class StepQueue:
             self.is_due.set()
 
     def take(self) -> list[EngineStep]:
-        """Remove and return the oldest steps: at least one, up to one batch; empty if none wait."""
+        """Remove and return the oldest steps, up to one batch. Empty if none wait."""
         taken: list[EngineStep] = []
         num_bytes = 0
         with self._lock:
@@ -282,8 +282,8 @@ class StepQueue:
     def _give_up_rows(self) -> None:
         step = self._steps[self._num_light]
         if step.num_bytes:
-            # Out and in again, because the light bytes shrink too: draft ids and probabilities are
-            # given up.
+            # Remove and add the step again, because its light bytes shrink too: it loses draft ids
+            # and probabilities.
             self._count(step, -1)
             self.num_steps_without_rows += bool(step.num_rows)
             self._steps[self._num_light] = step = step.give_up_rows()

@@ -1,4 +1,4 @@
-"""Loading new draft weights into a running worker, and a checksum to prove the target untouched."""
+"""Load new draft weights into a running worker; checksums prove that the target is unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HASH_CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The properties of a draft that must stay the same when another draft replaces it.
+    """The properties that a draft must share with the draft it replaces.
 
     A worker keeps the layout of its draft, because the draft's folder may be removed from the
     registry in the meantime.
@@ -37,7 +37,7 @@ class Layout:
 
     folder: Path
     settings: Mapping[str, Any]
-    """Contents of config.json, without keys that have no effect."""
+    """Contents of config.json, without the keys that have no effect."""
     tensors: Mapping[str, str]
     """Shape and dtype of every tensor, by name."""
     shared: Mapping[str, tuple[str, list[int], str]] | None = None
@@ -47,7 +47,7 @@ class Layout:
 
     @staticmethod
     def read(folder: Path) -> Layout:
-        """Read a draft's layout from config.json and the headers of the weights in its folder."""
+        """Read a draft's layout from config.json and the headers of its weight files."""
         config = read_config(folder)
         return Layout(
             folder=folder,
@@ -61,15 +61,15 @@ class Layout:
         """Return the layout with hashes of the tensors for the modules named in `shared`.
 
         It reads the weights in the folder, or nothing if no tensor belongs to these modules. It
-        does not use the safetensors library, whose page faults would block the engine's thread
-        while a storage hangs.
+        does not use the safetensors library, whose page faults would block the engine thread while
+        the storage hangs.
 
         Raises:
-            ValueError: if the folder is gone, and the tensors with it.
+            ValueError: the folder and its tensors are gone.
         """
         if self.shared is not None:
             return self
-        # `shared` contains attribute names, e.g. `embed_tokens`, which is one part of
+        # `shared` contains attribute names, e.g. `embed_tokens`, which is a part of
         # `model.embed_tokens.weight`.
         if all(shared.isdisjoint(name.split(".")) for name in self.tensors):
             return replace(self, shared={})
@@ -111,20 +111,19 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
 def require_same_quantization(
     version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Refuse a version whose config.json specifies another quantisation than the loaded draft's.
+    """Refuse a version whose quantisation in config.json differs from the loaded draft's.
 
-    vLLM creates the layers of a quantised draft when it starts, and these cannot take other
-    weights.
+    vLLM creates a draft's layers when it starts, and they accept only weights with the same
+    quantisation.
 
-    Raises:
-        ValueError: if the two differ.
+    Raises:     ValueError: the two differ.
     """
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:
         raise ValueError(
-            f"{version} is {found or 'not quantised'}, the loaded draft is "
-            f"{served or 'not quantised'}: quantise "
-            f"{version} like that one and publish it again, or restart the server with {version}. "
+            f"{version} is {found or 'not quantised'}, but the loaded draft is "
+            f"{served or 'not quantised'}: quantise {version} in the same way and publish it "
+            f"again, or restart the server with {version}. "
             "A draft that vLLM quantises itself is replaced by plain weights"
         )
 
@@ -132,9 +131,9 @@ def require_same_quantization(
 def require_same_shared(current: Layout, candidate: Layout) -> None:
     """Refuse a draft with different tensors for the modules shared with the target.
 
-    At start, vLLM shares the embedding and the head if the draft contains none, or contains a
-    bit-identical copy of the target's. It decides this only once. A draft that contains different
-    ones later could be loaded only by overwriting the target's.
+    vLLM shares the target's embedding and head if the draft has none, or has a bit-identical copy.
+    It decides this only at start. A later draft with different ones could be loaded only by
+    overwriting the target's.
 
     Raises:
         ValueError: the message names the tensor.
@@ -145,7 +144,8 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
     different = _find_differences(candidate.shared, current.shared)
     if different:
         raise ValueError(
-            f"{name} brings a different {different[0]}, but the loaded draft shares the target's: "
+            f"{name} contains a different {different[0]}, but the loaded draft shares the "
+            f"target's: "
             f"restart the server with {name}"
         )
 
@@ -153,8 +153,8 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
 def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint's tensors into a worker's draft, between two engine steps.
 
-    In any case, the target stays unchanged, and the draft can still run and be loaded again. After
-    an exception, the draft's values are undefined until a load succeeds.
+    The target stays unchanged, even after an exception. The draft can then still run and be loaded
+    again. After an exception, its values are undefined until a load succeeds.
     """
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
@@ -171,15 +171,15 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
         mine = {
             name: tensor for name, tensor in tensors.items() if shared.isdisjoint(name.split("."))
         }
-        # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights
-        # writes to.
+        # vLLM repacks weights (for the CPU or for quantisation), and frees the tensors that
+        # load_weights writes to.
         initialize_layerwise_reload(draft)
         draft_config = worker.vllm_config.speculative_config.draft_model_config
         try:
             draft.load_weights(iter(mine.items()))
             finalize_layerwise_reload(draft, draft_config)
         except BaseException:
-            # until then the layers are meta tensors, and the next step would end the engine
+            # Until then, the layers are meta tensors, and the next step would crash the engine.
             end_load(draft, draft_config)
             raise
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -187,13 +187,18 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def end_load(model: nn.Module, model_config: Any) -> None:
-    """End a failed vLLM load, layer by layer if a layer has taken tensors it cannot process."""
+    """End a failed vLLM load.
+
+    If a layer has received tensors it cannot process, end it layer by layer.
+    """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
     try:
         finalize_layerwise_reload(model, model_config)
     except Exception:
-        logger.exception("redraft: a failed load could not be ended, so old weights return")
+        logger.exception(
+            "redraft: a failed load could not be completed, so the old weights are restored"
+        )
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
@@ -203,7 +208,7 @@ def end_load(model: nn.Module, model_config: Any) -> None:
 
 @contextmanager
 def loading(worker: Any) -> Iterator[None]:
-    """The context in which vLLM's loaders run."""
+    """Return the context in which vLLM's loaders run."""
     from vllm.config import set_current_vllm_config
 
     with (
@@ -222,9 +227,9 @@ def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
 
 
 def count_cache(draft: nn.Module, target: nn.Module) -> int:
-    """The number of bytes that a draft's layers take in the KV cache.
+    """Return the number of bytes that a draft's layers take in the KV cache.
 
-    The target's part of the cache, which the draft may read, does not count.
+    The target's part of the cache, which the draft may also read, does not count.
     """
 
     theirs = _find_cache(target)
@@ -245,12 +250,12 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
     Loading a draft's embedding or head into a shared module would overwrite the target.
 
     Raises:
-        ValueError: if the draft still shares a tensor with the target.
+        ValueError: the draft still shares a tensor with the target.
     """
     shared = list(_find_shared(draft, {id(module) for module in target.modules()}))
     for parent, name, _ in shared:
-        # None instead of `del`, so that reading the attribute returns None and the order of the
-        # modules is preserved.
+        # Set None instead of deleting, so that reading the attribute returns None and the order of
+        # the modules is preserved.
         parent._modules[name] = None
     try:
         targets = {id(parameter) for parameter in target.parameters()}
@@ -267,10 +272,10 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
 
 @torch.no_grad()
 def checksum(model: nn.Module) -> str:
-    """64 hex digits that change if any weight changes, including repacked weights.
+    """Return 64 hex digits that change if any weight changes, including repacked weights.
 
-    The function reads every weight once. The checksum is not cryptographic: it shows whether
-    anything was overwritten, but not who made the weights.
+    The function reads every weight once. The checksum is not cryptographic: it detects accidental
+    changes, not forged weights.
     """
     tensors = {
         **dict(model.named_buffers()),
@@ -278,7 +283,7 @@ def checksum(model: nn.Module) -> str:
     }
     digest = hashlib.sha256()
     sums = [compute_sums(tensor) for tensor in tensors.values()]
-    # all sums in one copy to the host: each would wait for the device
+    # Copy all sums to the host at once, because every copy waits for the device.
     for (name, tensor), pair in zip(
         tensors.items(), torch.stack(sums).tolist() if sums else [], strict=True
     ):
@@ -287,10 +292,10 @@ def checksum(model: nn.Module) -> str:
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Whether all values are finite numbers: [] bool on the tensor's device."""
+    """Whether all values are finite: a scalar bool on the tensor's device."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    # NaN propagates; no copy, as `isfinite` of all values would be
+    # NaN propagates through the sum, which needs no copy, unlike `isfinite` of all values.
     least, most = torch.aminmax(tensor.detach())
     return least.isfinite() & most.isfinite()
 
@@ -304,7 +309,8 @@ def clear_cache(*models: nn.Module | None) -> None:
 def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """Return a function that reads each weight, by name.
 
-    The function returns the weight in memory order or, for a packed weight, the layer's response.
+    The function returns the weight in memory order or, for a packed weight, the layer's output for
+    a fixed input.
     """
     weights: dict[str, Callable[[], Tensor]] = {
         name: partial(_in_memory_order, tensor) for name, tensor in model.named_parameters()
@@ -318,22 +324,22 @@ def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """View a weight in memory order, e.g. one of float8, which vLLM keeps transposed.
+    """View a weight in memory order, e.g. a float8 weight, which vLLM keeps transposed.
 
-    A copy would not fit on a full GPU.
+    A copy might not fit on a full GPU.
     """
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def compute_sums(tensor: Tensor) -> Tensor:
-    """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64.
+    """Return the sum and the position-weighted sum of a tensor's 64-bit words, modulo 2**64.
 
     The result is [2] on the tensor's device. Words whose distance is a multiple of COLUMNS have the
     same weight; rows of a weight matrix hardly ever lie at such a distance.
     """
     tensor = _in_memory_order(tensor)
     if not tensor.is_contiguous():
-        # A view with gaps. Piece by piece, because `contiguous` copies.
+        # The view has gaps. Go piece by piece, because `contiguous` would copy the whole view.
         pieces = [
             compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor
         ]
@@ -350,20 +356,20 @@ def compute_sums(tensor: Tensor) -> Tensor:
     sums[: len(rest)] += rest
     for outside, end in ((bytes_[:first], COLUMNS - 7), (bytes_[last:], COLUMNS)):
         sums[end - len(outside) : end] += outside
-    # Odd weights can be inverted modulo 2**64, so a change of one column always shows in the second
+    # Odd factors are invertible modulo 2**64, so a change in one column always changes the second
     # sum.
     odd = torch.arange(1, 2 * COLUMNS, 2, device=sums.device)
     return torch.stack([sums.sum(), (sums * odd).sum()])
 
 
 def _compute_response(linear: Any) -> Tensor:
-    """The output of a linear layer for a fixed input.
+    """Return the output of a linear layer for a fixed input.
 
-    It is used if vLLM has packed the weights into an unreadable form.
+    It replaces the weights if vLLM has packed them into an unreadable form.
     """
     weight = linear.weight
     generator = torch.Generator().manual_seed(0)
-    # A replicated layer, such as the gate of a mixture of experts, is not divided among the ranks.
+    # A replicated layer, such as a mixture-of-experts gate, is not split across the ranks.
     num_inputs = getattr(linear, "input_size_per_partition", None) or linear.input_size
     probe = torch.randn(4, num_inputs, generator=generator).to(weight.dtype)
     answer: Tensor = linear.cpu_linear(probe, weight, None)
@@ -374,7 +380,7 @@ def _find_shared(module: nn.Module, owned: set[int]) -> Iterator[tuple[nn.Module
     for name, child in module._modules.items():
         if child is None:
             continue
-        # Nothing below a shared module is looked at: all of it is the target's.
+        # Skip everything below a shared module, because it belongs to the target.
         if id(child) in owned:
             yield module, name, child
         else:
@@ -396,13 +402,13 @@ def read_tensors(files: Sequence[Path], shared: Set[str] = frozenset()) -> dict[
 
 
 def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[str, list[int], str]]:
-    """Dtype, shape and SHA-256 of the checkpoint's tensors inside the shared modules, by name."""
+    """Return dtype, shape and SHA-256 of the checkpoint's tensors in shared modules, by name."""
     found = {}
     for path in files:
         header = safetensors_header(path)
         with path.open("rb") as file:
-            # A safetensors file: 8 bytes with the header's length, the header, then the tensors, at
-            # offset 0.
+            # A safetensors file has 8 bytes with the header's length, then the header, then the
+            # tensors, whose offsets start at 0.
             data = 8 + int.from_bytes(file.read(8), "little")
             for name, entry in header.items():
                 if shared.isdisjoint(name.split(".")):
@@ -417,7 +423,7 @@ def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[st
 
 
 def _find_differences(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ, or that exist on one side only."""
+    """Return the keys whose values differ, or that exist on one side only."""
     return sorted(
         key for key in values.keys() | wanted.keys() if values.get(key) != wanted.get(key)
     )

@@ -1,10 +1,10 @@
-"""The swap as a transaction: all ranks serve the version, or go back to the last good draft.
+"""Swap a draft in a transaction: all ranks serve the new version, or return to the last good draft.
 
 find ─► stage: the ranks read it into memory, and serve ─► pause ─► load ─► commit ─► resume
          └─ a swap to another version, if found,         └─ a failure: restore the last good draft
             takes over here
 
-A move loads or names the target weights in the same pause, before the draft if one is asked for."""
+A move loads or names the target weights in the same pause, before the draft if one is requested."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Move:
 
 
 WITHOUT_KEYS = ("medusa",)
-"""Methods whose drafts have no keys in the cache."""
+"""Methods whose drafts have no keys in the KV cache."""
 
 
 class HalfNewError(RefusedError):
-    """Raised when the target weights are only partly new, so that the engine must not continue."""
+    """Raised when the target weights are only partly updated. The engine must not continue."""
 
 
 class Swaps:
@@ -100,7 +100,7 @@ class Swaps:
         self._swapping = asyncio.Lock()
         self._first_draft = self._salt = ""  # for cached blocks, by the draft that wrote their keys
         self._num_asked = self._latest_number = 0
-        # the last found version that was requested; `_latest_number` counts requests
+        # Last requested version that was found. `_latest_number` counts requests.
         self._latest = ""
         self._staged = ""  # The version of `_staging`.
         self._staging: asyncio.Future[None] | None = None
@@ -112,7 +112,7 @@ class Swaps:
         Returns the answer for the client.
 
         Raises:
-            RefusedError: with the weights and the draft that are served then.
+            RefusedError: the message names the weights and the draft that are then served.
         """
         if move.folder:
             move = replace(move, folder=await self._find_target(move.folder))
@@ -134,7 +134,7 @@ class Swaps:
         Returns the answer for the client.
 
         Raises:
-            RefusedError: if the swap is refused or fails.
+            RefusedError: the swap is refused or fails.
         """
         if not VERSION.fullmatch(
             asked.version
@@ -149,11 +149,12 @@ class Swaps:
         self._give_way_to(found.name, number)
         async with self._swapping:
             self._require_latest(found.name)
-            # under the lock, because the previous swap may have loaded this same version
+            # Check under the lock, because the previous swap may have loaded this same version.
             status = await self.calls.status()
             serving = status["draft_version"]
             await self._require_awake()
-            # A copy of the registry may contain another v000012, so the name alone proves nothing.
+            # A copy of the registry may contain a different v000012, so the name alone proves
+            # nothing.
             is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
             clears = status["swap_cache"] == "clear" or bool(move and move.folder)
             if serving == found.name and status["draft_intact"] and is_same:
@@ -165,24 +166,26 @@ class Swaps:
             finally:
                 await self._discard()
             if status["swap_cache"] == "keep" and status.get("method") not in WITHOUT_KEYS:
-                # A server's first draft has no salt, so a way back to it finds its blocks.
+                # A server's first draft has no salt, so that returning to it finds its cached
+                # blocks.
                 before = status.get("manifest_sha256") or serving
                 self._first_draft = self._first_draft or before
                 self._salt = found.manifest_sha256 or found.name
-            # After the swap: a refused one must not bind this server to a registry.
+            # Set it only after the swap, because a refused swap must not bind this server to a
+            # registry.
             self.registry_id = found.registry or self.registry_id or asked.registry
             return report
 
     def salt_for(self, given: str | None) -> str | None:
-        """The cache salt for a request whose client gives the salt `given`.
+        """Return the cache salt for a request whose client sends the salt `given`.
 
-        With it, the request matches no cached block that has keys of another draft.
+        With it, the request does not match cached blocks that hold a different draft's keys.
         """
         is_first = self._salt == self._first_draft
         return given if is_first else f"{self._salt}\0{given or ''}"
 
     def _give_way_to(self, version: str, number: int) -> None:
-        """Let a version that was found, and requested later, replace the one being read."""
+        """Let a version that was requested later, and found, replace the version being read."""
         if number > self._latest_number:
             self._latest_number, self._latest = number, version
         self._require_latest(version)
@@ -196,7 +199,7 @@ class Swaps:
             )
 
     async def _read_into_memory(self, found: _Found, serving: str) -> None:
-        """Make all ranks read the version, until a swap to another version takes over."""
+        """Make all ranks read the version, until a swap to a different version takes over."""
         self._require_latest(found.name)
         self._staged = found.name
         self._staging = asyncio.ensure_future(self._stage(found, serving))
@@ -214,7 +217,8 @@ class Swaps:
         """Find the version in the registry's folder.
 
         Raises:
-            RefusedError: it is missing, differs from the requested one, or is for another target.
+            RefusedError: it is missing, differs from the requested one, or is for a different
+                target.
         """
         async with asyncio.timeout(STAGE_TIMEOUT_S):
             assert self.registry is not None
@@ -237,15 +241,16 @@ class Swaps:
         return found
 
     async def _find_target(self, name: str) -> str:
-        """Resolve a folder that has target weights of the served lineage.
+        """Resolve a folder that has target weights of the served model.
 
         Raises:
-            RefusedError: if the folder may not be loaded.
+            RefusedError: the folder may not be loaded.
         """
         if not self.targets:
             raise RefusedError(
                 503,
-                "no folder for target weights: start the server with `redraft serve --targets FOLDER`",
+                "target weights cannot be loaded: start the server with `redraft serve "
+                "--targets FOLDER`",
             )
         status = await self.calls.status()
         try:
@@ -258,18 +263,19 @@ class Swaps:
         if found != status.get("target_lineage"):
             raise RefusedError(
                 409,
-                f"{name} differs from the served target in tensors, type or tokenizer: save all of "
-                "a checkpoint, or restart the server with it",
+                f"{name} differs from the served target in tensors, type or tokenizer: save a "
+                f"complete checkpoint, or restart the server with this one",
             )
         return str(folder)
 
     async def _read(self, folder: Path, read: Callable[[Path], T]) -> T:
-        """Read a folder's small files in a separate thread, or await a read that still hangs."""
+        """Read a folder's small files in a separate thread, or join an earlier read that hangs."""
         key = str(folder)
         future = self._reads.get(key)
         if future is None:
             future = self._reads[key] = Future()
-            # A swap that gives up cannot cancel it: `set_result` would then raise.
+            # A swap that gives up must not cancel this future, because `set_result` would then
+            # raise.
             future.set_running_or_notify_cancel()
             future.add_done_callback(lambda _: self._reads.pop(key))
             threading.Thread(
@@ -296,8 +302,8 @@ class Swaps:
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
         """Make all ranks read a draft, and return their answers.
 
-        A `folder` of None stands for the last good draft. If any rank has failed, only the answers
-        of failed ranks are returned.
+        If `folder` is None, they read the last good draft. If any rank has failed, only the answers
+        of the failed ranks are returned.
         """
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
@@ -309,7 +315,7 @@ class Swaps:
                 {"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]
             ]
         while True:
-            # Polled in short calls, because the engine runs no step during a call.
+            # Poll in short calls, because the engine runs no step during a call.
             ranks = await self.calls.ask_for_draft("redraft_staged")
             failed = [rank for rank in ranks if rank["error"]]
             if failed or all(rank["done"] for rank in ranks):
@@ -325,10 +331,10 @@ class Swaps:
     async def _exchange(
         self, found: _Found | None, move: Move | None, serving: str, *, clears: bool
     ) -> dict[str, Any]:
-        """Move the target, and then load the staged version on all ranks, each only if given.
+        """Move the target, then load the staged version on all ranks; each only if given.
 
-        This happens in a pause, which may be a trainer's, or else between two steps. `clears`: the
-        target reads everything again. Keys of the old weights would be gone at once.
+        This happens in a pause, which may be a trainer's, or otherwise between two steps. With
+        `clears`, the pause empties the cache, and the target reads everything again.
         """
         await self._require_awake()
         is_paused = await self.calls.request(
@@ -355,8 +361,8 @@ class Swaps:
             name = found.name if found else "the target"
             raise RefusedError(
                 504,
-                f"{name} was not loaded within {deadline_s:.0f} s, and generation continues: swap "
-                "again",
+                f"{name} was not loaded within {deadline_s:.0f} s; generation continues: swap "
+                f"again",
             ) from None
         except HalfNewError:
             resumes = False
@@ -368,7 +374,7 @@ class Swaps:
                 ) from refusal
             raise
         finally:
-            # Else a trainer has paused too, and may be writing weights.
+            # Otherwise, a trainer has paused the engine too, and may be writing weights.
             if resumes and self._owes_resumption:
                 await self._resume()
         report = {"pause_ms": 1e3 * (time.perf_counter() - began_s), **loaded}
@@ -377,7 +383,7 @@ class Swaps:
         )
 
     async def _move(self, move: Move, *, resets: bool) -> None:
-        """Load the target weights on all ranks, or on none, and name them."""
+        """Load the target weights on all ranks or on none, and name them."""
         if move.folder:
             ranks = await self.calls.ask("redraft_load_target", move.folder)
             error = next((rank["error"] for rank in ranks if not rank["ok"]), "")
@@ -385,7 +391,7 @@ class Swaps:
             if resets and not error:
                 try:
                     await self._reset_cache()
-                    # The workers' part went with the weights.
+                    # The workers emptied their part of this cache when they loaded the weights.
                     await self.calls.request(
                         self.engine.reset_encoder_cache(), "the engine could not forget images"
                     )
@@ -473,14 +479,14 @@ class Swaps:
     async def _load(
         self, found: _Found, serving: str, *, resets: bool, has_moved: bool
     ) -> dict[str, Any]:
-        """Load the staged draft on all ranks, and then empty the cache if `resets`.
+        """Load the staged draft on all ranks, and empty the cache afterwards if `resets`.
 
         If either fails, restore the last good draft.
         """
         try:
-            # All ranks load, or all go back.
+            # Either all ranks load the draft, or all return to the last good one.
             ranks = await self.calls.ask_for_draft("redraft_load", str(found.folder), has_moved)
-        # The engine has died, or has no draft: there is nothing to restore.
+        # The engine has died or has no draft, so there is nothing to restore.
         except RefusedError:
             raise
         except (
@@ -492,7 +498,8 @@ class Swaps:
         failed = [rank for rank in ranks if not rank["ok"]]
         if failed:
             error = failed[0]["error"]
-            # Ranks with different drafts would propose nonsense, so all go back.
+            # Ranks with different drafts would propose nonsense, so all of them return to the last
+            # good draft.
             if any(rank["ok"] or rank["touched"] for rank in ranks):
                 raise await self._go_back(RefusedError(500, error), serving)
             raise RefusedError(409, f"{error}; still serving {serving}")
@@ -503,10 +510,10 @@ class Swaps:
                 if self.engine.errored:
                     raise
                 raise await self._go_back(refusal, serving, f": {CACHE_CURE}") from refusal
-        # only now: if anything fails, the ranks need the last good draft to go back to
+        # Record it only now: if anything fails, the ranks need the last good draft to return to.
         await self.calls.ask("redraft_commit", found.name)
         if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
-            raise RefusedError(500, "the target weights changed: restart this server")
+            raise RefusedError(500, "the swap changed the target's weights: restart this server")
         return {
             "load_ms": max(rank["load_ms"] for rank in ranks),
             "target_checksum_before": ranks[0]["checksum_before"],
@@ -539,9 +546,9 @@ class Swaps:
 def can_pause(vllm_config: Any) -> bool:
     """Whether this API server can pause its engines by itself.
 
-    Replicas that share experts step and pause together: vLLM waits until all of them have been
-    asked to pause. Behind an external or hybrid load balancer, an API server reaches only some of
-    the replicas.
+    Replicas that share experts step and pause together: vLLM waits until each of them was asked to
+    pause. Behind an external or hybrid load balancer, an API server reaches only some of the
+    replicas.
     """
     parallel = vllm_config.parallel_config
     shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
@@ -553,7 +560,7 @@ class _Found:
     folder: Path
     manifest_sha256: str
     registry: str
-    """The registry's id; empty if it has none."""
+    """The registry's id. Empty if it has none."""
     provenance: Provenance
 
     @property
@@ -589,7 +596,7 @@ def _read_version(folder: Path) -> _Found:
     """Read the small files of a version. This call blocks.
 
     Raises:
-        RefusedError: if there is no such version, or if it is damaged.
+        RefusedError: there is no such version, or it is damaged.
     """
     if not folder.is_dir():
         raise _no_version(folder.name)
@@ -605,12 +612,12 @@ def _read_version(folder: Path) -> _Found:
 
 
 def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
-    """Read a target folder, and return (the folder without links, its lineage).
+    """Read a target folder, and return (its resolved path, its lineage).
 
-    It returns only once all of the weights could be read. This call blocks.
+    It returns only after all of the weights were read. This call blocks.
 
     Raises:
-        RefusedError: if the folder is outside `targets`, has no weights, or is damaged.
+        RefusedError: the folder is outside `targets`, has no weights, or is damaged.
     """
     try:
         files = list_files(folder, targets)
@@ -632,6 +639,5 @@ def _require_target(found: _Found, fingerprint: str, lineage: str) -> None:
             409,
             f"{found.name} was trained for target {wanted[:12]}, but this server runs "
             f"{fingerprint[:12]}: "
-            "give the server the registry of its own target, or restart it with the target of the "
-            "draft",
+            "give the server the registry of its own target, or restart it with the draft's target",
         )

@@ -1,16 +1,16 @@
-"""Which weights does the target have?
+"""Track the version of the target's weights.
 
-Records carry the version, LABEL@DIGEST; empty for the weights of the start.
+Records contain the version, LABEL@DIGEST, which is empty for the weights from the server's start.
 
     reload_weights, load_weights, a weight update, sleep at level 2 ─► has_moved
     the end of an update, else the next engine step ─► settle: tied heads, digest, version ─► records, status
-    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: another sum, e.g. after `param.copy_`
-                                                ─► settle
+    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: new sum, e.g. after
+        `param.copy_` ─► settle
     a trainer names its weights (EngineCore.set_weight_version) ─► label
 
 Another process may replace the weights of a running server: reinforcement learning does so after
-every step. The digest decides: returning weights are the old version, and servers with the same
-weights, in the same shards, agree.
+every step. The digest identifies them: weights that return get their old version, and servers with
+the same weights in the same shards agree.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ from redraft.online.engine.trainer_files import describe_target, require_whole
 logger = logging.getLogger("vllm.redraft")
 
 PIECE_BYTES = 32 << 20
-"""Largest part of a weight to read at once."""
+"""Maximum size of a piece of a weight to read at once, in bytes."""
 
 LOOK_S = 1.0
-"""Seconds between two checks of the weights while the engine computes. An idle worker is not woken,
-because vLLM's workers spin for a second after each message.
+"""Minimum time in seconds between two checks of the weights while the engine computes. Checks do
+not wake an idle worker, because vLLM's workers spin for a second after each message.
 """
 
 UPDATES = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
-"""Methods of vLLM's worker, which replace weights."""
+"""Methods of vLLM's worker that replace weights."""
 
 LOADS = (*UPDATES, "redraft_load_target", "redraft_move")
 
@@ -55,7 +55,7 @@ MAX_LABEL_CHARS = 100
 
 
 class TargetWatch:
-    """Checksums of a model's weights, piece by piece, and the version that they identify."""
+    """Checksums of a model's weights, piece by piece, and the version that the weights have."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -85,7 +85,8 @@ class TargetWatch:
             if tensor.dim() > 1:
                 matrices.append(len(self._pieces))
             self._pieces += [(name, *end) for end in ends] if len(ends) > 1 else [(name, 0, 0)]
-        # In the middle, so a linear layer's: some trainings leave embeddings and norms as they are.
+        # From the middle, so that it is a linear layer's weight: some training runs leave
+        # embeddings and norms unchanged.
         self._watched = matrices[len(matrices) // 2 :][:1]
         self._next = 0
         self.next_look_s = 0.0
@@ -94,7 +95,7 @@ class TargetWatch:
         self._start = self.digest
 
     def settle(self) -> None:
-        """Record the present weights.
+        """Record the current weights.
 
         Half-written weights get no digest, because they are never served intentionally.
         """
@@ -113,7 +114,7 @@ class TargetWatch:
 
     @property
     def version(self) -> str | None:
-        """The name of the weights in records.
+        """Return the name of the weights in records.
 
         It is empty for the weights at the start, and None for weights that are half-written or not
         finite.
@@ -123,7 +124,10 @@ class TargetWatch:
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
 
     def is_due(self) -> bool:
-        """Whether the last check was at least LOOK_S ago; if so, the interval restarts now."""
+        """Return whether the last check was at least LOOK_S ago.
+
+        If so, the interval restarts now.
+        """
         now_s = time.monotonic()
         if now_s < self.next_look_s:
             return False
@@ -142,18 +146,19 @@ class TargetWatch:
 
     def _compute(self, indices: Sequence[int]) -> list[list[int]]:
         sums = [compute_sums(piece) for piece in self._read(indices)]
-        # all sums in one copy to the host: each would wait for the device
+        # Copy all sums to the host at once, because every copy waits for the device.
         found: list[list[int]] = torch.stack(sums).tolist() if sums else []
         return found
 
     def _list_not_finite(self) -> list[int]:
-        """Indices of the pieces that contain values that are not finite."""
+        """Return the indices of the pieces that contain non-finite values."""
         flags = [is_finite(piece) for piece in self._read(range(len(self._pieces)))]
         found = torch.stack(flags).tolist() if flags else []
         return [i for i, finite in enumerate(found) if not finite]
 
     def _read(self, indices: Sequence[int]) -> Iterator[Tensor]:
-        # Found by name each time: an update may put another tensor in the place of the first.
+        # Look it up by name each time, because an update may replace the first tensor by a
+        # different one.
         readers = find_weights(self.model)
         for name, first, end in (self._pieces[i] for i in indices):
             tensor = readers[name]()
@@ -162,9 +167,9 @@ class TargetWatch:
 
 @contextmanager
 def writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
-    """Context for a block that writes weights, and may fail half-way.
+    """Context for a block that writes weights and may fail half-way.
 
-    `ends`: if the block succeeds, it repairs an earlier failure.
+    With `ends`, a successful block also repairs an earlier failure.
     """
     watch = worker.redraft.target_watch
     watch.has_moved = True
@@ -179,8 +184,8 @@ def writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
 def end_reload(worker: Any) -> None:
     """Restore the old weights of layers that still wait for new ones, after a load has failed.
 
-    vLLM leaves these layers on `meta`. There, the next step would end the engine, and the next load
-    would count the tensors that they have already received.
+    vLLM leaves these layers on `meta`. With such layers, the next step would crash the engine, and
+    the next load would count the tensors that they have already received.
     """
     runner, vllm_config = worker.model_runner, worker.vllm_config
     with loading(worker):
@@ -190,7 +195,7 @@ def end_reload(worker: Any) -> None:
 
 
 def is_clear(worker: Any) -> bool:
-    """Whether the target weights are whole: no update is open, and the last one did not fail."""
+    """Whether the target weights are complete: no update is running, and the last one succeeded."""
     watch = worker.redraft.target_watch
     if watch is not None and watch.has_moved:
         settle(worker)
@@ -205,9 +210,9 @@ def note_move(worker: Any) -> None:
 
 @torch.no_grad()
 def settle(worker: Any) -> None:
-    """Determine the version of the present weights, for records from the next step on.
+    """Determine the version of the current weights, for records from the next step on.
 
-    It raises no error, because steps and updates call it.
+    The function raises no error, because steps and updates call it.
 
     During an update, or if the weights cannot be read, the version is None.
     """
@@ -218,12 +223,12 @@ def settle(worker: Any) -> None:
     if not worker._weight_update_active and "weights" not in state.asleep:
         try:
             with torch.inference_mode(False):
-                # vLLM's CPU build has packed them at start, and a load brings no tensor for them.
+                # vLLM's CPU build has packed them at start, and a load has no tensor for them.
                 repack_tied_heads(watch.model)
                 watch.settle()
             version = watch.version
             if watch.is_cache_spoiled and not watch.not_finite:
-                # attention multiplies the keys of freed blocks by 0, and NaN stays NaN
+                # Attention multiplies the keys of freed blocks by 0, and NaN times 0 is still NaN.
                 clear_cache(watch.model, worker.model_runner.get_draft_model())
                 watch.is_cache_spoiled = False
         except Exception:
@@ -238,20 +243,20 @@ def settle(worker: Any) -> None:
         )
         if watch.not_finite:
             logger.error(
-                "redraft: %s has values that are not finite: load others", watch.not_finite
+                "redraft: %s has non-finite values: load different weights", watch.not_finite
             )
     _set_version(worker, version)
 
 
 def look_at_target(worker: Any) -> None:
-    """If a look is due, and the weights have changed without an update, settle. Raises nothing."""
+    """If a check is due and the weights have changed without an update, settle. Raises nothing."""
     state = worker.redraft
     if state.target_watch is None or "weights" in state.asleep or worker._weight_update_active:
         return
     if not state.target_watch.is_due():
         return
     try:
-        # `has_moved` remains if an executor calls the runner without the worker, as Ray's does
+        # `has_moved` stays set if an executor calls the runner directly, as Ray's does.
         is_changed = state.target_watch.has_moved or state.target_watch.is_changed()
     except Exception:
         is_changed = True  # e.g. half loaded: `settle` logs it
@@ -262,10 +267,10 @@ def look_at_target(worker: Any) -> None:
 def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
     """Load the target weights from a folder.
 
-    If `folder` is None, load the previous weights again, after a rank has failed.
+    If `folder` is None, reload the previous weights, because a rank has failed.
 
-    Return `{"ok": True}`, or `{"ok": False, "error", "touched"}`, where `touched` means that the
-    weights may be only partly new.
+    Return `{"ok": True}` or `{"ok": False, "error", "touched"}`, where `touched` means that the
+    weights may be partly updated.
     """
     state, config = worker.redraft, worker.vllm_config.model_config
     if folder is not None:
@@ -290,25 +295,25 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
         logger.exception(
             "redraft: the target weights could not be loaded from %s", folder or before[0]
         )
-        # vLLM would reload from the folder next
+        # Otherwise, vLLM would reload from this folder the next time.
         config.model, config.model_weights, config.revision = before
         is_touched = state.target_watch is None or not is_clear(worker)
         return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": is_touched}
     if folder is not None and state.target_watch is not None and state.target_watch.not_finite:
         config.model, config.model_weights, config.revision = before
-        told = f"{folder}: {state.target_watch.not_finite} has values that are not finite"
+        told = f"{folder}: {state.target_watch.not_finite} has non-finite values"
         return {"ok": False, "error": told, "touched": True}
     return {"ok": True}
 
 
 def name_target(worker: Any, label: str) -> None:
-    """Set the trainer's name for the present weights."""
+    """Set the trainer's name for the current weights."""
     state = worker.redraft
     if state.target_watch is not None:
         state.target_watch.next_look_s = 0.0  # it may have written them just now
         look_at_target(worker)
     if state.target_watch is not None:
-        # as in the names of drafts: it goes into the journal and the metrics
+        # As with the names of drafts, it goes into the journal and the metrics.
         label = "".join(char if "!" <= char <= "~" else "_" for char in label)
         state.target_watch.label = label[:MAX_LABEL_CHARS]
         if state.target_version is not None:
@@ -320,7 +325,7 @@ def _set_version(worker: Any, version: str | None) -> None:
     if worker.redraft.capture:
         worker.redraft.capture.target_version = version
     if isinstance(worker.vllm_config.additional_config, dict):
-        # for the states of `redraft serve-features`
+        # These are for the states that `redraft serve-features` sends.
         worker.vllm_config.additional_config[TARGET_VERSION] = version
 
 
@@ -329,8 +334,8 @@ def update_rank(
 ) -> tuple[Any, str, bool | None]:
     """Call a method in LOADS, and return (result, error, state).
 
-    The state is whether the call succeeded; it is None if the target weights may be only partly
-    new, or if the update was for the draft.
+    The state is whether the call succeeded. It is None if the target weights may be partly updated,
+    or if the update was for the draft.
     """
     result, error = None, ""
     try:
@@ -344,14 +349,14 @@ def update_rank(
 
 
 def doubt_target(worker: Any) -> None:
-    """Remove the weights' name until a load succeeds, because other ranks have other weights."""
+    """Remove the weights' name until a load succeeds, because the ranks have different weights."""
     if (watch := worker.redraft.target_watch) is not None:
         watch.is_torn, watch.digest = True, ""
         settle(worker)
 
 
 def register_backend() -> None:
-    """Offer trainers weight updates from files, as vLLM's weight-transfer backend `redraft`.
+    """Register vLLM's weight-transfer backend `redraft`, with which trainers send files.
 
     It is safe to call again.
     """

@@ -1,6 +1,6 @@
 """Weights that a trainer names by path.
 
-They must be within the allowed folders, and whole before they are loaded.
+They must be within the allowed folders, and complete before they are loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,20 +11,20 @@ from redraft.files.folder import read_config, tensor_files
 
 CHUNK_BYTES = 16 << 20
 OPTIONAL = ("lm_head.weight", "rotary_emb.inv_freq")
-"""Suffixes of tensor names that a tied or older model may lack or contain."""
+"""Suffixes of tensor names that a tied or older model may lack, or contain in addition."""
 
 
 class OutsideError(ValueError):
-    """Raised when a path leads out of the allowed folders."""
+    """Raised when a path is outside the allowed folders."""
 
 
 def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
-    """List the file at `path`, or the files in the folder there, on the resolved path. Opens none.
+    """List the file at `path`, or the files in that folder, by resolved path. Opens none.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
         OutsideError: one of the files is outside `roots`.
-        ValueError: one of them is neither a file nor a folder, such as a pipe, which would never
+        ValueError: one of them is neither a file nor a folder, e.g. a pipe that would never
             end.
     """
     resolved = path.resolve()
@@ -37,7 +37,7 @@ def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
         if found.is_file():
             files.append(entry)
         elif not found.exists():
-            raise FileNotFoundError(f"{entry} is not there")
+            raise FileNotFoundError(f"{entry} does not exist")
         elif not found.is_dir():
             raise ValueError(f"{entry} is not a regular file: remove it")
     return files
@@ -64,7 +64,7 @@ def read_through(files: Iterable[Path]) -> None:
 
 
 def describe_tensors(files: Iterable[Path]) -> dict[str, str]:
-    """Return the shape and number type of each tensor in safetensors files, by name.
+    """Return the shape and dtype of each tensor in safetensors files, by name.
 
     Raises:
         ValueError: a file is truncated or corrupt.
@@ -78,16 +78,16 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means a
 
 
 def describe(entry: Mapping[str, object]) -> str:
-    """Shape and kind of number of a tensor, from its entry in a safetensors header."""
+    """Describe the shape and kind of dtype of a tensor, from its entry in a safetensors header."""
     return f"{entry['shape']} of {'floats' if entry['dtype'] in FLOATS else entry['dtype']}"
 
 
 def describe_target(folder: Path) -> dict[str, str]:
-    """`describe_tensors` for all tensors that an update of a target must bring.
+    """Return `describe_tensors` for all tensors that an update of a target must contain.
 
     Raises:
-        FileNotFoundError: if there are no weights in safetensors.
-        ValueError: if a file is truncated or corrupt.
+        FileNotFoundError: there are no weights in safetensors.
+        ValueError: a file is truncated or corrupt.
     """
     tensors = describe_tensors(sorted(set(tensor_files(folder).values())))
     is_tied = bool(read_config(folder).get("tie_word_embeddings"))
@@ -95,12 +95,12 @@ def describe_target(folder: Path) -> dict[str, str]:
 
 
 def require_whole(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse weights that lack a tensor of the model, or have another shape or an extra tensor.
+    """Refuse weights with missing or extra tensors, or with shapes other than the model's.
 
-    vLLM notices this only after it has begun to load, and leaves layers half new.
+    vLLM notices this only after it has begun to load, and then leaves layers partly updated.
 
     Raises:
-        ValueError: if the weights differ from the model's.
+        ValueError: the weights differ from the model's.
     """
     different = sorted(
         name

@@ -1,15 +1,15 @@
-"""Weights from files by the update of vLLM, on any device.
+"""Load weights from files with vLLM's weight update, on any device.
 
-`--weight-transfer-config '{"backend": "redraft"}'`.
+It needs `--weight-transfer-config '{"backend": "redraft"}'`.
 
     start_weight_update, or start_draft_weight_update
     update_weights {"path": FILE or FOLDER}      safetensors within --targets or the registry, such as
                                                  a folder in /dev/shm; as often as there are parts
-    finish_weight_update                         checks and loads all parts: until then the old weights stay
+    finish_weight_update                         checks and loads all parts
 
-An update that is not whole, has other shapes or kinds of numbers, or values that are not finite, is
-refused before anything is loaded. An update of a draft, by any backend, is loaded at the end as in
-a swap: without modules shared with the target.
+An update that is incomplete, has different shapes or dtypes, or has non-finite values is refused
+before anything is loaded. An update of a draft, by any backend, is loaded at the end as in a swap:
+without the modules that are shared with the target.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         files = list_files(Path(update_info.path), self.roots)
         found = [file for file in files if file.suffix == ".safetensors"] or files
         for file in found:
-            # a missing or truncated file ends the update here, and the old weights stay
+            # A missing or truncated file ends the update here, and the old weights stay.
             safetensors_header(file)
         self.files += found
 
@@ -75,7 +75,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
             else:
                 self._load_draft(found)
         except BaseException:
-            # as vLLM does after a failed part: else it would refuse the next update
+            # Do as vLLM does after a failed part; otherwise, it would refuse the next update.
             self.worker._weight_update_active = False
             self.reset_weight_update_target()
             raise
@@ -95,7 +95,10 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         load_draft(self.worker, tensors)
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors file by file; the last of several tensors with one name counts."""
+        """Yield the tensors file by file.
+
+        If several tensors have the same name, the last one counts.
+        """
         places = {name: file for file in self.files for name in safetensors_header(file)}
         for file in dict.fromkeys(self.files):
             for name, tensor in read_tensors([file]).items():

@@ -85,7 +85,8 @@ UPDATING = (
     "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 )
 
-# after which an unfinished swap is abandoned; longer than all deadlines of a swap together
+# Time in seconds after which an unfinished swap is abandoned. It exceeds all deadlines of a swap
+# together.
 SWAP_LEASE_S = 300.0
 
 
@@ -95,13 +96,13 @@ class WorkerState(Attached):
 
     server_id: str
     runner: str = ""
-    """vLLM's model runner and the reason for its choice, as one line."""
+    """vLLM's model runner and the reason for this choice, in one line."""
     capture_off: str = ""
     """Why recording is off although it is configured; empty otherwise."""
     swap_off: str = ""
     """Why drafts cannot be swapped; empty if they can."""
     swap_cache: SwapCache | Literal[""] = ""
-    """Handling of the cache at a swap; empty on a rank without a draft."""
+    """How swaps handle the KV cache. Empty on a rank without a draft."""
     rereader: Rereader | None = None
     """Set only if `swap_cache` is "draft"."""
     target_fingerprint: str = ""
@@ -116,31 +117,31 @@ class WorkerState(Attached):
         "",
         None,
     )
-    """Model, object storage and revision before a load."""
+    """The target's model, object storage and revision before a load."""
     target_watch: TargetWatch | None = None
     """None if the target's weights change without redraft."""
     target_tensors: dict[str, str] = field(default_factory=dict)
-    """Shapes and dtypes of the target's tensors, by name; empty if unknown."""
+    """Shapes and dtypes of the target's tensors by name. Empty if unknown."""
     draft_version: str = ""
     draft: Layout | None = None
-    """The last good draft; None if the server runs without a draft."""
+    """The last good draft. None if the server runs without a draft."""
     draft_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by rank: the weights as stored in the files, and the KV cache."""
+    """Bytes by rank: the draft's weights as stored in its files, and its part of the KV cache."""
     loaded_version: str = ""
-    """Version of `draft`. The served version differs after a trainer has pushed weights."""
+    """Version of `draft`. After a trainer has pushed weights, the served version differs."""
     is_draft_intact: bool = True
     """False from the start of a load until all ranks have completed or undone it."""
     manifest_sha256: str = ""
-    """Hash of the last good draft's manifest. Empty outside a registry."""
+    """Hash of the last good draft's manifest. Empty if the draft is not from a registry."""
     staging: Staging | None = None
-    """The draft that is being read or is in memory."""
+    """The draft that is being read into memory or is there already."""
     memory: HostMemory = field(default_factory=HostMemory)
     share: Share = field(default_factory=Share)
     """The part of a draft that this rank reads."""
     swapper: str = ""
-    """Id of the API process that is swapping; empty if there is none."""
+    """Id of the API process that is swapping. Empty if none is."""
     swapped_from_s: float = 0.0
-    """Start time of that swap by the monotonic clock."""
+    """Start time of that swap on the monotonic clock."""
     stuck: list[Staging] = field(default_factory=list)
     """Abandoned reads whose threads are still running."""
     asleep: set[str] = field(default_factory=set)
@@ -151,11 +152,11 @@ class WorkerState(Attached):
     """Makes a lookup before a head discard its measurements of the head."""
 
     def name_draft(self, version: str) -> None:
-        """Set the version of the draft that proposes from the next step on."""
+        """Set the version of the draft that proposes tokens from the next step on."""
         self.draft_version = version
         if self.rereader:
-            # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the
-            # cached keys are right.
+            # This cannot happen in `redraft_load`: if that fails on some rank, the old draft
+            # returns, and the cached keys are still correct.
             self.rereader.ledger.forget()
         if self.capture:
             self.capture.draft_version = version
@@ -184,8 +185,8 @@ def install(worker: Any) -> None:
             install_proposers(worker.model_runner)
     with _switching_off(state, "swap"):
         _identify_draft(worker, config.registry)
-    # Records carry this fingerprint, and a draft for another target is refused by it. Without it,
-    # both go off.
+    # Records carry this fingerprint, and drafts for a different target are refused by it. Without
+    # it, both capture and swaps go off.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         name = worker.vllm_config.model_config.model
         target = TargetFolder(name=name, folder=model_folder(name))
@@ -194,7 +195,8 @@ def install(worker: Any) -> None:
             state.target_lineage = target.lineage
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
-    # Before capture, because otherwise records would still name weights that were replaced.
+    # Install it before capture, because otherwise, records would still name weights that were
+    # replaced.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         watch_target(worker)
     if config.capture.is_on and not state.capture_off:
@@ -222,7 +224,7 @@ def install(worker: Any) -> None:
 
 @contextmanager
 def _switching_off(state: WorkerState, *names: str) -> Iterator[None]:
-    """Turn an exception in the block into the reason why `capture`, `swap` or both are off."""
+    """Turn an exception in the block into the reason why capture, swaps or both are off."""
     try:
         yield
     except Exception as error:
@@ -241,7 +243,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     speculative = worker.vllm_config.speculative_config
     if not speculative or not speculative.draft_model_config:
         return
-    # The name of a draft from outside the registry, until the first swap.
+    # Name of a draft from outside the registry until the first swap.
     state.draft_version = "start"
     folder = model_folder(speculative.draft_model_config.model).resolve()
     if registry is not None and folder.parent == registry.resolve():
@@ -262,7 +264,7 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     """Choose how swaps treat the cache, and prepare to keep a part of it.
 
     Raises:
-        ValueError: if `cache` requires the draft to read the text again, but it cannot.
+        ValueError: `cache` requires that the draft rereads the text, but it cannot.
     """
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
@@ -288,7 +290,7 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
 
 
 def _prepare_staging(worker: Any) -> None:
-    """Find this rank's slices of a draft, and pin the memory for them while nothing is served yet."""
+    """Find this rank's slices of a draft, and pin memory for them before serving starts."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
@@ -301,10 +303,10 @@ def _prepare_staging(worker: Any) -> None:
         return
     shared, num_ranks = shared_modules(draft, target), get_tensor_model_parallel_world_size()
     if num_ranks > 1:
-        # Some loaders ask vLLM for the config.
+        # Some loaders read vLLM's current config.
         with set_current_vllm_config(worker.vllm_config):
             slices = trace_slices(draft, target, list_weights(state.draft.folder, shared))
-        # On another machine the files may be other ones, so its ranks compare all of them.
+        # On a different machine, the files may differ, so that machine's ranks compare all of them.
         one_machine = worker.vllm_config.parallel_config.nnodes == 1
         state.share = Share(
             slices=slices,
@@ -352,9 +354,9 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
 
 
 def _count_kept_states(worker: Any) -> int:
-    """Number of a segment's last states that the first rows of the next segment read.
+    """Return how many of a segment's last states the first rows of the next segment read.
 
-    If the draft has a window, it is all the states in the window.
+    If the draft has a window, these are all the states in the window.
     """
     state, speculative = cast(WorkerState, worker.redraft), worker.vllm_config.speculative_config
     if state.draft is None:
@@ -364,7 +366,7 @@ def _count_kept_states(worker: Any) -> int:
 
 
 def redraft_status(worker: Any) -> dict[str, Any]:
-    """The versions that this rank serves, and the counters of capture."""
+    """Return the versions that this rank serves, and capture's counters."""
     look_at_target(worker)  # nothing else looks while the engine is idle
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
@@ -396,9 +398,9 @@ def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = ""
     """Load target weights from a folder, name them, and load a draft from another folder.
 
     Each of these happens only if its argument is given. The method is for a trainer that runs the
-    engine in its own process: the trainer pauses the engine, and empties the cache. Returns
-    `{"error", "target_version", "draft_version"}`. After an error on any rank, the ranks may
-    differ: repeat the call.
+    engine in its own process, pauses it, and empties the cache. Returns `{"error",
+    "target_version", "draft_version"}`. After an error on any rank, the ranks may differ: repeat
+    the call.
     """
     state: WorkerState = worker.redraft
     loaded = load_target(worker, folder) if folder else {}
@@ -436,13 +438,14 @@ def _swap_at_once(worker: Any, folder: str) -> str:
 
 
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
-    """Start reading a draft into memory; a `folder` of None means the last good draft.
+    """Start reading a draft into memory. If `folder` is None, read the last good draft.
 
     Return `{"ok": True}`, or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read
-    of the same draft has not ended yet: try again then. Pipeline stages before the last have no
-    draft, so this method and the following ones return None there. It returns at once, because the
-    engine runs no step while a worker method runs. `swapper` is the id of the API process. All
-    other processes are refused until that process calls `redraft_discard`, or its lease ends.
+    of the same draft has not ended yet; the caller then tries again. Pipeline stages before the
+    last have no draft, so this method and the following ones return None there. It returns at once,
+    because the engine runs no step while a worker method runs. `swapper` is the id of the API
+    process. Other processes are refused until that process calls `redraft_discard`, or until its
+    lease ends.
     """
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
@@ -455,15 +458,15 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
             "ok": False,
             "error": "another API process of this server is swapping: wait, then swap again",
         }
-    # A swap by this API process, or one whose lease has expired, may be unfinished: free its memory
+    # A swap by this API process, or one with an expired lease, may be unfinished: free its memory
     # first.
     _end_swap(state)
     try:
         _require_swappable(worker)
         assert state.draft is not None
         source = Path(folder) if folder else state.draft.folder
-        # One reader per version, because a version requested repeatedly must leave room for the
-        # others.
+        # There is only one reader per version, because repeated requests for a version must leave
+        # room for others.
         if any(staging.folder == source for staging in state.stuck):
             return {
                 "ok": False,
@@ -477,8 +480,8 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
     except ValueError as error:
         return {"ok": False, "error": str(error)}
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
-    # Read from the modules themselves, because vLLM decides at start which of them the draft shares
-    # with the target.
+    # Read this from the modules themselves, because vLLM decides at start which of them the draft
+    # shares with the target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
     state.staging = Staging(source, state.draft, shared, state.memory, state.share)
     return {"ok": True}
@@ -514,7 +517,7 @@ def _end_swap(state: WorkerState) -> None:
     state.swapper = ""
     if state.staging is not None:
         state.staging.discard()
-        # a hung read cannot be stopped: it counts until its thread ends
+        # A hung read cannot be stopped, so it counts until its thread ends.
         state.stuck.append(state.staging)
         state.staging = None
     state.stuck = [staging for staging in state.stuck if not staging.is_done]
@@ -545,7 +548,7 @@ def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str,
 
 
 def redraft_restore(worker: Any) -> dict[str, Any] | None:
-    """Load the last good draft again from memory, after a load has failed on some rank."""
+    """Reload the last good draft from memory after a load has failed on some rank."""
     state: WorkerState = worker.redraft
     assert state.draft is not None
     loaded = redraft_load(worker, str(state.draft.folder))
@@ -574,31 +577,32 @@ def redraft_commit(worker: Any, version: str) -> None:
 def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str, Any]:
     """Load a staged draft into the model, and check whether the target weights have changed.
 
-    `known` contains the checksums of the present target weights.
+    `known` contains the checksums of the current target weights.
     """
     state, target = worker.redraft, worker.model_runner.get_model()
     began_s = time.perf_counter()
     state.is_draft_intact = False
     try:
-        # Compared with itself, not with the start: replicas move experts between them.
+        # Compare with the state before the load, not with the start, because replicas move experts
+        # between them.
         before = known.digest if known else checksum(target)
         load_draft(worker, staging.tensors)
         after = checksum(target) if not known else before if known.is_whole() else "changed"
     except Exception as error:
-        # The load may have overwritten a part already. `touched` makes the routes restore the last
+        # The load may already have overwritten a part. `touched` makes the routes restore the last
         # good draft.
-        logger.exception("loading the draft of %s failed", staging.folder)
+        logger.exception("loading draft %s failed", staging.folder)
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)
     state.target_checksum = after
-    # Once False it stays False: only a restart brings the target weights back.
+    # Once False, it stays False: only a restart restores the target's weights.
     state.is_target_intact = state.is_target_intact and after == before
     return {"ok": True, "load_ms": load_ms, "checksum_before": before, "checksum_after": after}
 
 
 def _is_stage_without_draft(worker: Any) -> bool:
-    """Whether this is a pipeline stage before the last one; only the last one has the draft."""
-    # On the last stage a missing draft is an error, reported by `_require_swappable`.
+    """Whether this is a pipeline stage before the last. Only the last stage has the draft."""
+    # On the last stage, a missing draft is an error, which `_require_swappable` reports.
     return worker.model_runner.get_draft_model() is None and not _is_last_stage()
 
 
@@ -609,7 +613,8 @@ def _require_swappable(worker: Any) -> None:
     if getattr(speculative, "draft_lm_head_quantization", None):
         raise ValueError(
             "the draft has a quantised copy of the target's output head "
-            "(draft_lm_head_quantization), which a swap would not update: restart without it"
+            "(draft_lm_head_quantization), which a swap would not update: restart the server "
+            "without it"
         )
     if worker.redraft.asleep:
         raise ValueError("the engine is sleeping: wake it up, then swap again")
@@ -618,7 +623,7 @@ def _require_swappable(worker: Any) -> None:
 
 
 def _is_recording_rank() -> bool:
-    """Whether this rank records: one per tensor-parallel group, as all have the same logits."""
+    """Whether this rank records: one per tensor-parallel group, where all have the same logits."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return bool(get_tensor_model_parallel_rank() == 0 and _is_last_stage())

@@ -1,9 +1,9 @@
 """Wrappers of one worker's methods: loads, steps, sleep and shutdown.
 
-A sleeping worker is not called; its draft is restored when it wakes up. At level 1, vLLM moves all
-weights to the host. At level 2, it drops them. Whoever wakes the server loads the target again
-(`reload_weights`), but not the draft, which would then propose random tokens; only acceptance would
-show this.
+A sleeping worker is not called, and its draft is restored when it wakes up. At sleep level 1, vLLM
+moves all weights to the host. At level 2, it drops them. The client that wakes the server reloads
+the target (`reload_weights`), but not the draft. The draft would then propose random tokens, and
+only acceptance would show this.
 """
 
 import itertools
@@ -34,7 +34,7 @@ PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker 
 
 
 def watch_sleep(worker: Any) -> None:
-    """Keep `worker.redraft.asleep` up to date, and load the draft again after sleep at level 2."""
+    """Keep `worker.redraft.asleep` up to date, and reload the draft after sleep at level 2."""
     state = worker.redraft
 
     def note_sleep(sleep: Any) -> Any:
@@ -51,9 +51,9 @@ def watch_sleep(worker: Any) -> None:
     def load_awake(wake_up: Any) -> Any:
         def wake_up_with_draft(tags: list[str] | None = None) -> None:
             wake_up(tags)
-            # Without tags vLLM wakes up everything.
+            # Without tags, vLLM wakes up everything.
             state.asleep -= set(tags or PARTS)
-            # The cache may still sleep: loading a draft touches weights only.
+            # The cache may still sleep, but loading a draft touches only weights.
             if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
                 _load_again(worker)
 
@@ -74,9 +74,9 @@ def _has_draft(worker: Any) -> bool:
 
 
 def _load_again(worker: Any) -> None:
-    """Load the last good draft from its folder again.
+    """Reload the last good draft from its folder.
 
-    Nothing is served in the meantime, so this may wait for the storage.
+    The server serves nothing in the meantime, so this may wait for the storage.
     """
     state, folder = worker.redraft, worker.redraft.draft.folder
     try:
@@ -87,19 +87,19 @@ def _load_again(worker: Any) -> None:
             raise FileNotFoundError(f"{folder} has no weights")
         load_draft(worker, read_tensors(files))
     except Exception:  # the target can serve without a good draft, and the status reports this
-        logger.exception("redraft: the draft of %s could not be loaded after sleep", folder)
+        logger.exception("redraft: draft %s could not be reloaded after sleep", folder)
     else:
         state.is_draft_intact = True
         if state.draft_version != state.loaded_version:
             state.name_draft(state.loaded_version)
-        logger.info("redraft: the draft of %s was loaded again after sleep", folder)
+        logger.info("redraft: draft %s was reloaded after sleep", folder)
 
 
 def watch_target(worker: Any) -> None:
     """Keep the version of the target weights up to date.
 
-    It is determined again after each of the methods in UPDATES, and, after any other load, before
-    the next step.
+    It is determined again after each of the methods in UPDATES and, after any other load, before the
+    next step.
     """
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # replicas of experts move between ranks
@@ -150,13 +150,13 @@ def _settling_after(worker: Any, name: str) -> Wrap:
 
 
 def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
-    """Name the drafts that vLLM updates push `pushed-1`, `pushed-2` and so on.
+    """Name the drafts that trainers push through vLLM `pushed-1`, `pushed-2` and so on.
 
-    Records made with these drafts do not count for any version in the registry. Updates from files
-    may use only files within `roots`.
+    Records made with them count for no version in the registry. Updates from files may use only
+    files within `roots`.
     """
     state, numbers = worker.redraft, itertools.count(1)
-    # ours loads through it
+    # Our backend loads through this method.
     worker.weight_transfer_engine.worker, worker.weight_transfer_engine.roots = worker, roots
     is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
     kept = {} if is_ours or worker.model_runner.get_draft_model() is None else _keep_pushes(worker)
@@ -183,8 +183,8 @@ def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
 def _keep_pushes(worker: Any) -> dict[str, Tensor]:
     """Keep vLLM's draft updates from loading anything.
 
-    They would overwrite the target's modules, and copy weights that have no values yet. Returns the
-    dictionary in which each update leaves its tensors for `load_draft`.
+    They would overwrite the target's modules and copy weights that have no values yet. Returns the
+    dictionary in which each update puts its tensors for `load_draft`.
     """
     draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()
 

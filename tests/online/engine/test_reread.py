@@ -282,7 +282,7 @@ def test_the_setting_is_read_and_a_wrong_one_is_told():
         (
             "auto",
             "draft_model",
-            "a draft with sliding windows is not read again after a swap",
+            "a draft with sliding windows cannot reread text after a swap",
             "clear",
         ),
         ("auto", "an unknown method", None, "clear"),
