@@ -1,4 +1,4 @@
 """The definitions of acceptance, and the measurements built on them.
 
-Forecast, engine, serving, parity, report.
+The measurements are forecast, engine, serving, parity and report.
 """

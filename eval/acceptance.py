@@ -1,4 +1,4 @@
-"""Acceptance of one draft token, from the draft's distribution and the target's.
+"""Acceptance of one draft token, computed from the draft's distribution and the target's.
 
 N = rows, V = vocabulary. p = target, q = draft.
 
@@ -16,7 +16,8 @@ def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
     At temperature 0, each row is one-hot at its first maximum.
     """
     if temperature == 0:
-        # The limit of the softmax, spelled out: dividing by 0 would give NaN.
+        # This is the limit of the softmax, computed explicitly because dividing by 0 would give
+        # NaN.
         return torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).to(
             torch.float32
         )
@@ -38,6 +39,6 @@ def alpha_greedy(p_NV: Tensor, q_NV: Tensor) -> Tensor:
     """p(argmax q), [N]: the acceptance rate of greedy drafting.
 
     This is the definition. The forecast and the fused loss already have argmax q and look up p
-    there; the tests compare both with this function.
+    there. Tests compare both with this function.
     """
     return p_NV.gather(-1, q_NV.argmax(-1, keepdim=True)).squeeze(-1)

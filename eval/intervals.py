@@ -1,11 +1,11 @@
 """Confidence intervals over prompts, because rows of one prompt are correlated.
 
-The jackknife with Student's t.
+They come from the jackknife with Student's t.
 
 Leaving out each prompt in turn gives the standard error of a ratio of sums (Quenouille 1956; Tukey
 1958). A few long prompts may carry most of a sum, so the degrees of freedom count prompts by their
-weight, after Kish (1965): with plain N - 1, as with the percentile bootstrap, intervals over 16
-prompts of unequal length contain the truth in 88% to 92% of cases instead of 95%. `python -m
+weight, after Kish (1965). With plain N - 1, or with the percentile bootstrap, intervals over 16
+prompts of unequal length contain the truth in only 88% to 92% of cases. `python -m
 benchmarks.decisions` measures the coverage.
 
 N = prompts.
@@ -41,7 +41,7 @@ class Estimate:
     def interval(
         self, confidence: float = CONFIDENCE, bounds: tuple[float, float] = UNBOUNDED
     ) -> tuple[float, float]:
-        """The two-sided interval, clipped to `bounds`, the range of possible values."""
+        """Return the two-sided interval, clipped to `bounds`, the range of possible values."""
         margin = student_t_quantile((1 + confidence) / 2, self.freedom) * self.error
         low, high = bounds
         return max(low, self.value - margin), min(high, self.value + margin)
@@ -51,31 +51,30 @@ def estimate_ratio(over_N: Array, under_N: Array) -> Estimate:
     """sum(over) / sum(under); 0 if the denominator is 0.
 
     Raises:
-        ValueError: if the arrays differ in length or are empty.
+        ValueError: the arrays differ in length or are empty.
     """
     value, left_out_N, freedom = _leave_one_out(over_N, under_N)
     return Estimate(value, _error(left_out_N - value, under_N), freedom)
 
 
 def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
-    """The ratio of column 0 minus the ratio of column 1, both over the same prompts.
+    """Return column 0's ratio minus column 1's, both over the same prompts.
 
-    The difficulty of a prompt cancels out.
+    The difficulty of the prompts cancels out.
 
     Raises:
-        ValueError: if the arrays differ in shape or are empty.
+        ValueError: the arrays differ in shape or are empty.
     """
     (ours, ours_N, freedom), (theirs, theirs_N, other_freedom) = (
         _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
     )
     gain_N = (ours_N - ours) - (theirs_N - theirs)
-    # a prompt counts if either draft has rows on it, and the fewer degrees of freedom are the safer
-    # ones
+    # A prompt counts if either draft has rows on it. Fewer degrees of freedom are the safer choice.
     return Estimate(ours - theirs, _error(gain_N, under_N2.max(1)), min(freedom, other_freedom))
 
 
 def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
-    """`one` - `other`, where the two were measured on different prompts (Welch 1947)."""
+    """Return `one` - `other`, which were measured on different prompts (Welch 1947)."""
     return sum_weighted([one, other], [1, -1])
 
 
@@ -87,8 +86,8 @@ def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Est
     value = sum(weight * one.value for one, weight in zip(estimates, weights, strict=True))
     errors = [abs(weight) * one.error for one, weight in zip(estimates, weights, strict=True)]
     error = math.hypot(*errors)
-    # The formula divides by the error. At 0 or infinity the degrees of freedom do not change the
-    # interval.
+    # The formula divides by the error. If the error is 0 or infinite, the degrees of freedom do not
+    # matter.
     if not 0 < error < math.inf:
         return Estimate(value, error, 1.0)
     shares = sum(
@@ -102,7 +101,7 @@ def paired_interval(
 ) -> tuple[float, float]:
     """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows).
 
-    This is a difference between rates that lie in [0, 1]. `ours` and `theirs` [N] are the sums of
+    It is a difference between rates that lie in [0, 1]. `ours` and `theirs` [N] are the sums of
     two drafts over the rows of each prompt, and `rows` [N] is the number of rows per prompt.
 
     Raises:
@@ -121,13 +120,13 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
 
     It is valid for any distribution. With fewer than six values, the interval is infinite, because
     the smallest and the largest value then enclose the median in less than 95% of cases. Use it for
-    rounds on a shared machine, where single disturbed rounds shift the mean.
+    rounds on a shared machine, where a few disturbed rounds would shift a mean.
     """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
     # `outside` is twice P(Binomial(size, 1/2) <= rank): the probability that the median is outside
-    # the values at this rank. With six values, it is 3% for the smallest and the largest (2 / 64),
-    # and 22% for the next ones, so the former are used.
+    # the values at this rank. With six values, it is 3% (2 / 64) for the smallest and the largest
+    # value, and 22% for the next ones, so the smallest and the largest are used.
     while (outside := outside + 2 * math.comb(size, rank) / 2**size) <= 1 - CONFIDENCE:
         rank += 1
     interval = (float(sorted_N[rank - 1]), float(sorted_N[size - rank])) if rank else UNBOUNDED
@@ -137,7 +136,7 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
 def estimate_tau_gain(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> Estimate:
-    """`estimate_gain` for the gain in tau of one draft over another.
+    """Return `estimate_gain` for one draft's gain in tau over another's.
 
     `ours` and `theirs` contain the counts per prompt, on the same prompts.
     """
@@ -155,7 +154,7 @@ def estimate_tau_gain(
 
 
 def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
-    """(ratio, the ratio with each prompt left out [N], degrees of freedom)."""
+    """Return (ratio, the ratio with each prompt left out [N], degrees of freedom)."""
     if not len(over_N) or over_N.shape != under_N.shape:
         raise ValueError(
             f"the sums must have the same shape, got {over_N.shape} and {under_N.shape}"
@@ -163,9 +162,11 @@ def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
     over, under = over_N.sum(), under_N.sum()
     value = float(over / under) if under > 0 else 0.0
     rest_N = under - under_N
-    # Without the one prompt that has the whole denominator the ratio stays, no deviation.
+    # If one prompt has the whole denominator, leaving it out keeps the ratio, i.e. causes no
+    # deviation.
     left_out_N = np.divide(over - over_N, rest_N, out=np.full(len(over_N), value), where=rest_N > 0)
-    # Kish's effective number: 16 equal prompts count as 16, one long prompt among empty ones as 1.
+    # This is Kish's effective number: 16 equal prompts count as 16, and one long prompt among empty
+    # ones counts as 1.
     num_effective = under**2 / np.square(under_N).sum() if under > 0 else 0.0
     return value, left_out_N, max(1.0, float(num_effective) - 1)
 
@@ -177,7 +178,7 @@ def _error(deviation_N: Array, under_N: Array) -> float:
         return 0.0
     if num_prompts == 1:
         return math.inf
-    # Deviations from the ratio over all prompts: the sum of squares errs on the safe side.
+    # Deviations are from the ratio over all prompts, so the sum of squares errs on the safe side.
     return math.sqrt((num_prompts - 1) / num_prompts * float(np.square(deviation_N).sum()))
 
 
@@ -195,13 +196,13 @@ def student_t_quantile(probability: float, freedom: float) -> float:
         return math.tan(math.pi / 2 * (1 - two_sided))
     if freedom == 2:
         return math.sqrt(2 / (two_sided * (2 - two_sided)) - 2)
-    # Names and constants are Hill's.
+    # The names and constants are Hill's.
     a = 1 / (freedom - 0.5)
     b = 48 / a**2
     c = ((20700 * a / b - 98) * a - 16) * a + 96.36
     d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
     y = (d * two_sided) ** (2 / freedom)
-    # Near the centre: an expansion about the normal quantile.
+    # Near the centre, expand about the normal quantile.
     if y > 0.05 + a:
         x = NormalDist().inv_cdf(two_sided / 2)
         y = x * x
@@ -211,7 +212,7 @@ def student_t_quantile(probability: float, freedom: float) -> float:
         y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
         y = math.expm1(a * y * y)
     else:
-        # Far out in the tail: a series in y.
+        # Far out in the tail, use a series in y.
         series = 1 / (
             ((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3
         ) + 0.5 / (freedom + 4)

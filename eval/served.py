@@ -1,4 +1,4 @@
-"""Counts of a draft in a real vLLM: every prompt at every temperature, from one server."""
+"""Count a draft's accepted tokens in a real vLLM: all prompts and temperatures, on one server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ class EngineOptions:
     concurrency: int = 4
     """Number of concurrent requests."""
     dtype: str | None = None
-    """Dtype of the weights; by default as chosen by `vllm_server`."""
+    """Dtype of the weights. By default, `vllm_server` chooses it."""
     args: tuple[str, ...] = ()
-    """Further arguments for vLLM, e.g. --tensor-parallel-size 8."""
+    """Additional arguments for vLLM, e.g. --tensor-parallel-size 8."""
     forecast: bool = True
     """Whether there are forecasts to compare the counts with."""
 
@@ -40,7 +40,7 @@ def serve_and_count(
     options: EngineOptions,
     folder: Path,
 ) -> CountsByTemperature:
-    """The engine's counts for every prompt.
+    """Return the engine's counts for every prompt.
 
     They are cached in `folder`, so a run resumed after a kill does not serve the draft again.
 
@@ -52,7 +52,7 @@ def serve_and_count(
     assert draft.speculative is not None, "vLLM can serve it"
     is_compared = options.forecast and draft.forecast is not None
     if is_compared and depends_on_load(draft.speculative):
-        # A forecast is of one request in a step.
+        # The forecast assumes one request per step.
         options = replace(options, concurrency=1)
     config = {
         **forget_requests(draft.speculative),
@@ -64,7 +64,7 @@ def serve_and_count(
             draft.served or target.files.name,
             log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
             speculative_config=config,
-            # With room for one more block: near the end of the window vLLM's drafter stops
+            # Leave room for one more block: near the end of the window, vLLM's drafter stops
             # proposing.
             max_model_len=max(len(p.token_ids) for p in prompts)
             + protocol.max_tokens
@@ -86,7 +86,8 @@ def serve_and_count(
             [_counts(output, by_step=not is_compared) for output in run.outputs] for run in runs
         ]
 
-    # Everything that the counts depend on; otherwise, those of another run could be reused.
+    # The key has everything that the counts depend on. Otherwise, a different run's counts could be
+    # reused.
     key: list[object] = [target.files.fingerprint, draft.fingerprint, config, prompts]
     key += [protocol.temperatures, protocol.filters, protocol.max_tokens]
     key += [options, engine_environment()]
@@ -110,20 +111,20 @@ def serve_and_count(
 def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
     """The counts for one request.
 
-    Counts to be compared with a forecast are per draft; all others are `by_step`.
+    Counts to be compared with a forecast are per draft. All other counts are `by_step`.
     """
     assert output.counts is not None, "the server speculates"
     return count_steps(output) if by_step else output.counts
 
 
 def count_steps(output: Output) -> AcceptanceCounts:
-    """The counts for one request, with an empty draft for each target step that had none.
+    """The counts for one request, with an empty draft for each target step that had no draft.
 
     vLLM does not count those steps.
     """
     counts = output.counts or AcceptanceCounts.zero()
     # The prefill produces one token, and every step its accepted tokens and one more. The last
-    # block may accept tokens beyond the end of the answer: the difference is then too small, by at
-    # most K steps.
+    # block may accept tokens beyond the end of the answer, and then the difference is too small by
+    # at most K steps.
     num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
     return replace(counts, num_drafts=max(counts.num_drafts, num_steps))

@@ -1,1 +1,1 @@
-"""Draft families: one file for every trainable draft, and the checkpoint layouts of the engines."""
+"""Draft families: one file for each trainable draft, and the engines' checkpoint layouts."""

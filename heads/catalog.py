@@ -1,9 +1,9 @@
-"""The table of draft families, one row each, with all that other modules use.
+"""The table of draft families, one row each, with everything that other modules use.
 
 To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and
 add a row here. Training, export, forecast, doctor, serving and the learner need nothing else.
 
-Standard library only. The fields of a row are in `heads.family`.
+This module uses only the standard library. `heads.family` defines the fields of a row.
 """
 
 import re
@@ -26,7 +26,7 @@ IN_PARALLEL = Training(
     loop={"steps": 20000, "sequence_length": 2048},
 )
 
-# The order matters only for `tensors`: the row whose tensors are more specific comes first.
+# The order matters only for `tensors`: rows with more specific tensors come first.
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="mtp",
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.mtp:Mtp",
         method="mtp",
         decoders=("v1", "v2"),
-        # MiMo's prefix, Qwen's, and a tensor of DeepSeek's layer.
+        # These are the prefixes of MiMo's and Qwen's layers, and a tensor of DeepSeek's layer.
         tensors=r"(model\.mtp_layers\.|mtp\.).*|.*\.eh_proj\.weight",
         reads="last",
         keeps_cache=True,
@@ -58,9 +58,10 @@ FAMILIES: tuple[Family, ...] = (
         title="P-EAGLE",
         draft="redraft.heads.families.peagle:PEagle",
         method="eagle3",
-        # vLLM's V2 runner has no parallel drafting for EAGLE.
+        # vLLM's V2 runner does not support parallel drafting for EAGLE.
         decoders=("v1",),
-        # Before EAGLE-3's row, because it has all tensors of an EAGLE-3 head too.
+        # This row precedes EAGLE-3's, because a P-EAGLE head also has all tensors of an EAGLE-3
+        # head.
         tensors="mask_hidden",
         architectures=(
             "PeagleLlamaForCausalLM",
@@ -74,7 +75,7 @@ FAMILIES: tuple[Family, ...] = (
         varies_tokens=False,
         learns_online=True,
         trains_lm_head=True,
-        # Only exports of redraft record it.
+        # Only redraft's exports record this value.
         fixed_tokens=FixedTokens(("redraft.num_steps",)),
         parity="prefix_and_masks",
         checks="redraft.heads.doctor.peagle:CHECKS",
@@ -122,10 +123,10 @@ FAMILIES: tuple[Family, ...] = (
         title="DSpark",
         draft="redraft.heads.families.dspark:DSpark",
         method="dspark",
-        # vLLM refuses it on the V1 runner.
+        # vLLM does not support it on the V1 runner.
         decoders=("v2",),
         tensors=r"markov_head\..*",
-        # vLLM treats the second name like the first if the layers are Qwen3's
+        # vLLM treats the second name like the first if the layers are Qwen3's.
         architectures=("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
         reads="layers",
         layers_key="target_layer_ids",
@@ -146,7 +147,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.dflash:DFlash",
         method="dflash",
         decoders=("v1", "v2"),
-        # The whole name must match: EAGLE-3's is `midlayer.hidden_norm.weight`.
+        # The whole name must match, because EAGLE-3 has `midlayer.hidden_norm.weight`.
         tensors=r"hidden_norm\.weight",
         architectures=("DFlashDraftModel", "DFlashSpeculator"),
         reads="layers",
@@ -193,7 +194,7 @@ FAMILIES: tuple[Family, ...] = (
         method="eagle",
         decoders=("v1", "v2"),
         tensors=r"fc\.weight",
-        # exports have LlamaForCausalLM, which could be any Llama
+        # Exports have LlamaForCausalLM, which could be any Llama.
         architectures=("EagleLlamaForCausalLM",),
         reads="last",
         keeps_cache=True,
@@ -215,7 +216,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.standalone:StandaloneDraft",
         method="draft_model",
         decoders=("v1", "v2"),
-        # Every decoder has such a tensor, so all heads come first.
+        # Every decoder has such a tensor, so the rows of all heads precede this one.
         tensors=r".*\.layers\.0\..*",
         can_sample=True,
         learns_online=True,
@@ -230,7 +231,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
-    # vLLM runs n-grams, and our plugin replaces the lookup with counted answers.
+    # vLLM runs n-gram lookups, and our plugin replaces these lookups with live counts.
     Family(
         name="retrieval",
         title="counted answers",
@@ -250,10 +251,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(name: str) -> Family:
-    """Return the row for a family that has weights; `name` may contain dashes for underscores.
+    """Return the row for a family with weights. `name` may have dashes instead of underscores.
 
     Raises:
-        ValueError: no such family exists.
+        ValueError: there is no such family.
     """
     known = {family.name: family for family in FAMILIES if not family.is_lookup}
     if (row := known.get(name.replace("-", "_"))) is None:
@@ -280,22 +281,22 @@ def find_speculative(config: Mapping[str, Any]) -> Family | None:
 
 
 def list_lookups() -> list[str]:
-    """Names of the families that need no folder because they look tokens up in the text."""
+    """Return the names of the families that look tokens up in the text and need no folder."""
     return [family.name for family in FAMILIES if family.is_lookup and not family.tensors]
 
 
 def list_methods() -> list[str]:
-    """vLLM's methods for drafts with weights, in alphabetical order."""
+    """Return vLLM's methods for drafts with weights, in alphabetical order."""
     return sorted({family.method for family in FAMILIES if not family.is_lookup})
 
 
 def list_trained() -> list[str]:
-    """Names of the trainable families, spelled as on the command line, in alphabetical order."""
+    """Return the names of the trainable families as on the command line, alphabetically."""
     return sorted(family.name.replace("_", "-") for family in FAMILIES if family.training)
 
 
 def list_learning() -> list[str]:
-    """Names of the families that support online learning, in alphabetical order."""
+    """Return the names of the families that support online learning, in alphabetical order."""
     return sorted(family.name for family in FAMILIES if family.learns_online)
 
 
@@ -303,7 +304,7 @@ if TYPE_CHECKING:
     Method = str
     FamilyName = str
 else:
-    # types of choices for command lines; mypy cannot read one made from a table
+    # Types of choices for command lines. mypy cannot read a type that is made from a table.
     Method = Literal[tuple(list_methods())]
     FamilyName = Literal[tuple(list_trained())]
 
@@ -337,7 +338,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
                 "unquantized weights"
             )
         return family
-    # A state dict saved from a wrapper: all names that would fit have a prefix.
+    # The state dict was saved from a wrapper: all names that would match have a prefix.
     for name in sorted(names):
         parts = name.split(".")
         for depth in range(1, len(parts)):
@@ -346,7 +347,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
             if match_tensors([rest]) and (family := match_tensors(inside)) is not None:
                 raise ValueError(
                     f"{folder} has {family.title} tensors that begin with {prefix}., such as "
-                    f"{name}: save them again without this prefix"
+                    f"{name}: save the tensors without this prefix"
                 )
     example = min(names, default="none")
     raise ValueError(f"{folder} contains no draft of a known family: its tensors include {example}")
@@ -365,7 +366,7 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: the head belongs to another family, or was trained for another target
+        ValueError: the head belongs to a different family, or was trained for a different target
             (`require_trained_for`).
     """
     if (found := detect_family(folder).name) != name:
@@ -374,19 +375,19 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
 
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
-    """Reject a draft whose provenance names a target of another lineage.
+    """Reject a draft whose provenance names a target of a different lineage.
 
-    `files.folder.lineage` defines the lineage. A draft from another trainer names no target and
-    passes. Another version of the target, such as a fine-tune, passes too.
+    `files.folder.lineage` defines the lineage. A draft from another trainer does not name a target,
+    and passes. A different version of the target, such as a fine-tune, passes too.
 
     Raises:
-        ValueError: the draft was trained for a target of another lineage.
+        ValueError: the draft was trained for a target of a different lineage.
     """
     made = read_provenance(folder)
     if made.target_fingerprint not in ("", target.fingerprint) and not made.names_lineage(
         target.lineage
     ):
         raise ValueError(
-            f"{folder} was trained for another target than {target.name}: "
+            f"{folder} was trained for a different target than {target.name}: "
             f"{made.target or 'unnamed'}"
         )

@@ -1,11 +1,11 @@
 """The interface of all draft families.
 
-It consists of a batch, the target's signal on it, and the draft steps summed by training.
+It consists of a batch, the target's signal for it, and the draft steps over which training sums.
 
 B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary
 layers, K = kept top-k ids, N = rows, R = rank of a bias.
 
-Row t always represents the state after tokens x[0..t]. The target's row t is its distribution of
+Row t always represents the state after tokens x[0..t]. Row t of the target is its distribution of
 x[t+1].
 """
 
@@ -43,13 +43,17 @@ class Batch:
     document_BT: Tensor
     """int64, index of the token's document within the row, ascending from 0; -1 on padding."""
     position_ids_BT: Tensor
-    """int64, consecutive in every document: from 0, or later if the beginning was cut off."""
+    """int64, consecutive within every document. They start at 0, or later if the beginning was cut
+    off.
+    """
     salt: int = 0
-    """Varies the selection of rows for drafts that train on a subset: the epoch, or a number per
-    step of the learner. 0 in evaluation.
+    """Number that varies which rows are selected, for drafts that train on a subset of rows: the
+    epoch, or the learner's step number. 0 in evaluation.
     """
     shared: SharedRows | None = None
-    """Which rows these are, if ranks share the rows of a batch (`heads.nn.shares`)."""
+    """The rows that this batch contains, if ranks share the rows of a whole batch
+    (`heads.nn.shares`).
+    """
 
     @staticmethod
     def packed(
@@ -58,11 +62,12 @@ class Batch:
         width: int,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """Lay the documents of each row, given as (token ids, loss mask), end to end.
+        """Concatenate the documents of each row, given as (token ids, loss mask).
 
         Rows are padded on the right to `width`.
         """
-        # Padding is id 0, which every table has: a tokenizer's padding token may have no row.
+        # Padding is id 0, which every embedding table has. A tokenizer's padding token may have no
+        # row.
         ids_BT = torch.zeros((len(rows), width), dtype=torch.long)
         mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
         document_BT = torch.full((len(rows), width), -1)
@@ -104,19 +109,19 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRows:
-    """The rows of a whole batch that one of its ranks computes: t of T."""
+    """The rows of a whole batch that one rank computes: t of T rows."""
 
     whole: Batch
-    """The batch of all ranks."""
+    """The whole batch of all ranks."""
     group: Any
     """torch.distributed's process group of these ranks."""
     num_ranks: int
     starts: tuple[int, ...]
-    """The first row of each piece, as a row of the whole batch."""
+    """First row of each piece, as an index in the whole batch."""
     rows_t: Tensor
-    """int64, the row of the whole batch."""
+    """int64, each row's index in the whole batch."""
     is_own_t: Tensor
-    """bool; the others are only read, and another rank trains them."""
+    """bool; the rows that this rank trains. It only reads the others, which another rank trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +134,7 @@ class ExactTarget:
     rule: LogitRule = PLAIN
 
     def logits(self, rows_N: Tensor) -> Tensor:
-        """The target's logits at `rows_N` of the flattened batch, [N, V].
+        """Return the target's logits at `rows_N` of the flattened batch, [N, V].
 
         They have the target's dtype, as in serving.
         """
@@ -144,7 +149,7 @@ class TopKTarget:
     """
 
     ids_BTK: Tensor
-    """int64, distinct within a row; -1 in a row without a record, i.e. without a label."""
+    """int64, distinct within a row; -1 in a row that was not recorded, i.e. has no label."""
     log_probs_BTK: Tensor
     """float32, natural logarithms under the full softmax at temperature 1."""
 
@@ -155,18 +160,18 @@ class TargetSignal:
 
     distribution: ExactTarget | TopKTarget
     aux_BTLD: Tensor | None = None
-    """Residual stream after the layers that the head requested, ascending (k = after k layers,
+    """Residual streams after the layers that the head requested, ascending (k = after k layers,
     before any final norm).
     """
     hidden_BTD: Tensor | None = None
-    """States after the final norm, for heads that read them. Only with a `TopKTarget`; an
-    `ExactTarget` already contains them.
+    """States after the final norm, for heads that read them. Set only with a `TopKTarget`, because
+    an `ExactTarget` already contains them.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """A low-rank term in a draft's logits: code @ head.T is added to them."""
+    """A low-rank term, code @ head.T, that is added to a draft's logits."""
 
     code_BTR: Tensor
     head_WR: Tensor
@@ -176,8 +181,8 @@ class Bias:
 class DraftStep:
     """One draft step over a batch.
 
-    Row t of `hidden` predicts what the target's row t + shift predicts. A standalone draft has one
-    step with shift 0. The first step of a head has shift 1, and the second has shift 2.
+    Row t of `hidden` predicts the same token as the target's row t + shift. A standalone draft has
+    one step with shift 0. The first step of a head has shift 1, and the second has shift 2.
     """
 
     hidden_BTD: Tensor
@@ -190,12 +195,12 @@ class DraftStep:
     """
     weight: float = 1.0
     draft_ids_W: Tensor | None = None
-    """int64, the target id of every draft id, ascending; None if the draft has the target's whole
+    """int64, the target id of every draft id, ascending. None if the draft has the target's whole
     vocabulary.
     """
     extra_loss_BT: Tensor | None = None
-    """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the
-    divergence.
+    """Additional unreduced loss per row (EAGLE-1's feature regression), which is masked and
+    weighted like the divergence.
     """
     bias: Bias | None = None
     """Low-rank bias that is added to the logits (DSpark's Markov head)."""
@@ -207,12 +212,12 @@ class DraftStep:
     """
 
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The draft's logits at `rows_N` of the flattened batch, [N, W].
+        """Return the draft's logits at `rows_N` of the flattened batch, [N, W].
 
         They are computed in `dtype`, which defaults to that of the head.
         """
-        # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower
-        # than a trained layer.
+        # The dtypes may differ: autocast casts hidden states to a narrower dtype, and a frozen head
+        # may have a narrower dtype than a trained layer.
         dtype = dtype or self.head_WD.dtype
         logits_NW = self.hidden_BTD.flatten(0, 1)[rows_N].to(dtype) @ self.head_WD.to(dtype).T
         # The bias costs R / D of the product above: 1/16 for rank 256 and hidden size 4,096.
@@ -232,8 +237,8 @@ class Draft(Protocol):
     """
 
     is_autoregressive: bool
-    """Whether one step serves all draft tokens: row j of step 0, counted from the current one,
-    predicts the j-th draft token.
+    """Whether one step yields all draft tokens: the j-th row of step 0, counted from the current
+    row, predicts the j-th draft token.
     """
 
     is_block: bool
@@ -242,18 +247,21 @@ class Draft(Protocol):
     """
 
     aux_layer_ids: tuple[int, ...]
-    """Target layers whose residual stream the draft reads, ascending; they become
+    """Target layers whose residual stream the draft reads, ascending. They are in
     `TargetSignal.aux_BTLD`.
     """
 
     @property
     def max_tokens(self) -> int | None:
-        """The maximum number of tokens that the draft can propose; None if there is no limit."""
+        """Return the maximum number of tokens that the draft can propose.
+
+        None if there is no limit.
+        """
         ...
 
     @property
     def engine_output(self) -> int:
-        """The index, from 0, of the vLLM drafter's output that is `DraftStep.hidden_BTD`."""
+        """Return the index of the output of vLLM's drafter that equals `DraftStep.hidden_BTD`."""
         ...
 
     def draft_steps(
@@ -261,8 +269,8 @@ class Draft(Protocol):
     ) -> list[DraftStep]:
         """Return teacher-forced draft steps, starting with the step for the first draft token.
 
-        There are `num_steps` of them, by default as many as are trained. A draft with fewer steps
-        returns all that it has.
+        `num_steps` defaults to the number of trained steps. A draft with fewer steps returns all of
+        them.
 
         Raises:
             ValueError: the signal, which must include the streams after `aux_layer_ids`, is
@@ -271,9 +279,9 @@ class Draft(Protocol):
         ...
 
     def feature(self, signal: TargetSignal) -> Tensor | None:
-        """The input from the target in an engine's first pass, [B, T, D].
+        """Return the input from the target in an engine's first pass, [B, T, D].
 
-        None for a draft that has no such input.
+        Return None for a draft that has no such input.
         """
         ...
 
@@ -307,7 +315,7 @@ class Draft(Protocol):
 
 
 def final_hidden(signal: TargetSignal) -> Tensor:
-    """The target's last hidden state after the final norm, [B, T, D].
+    """Return the target's last hidden state after the final norm, [B, T, D].
 
     Raises:
         ValueError: the signal does not contain it.
@@ -323,7 +331,7 @@ def final_hidden(signal: TargetSignal) -> Tensor:
 
 
 def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
-    """The target's residual streams after these layers, [B, T, L, D].
+    """Return the target's residual streams after these layers, [B, T, L, D].
 
     Raises:
         ValueError: the signal has a different number of layers, or none.
@@ -338,7 +346,7 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
 
 
 def token_rows(batch: Batch) -> Tensor:
-    """Mark this rank's own tokens, without padding, bool [B, T]."""
+    """Mark this rank's own tokens except padding, bool [B, T]."""
     is_token_BT = batch.document_BT >= 0
     return is_token_BT if batch.shared is None else is_token_BT & batch.shared.is_own_t
 
@@ -346,15 +354,15 @@ def token_rows(batch: Batch) -> Tensor:
 def label_rows(batch: Batch, shift: int) -> Tensor:
     """Mark the rows that have a label for a step with this shift, bool [B, T].
 
-    Their x[t + 1 + shift] is in the loss mask and belongs to the document of row t. If ranks share
-    the batch, only this rank's own rows are marked.
+    In these rows, x[t + 1 + shift] is in the loss mask and belongs to the document of row t. If
+    ranks share the batch, only this rank's own rows are marked.
     """
-    # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others learn
-    # nothing.
+    # With shift 1, tokens [p, q, a, b] and labels a and b: row 0 learns a, row 1 learns b, and the
+    # other rows learn nothing.
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]
-    # padding is document -1, which equals itself: the last condition leaves it out
+    # Padding has document -1, which equals itself, so the last condition excludes it.
     mask_BT[:, :-ahead] = (
         batch.loss_mask_BT[:, ahead:] & same_document_BT & (batch.document_BT[:, :-ahead] >= 0)
     )
@@ -368,6 +376,6 @@ def attention_mask(batch: Batch) -> Tensor:
     """
     tokens = batch.document_BT.shape[1]
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=batch.document_BT.device).tril()
-    # padding counts as a document: a row without any key would be NaN
+    # Padding attends to padding, because a row without any key would be NaN.
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
     return (same_BTT & causal_TT)[:, None]

@@ -1,7 +1,7 @@
 """The type of a row in the table of draft families (`heads.catalog`).
 
-This module uses only the standard library: a draft's module, and with it torch, is imported when a
-row's class is first used.
+This module uses only the standard library. A draft's module imports torch, so it is imported only
+when a row's class is first used.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from redraft.heads.target import Target
 
 Reads = Literal["nothing", "layers", "last"]
-"""Input from the target: nothing, the streams after some layers, or the last hidden state after the
-final norm.
+"""Input that a draft reads from the target: nothing, the streams after some layers, or the last hidden
+state after the final norm.
 """
 
 Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and_masks"]
@@ -41,7 +41,7 @@ NUM_TOKENS = 3
 """Default number of draft tokens per step in a server."""
 
 RATE_TIMES_WIDTH = 1.15
-"""Largest learning rate times the width, for a new draft that the learner trains."""
+"""Maximum product of learning rate and width for a new draft that the learner trains."""
 
 Decoder = Literal["v1", "v2"]
 """vLLM's model runners."""
@@ -49,21 +49,25 @@ Decoder = Literal["v1", "v2"]
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """The keys of config.json with the number of draft tokens, which the checkpoint fixes."""
+    """Keys of config.json with the number of draft tokens, for checkpoints that fix it."""
 
     keys: tuple[str, ...]
     """Keys of config.json; the first one that is present is used. Dots lead into nested sections.
     """
     unused: int = 0
-    """Number of counted positions without a proposal, e.g. 1 for a block that starts with the last
-    known token.
+    """Number of counted positions that propose no token, e.g. 1 for a block that starts with the
+    last known token.
     """
     used_if: str = ""
-    """Key of config.json; unless it is false, the unused positions propose tokens too."""
+    """Key of config.json. Unless its value is false, the unused positions propose tokens too."""
 
     def read(self, config: Mapping[str, Any]) -> int | None:
-        """The maximum number of draft tokens under this config.json; None if no key is present."""
-        # DFlash, block_size 16: 16 - 1 = 15 tokens. DSpark, block_size 7 and sample_from_anchor: 7.
+        """Return the maximum number of draft tokens under this config.json.
+
+        None if no key is present.
+        """
+        # E.g. DFlash with block_size 16 has 16 - 1 = 15 tokens, and DSpark with block_size 7 and
+        # sample_from_anchor has 7.
         count = next(filter(None, (_read_key(config, key) for key in self.keys)), None)
         unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
         return None if count is None else int(count) - unused
@@ -74,11 +78,11 @@ class Training:
     """How a family is trained: its choices and its defaults."""
 
     starts: tuple[str, ...] = ("random",)
-    """Supported initial weights (`distill.run.start`); the first is the default."""
+    """Supported initial weights (`distill.run.start`). The first one is the default."""
     layouts: tuple[str, ...] = ("vllm",)
-    """Formats of an export; the first is the default."""
+    """Export formats. The first one is the default."""
     draft_vocab_size: int | None = None
-    """Default size of the draft's vocabulary; None for a family that uses the target's vocabulary.
+    """Default size of the draft's vocabulary. None for a family that uses the target's vocabulary.
     """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Family options that differ from the defaults of its class."""
@@ -121,7 +125,7 @@ class Family:
     decoders: tuple[Decoder, ...]
     """The vLLM model runners that support the family."""
     last_vllm: str = ""
-    """Last vLLM release that supports it, e.g. "0.32"; empty if the newest one does."""
+    """Last vLLM release that supports the family, e.g. "0.32". Empty if the newest release does."""
     tensors: str = ""
     """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the
     table wins.
@@ -140,15 +144,15 @@ class Family:
     """
     speculators_layers_key: str = ""
     """Key of the same list in the layout of the library `speculators`, where k means the stream
-    after k layers; empty if it equals `layers_key`.
+    after k layers. Empty if it equals `layers_key`.
     """
     fixed_tokens: FixedTokens | None = None
-    """Limit on the number of draft tokens; None if there is none."""
+    """Limit on the number of draft tokens. None if there is no limit."""
     is_parallel: bool = False
     """Whether vLLM must be configured to draft all tokens in one pass (`parallel_drafting`)."""
     varies_tokens: bool = True
-    """Whether the number of draft tokens may change from step to step. If false, vLLM exits when it
-    does.
+    """Whether the number of draft tokens may change from step to step. If not, vLLM exits when it
+    changes.
     """
     chooses_locally: bool = False
     """Whether vLLM can select the draft's most probable token within the draft's own vocabulary
@@ -156,16 +160,16 @@ class Family:
     target's vocabulary.
     """
     keeps_cache: bool = False
-    """Whether the old draft's keys may stay in the cache after a swap: either there are none, or a
-    one-layer head that reads the target's state of every token hardly depends on them. If false,
-    old keys lower the acceptance as long as they stay.
+    """Whether the old draft's keys may stay in the cache after a swap. They may if there are none,
+    or if the draft is a one-layer head, which reads the target's state of every token and hardly
+    depends on old keys. If not, old keys lower the acceptance as long as they stay.
     """
     can_sample: bool = False
-    """Whether vLLM can sample draft tokens from q. If false, it always chooses the most probable
+    """Whether vLLM can sample draft tokens from q. If not, vLLM always chooses the most probable
     token.
     """
     learns_online: bool = False
-    """`redraft learner` trains it from records."""
+    """Whether `redraft learner` can train it from records."""
     trains_lm_head: bool = False
     """Whether training changes `lm_head.weight`. As long as it equals the target's, vLLM shares the
     target's tensor.
@@ -173,19 +177,21 @@ class Family:
     is_in_target: bool = False
     """Whether the weights are in the target's folder, so that vLLM gets a method but no model."""
     parity: Parity | None = None
-    """None if the doctor cannot compare the engine's passes with training."""
+    """How vLLM's drafter computes a block. None if the doctor cannot compare the engine's passes
+    with training.
+    """
     checks: str = ""
     """Static doctor checks for this family only, as "module:TUPLE"."""
     options: str = ""
-    """Class of its options, as "module:Class"; empty for `Config` in the module of the draft's
+    """Class of its options, as "module:Class". Empty if it is `Config` in the module of the draft's
     class.
     """
     training: Training | None = None
-    """None for a lookup."""
+    """How the family is trained. None for a lookup."""
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it looks tokens up in the text, with nothing to train and no pass of a model."""
+        """Whether it looks tokens up in the text, without training and without a model's pass."""
         return not self.draft
 
     @property
@@ -196,7 +202,7 @@ class Family:
 
     @property
     def takes_lookup(self) -> bool:
-        """Whether a server can look tokens up first, and use this draft if the lookup finds none.
+        """Whether a server can look tokens up first, and use this draft when that finds nothing.
 
         See `engine.lookup_first`.
         """
@@ -211,13 +217,13 @@ class Family:
     def is_head(self) -> bool:
         """Whether the draft reads hidden states and borrows embeddings.
 
-        Loading such a draft also requires the target.
+        Loading such a draft requires the target.
         """
         return self.reads != "nothing"
 
     @property
     def can_recompute(self) -> bool:
-        """Whether training can recompute activations in the backward pass. Loads torch."""
+        """Whether training can recompute activations in the backward pass. Imports torch."""
         return hasattr(self.draft_class(), "recomputes")
 
     def draft_class(self) -> Any:
@@ -225,10 +231,10 @@ class Family:
         return _import(self.draft)
 
     def sketch(self, options: Any, target: Target, draft_vocab_size: int) -> Any:
-        """An untrained head whose vocabulary is the first `draft_vocab_size` ids, or all if it is 0."""
+        """Return an untrained head for the first `draft_vocab_size` ids, or for all if it is 0."""
         import torch
 
-        # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
+        # Create the ids on the CPU with values, because a head checks them (`check_ids`).
         kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
         return self.draft_class()(options, target, *kept)
 
@@ -252,8 +258,8 @@ class Family:
         """
         draft: Draft
         if not self.is_head:
-            # cast while loading: `.to` would round the rotary frequencies of a transformers model
-            # too
+            # Cast while loading, because `.to` would round the rotary frequencies of a transformers
+            # model too.
             draft = self.draft_class().load(folder, dtype=dtype)
             return draft
         draft = self.draft_class().load(folder, target())
@@ -263,7 +269,7 @@ class Family:
         """Write the draft in a target's weights to a separate folder, in the target's dtype.
 
         Raises:
-            ValueError: the target contains no such draft, or one in another layout.
+            ValueError: the target contains no such draft, or one in a different layout.
         """
         from redraft.heads.target import Target  # here, because it imports torch
 
@@ -290,14 +296,15 @@ class Family:
         return len(self.read_layers(config)) if self.reads == "layers" else 1, size
 
     def needed_states(self, config: Mapping[str, Any]) -> int:
-        """The number of states before a label's row that training needs to match serving.
+        """Return the number of states before a label's row that training needs to match serving.
 
-        0 if a layer of an export with this config.json has no window, because no number is enough.
+        Return 0 if a layer of an export with this config.json has no window, because no number is
+        enough.
         """
         reach = count_states(config) if self.layers_key else None
         if reach is None:
             return 0
-        # The last of n draft steps predicts a label from n rows before its own.
+        # The last of n draft steps predicts a label from the row n rows before it.
         trained = (config.get("redraft") or {}).get("num_steps")
         return reach + int(self.max_tokens(config) or trained or self.options_class()().num_tokens)
 
@@ -306,7 +313,7 @@ class Family:
         return tuple(_import(self.checks)) if self.checks else ()
 
     def max_tokens(self, config: Mapping[str, Any]) -> int | None:
-        """The maximum number of draft tokens under this config.json; None for any number."""
+        """Return the maximum number of draft tokens under this config.json. None for any number."""
         return None if self.fixed_tokens is None else self.fixed_tokens.read(config)
 
 

@@ -1,4 +1,4 @@
-"""Logits of causal LMs that scale or cap them after the head. V = vocabulary."""
+"""The logits of causal LMs that scale or cap them after the head. V = vocabulary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-"""Config keys of Cohere, Falcon H1, Granite, Gemma, RecurrentGemma and others. A signal compares
-the rule of a config with the logits of its class.
+"""Config keys of Cohere, Falcon H1, Granite, Gemma, RecurrentGemma and others. The config's rule is
+compared with the logits of the model's class.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRule:
-    """logits = cap * tanh(scale * head @ hidden / cap); without a cap, scale * head @ hidden."""
+    """logits = cap * tanh(scale * head @ hidden / cap), or scale * head @ hidden without a cap."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -39,7 +39,7 @@ class LogitRule:
         return (logits / self.cap).tanh() * self.cap if self.cap else logits
 
     def scaled(self, states: Tensor) -> Tensor:
-        """Scale the states, so that their logits need no scale."""
+        """Scale the states, so that their logits need no further scaling."""
         return states if self.scale == 1 else states * self.scale
 
     def apply_(self, logits: Tensor) -> Tensor:

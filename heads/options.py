@@ -1,8 +1,9 @@
-"""The options of every family of drafts.
+"""The options of every draft family.
 
-The flags `--head.*`, and `--draft.*` of a standalone draft.
+They are the flags `--head.*`, and `--draft.*` for a standalone draft.
 
-Standard library only, because help texts and control planes read them without torch.
+The module uses only the standard library, because help texts and control planes read it without
+torch.
 """
 
 from dataclasses import dataclass, fields
@@ -48,7 +49,7 @@ class Windows:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The view of each layer."""
+        """Return each layer's view."""
         return make_views(self.num_layers, self.window, self.full_layers, is_causal=True)
 
     def require_reach(self, num_ahead: int) -> None:
@@ -79,7 +80,7 @@ class Unrolled:
 @dataclass(frozen=True, kw_only=True)
 class Eagle1(Unrolled, LayerSizes):
     num_steps: int = 1
-    """Number of draft steps trained at once. The paper trains 1; with more, the head also learns
+    """Number of draft steps trained at once. The paper trains 1. With more, the head also learns
     from its own features of earlier steps, which it reads in serving.
     """
     regression_weight: float = 10.0
@@ -93,11 +94,11 @@ class LayerMix(Windows, LayerSizes):
     """A head that reads a mix of the target's layers, as EAGLE-3 does."""
 
     aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, in ascending order; k is the residual stream after k layers. Default
-    for n layers: 2, n // 2 and n - 3.
+    """Target layers to read, in ascending order. k means the residual stream after k layers.
+    Default for n layers: 2, n // 2 and n - 3.
     """
     own_head: bool = True
-    """Train the output head, starting from the target's. If false, the target's rows are used and
+    """Train the output head, starting from the target's. Otherwise, the target's rows are used and
     stay frozen.
     """
     norm_before_fc: bool = False
@@ -116,7 +117,7 @@ class Eagle3(Unrolled, LayerMix):
     norm_output: bool = False
     """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
     num_steps: int = 7
-    """Number of draft steps trained at once; each reads the features of the previous step."""
+    """Number of draft steps trained at once. Each reads the features of the previous step."""
 
     def __post_init__(self) -> None:
         self.require_reach(self.num_steps)
@@ -125,8 +126,8 @@ class Eagle3(Unrolled, LayerMix):
 @dataclass(frozen=True, kw_only=True)
 class DFlash(Windows, LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, in ascending order; k is the residual stream after k layers, from 1.
-    Default for n layers: 2, n // 2 and n - 3.
+    """Target layers to read, in ascending order. k means the residual stream after k layers, and is
+    at least 1. Default for n layers: 2, n // 2 and n - 3.
     """
     num_layers: int = 5
     """Number of layers in the draft."""
@@ -166,7 +167,7 @@ class DFlash(Windows, LayerSizes):
 
     @property
     def first_slot(self) -> int:
-        """The slot of a block that proposes the first token."""
+        """Return the index of the slot that proposes a block's first token."""
         return 1
 
     @property
@@ -184,8 +185,8 @@ class DSpark(DFlash):
     gamma: float = 4.0
     """Decay of a draft token's loss weight: token i has the weight exp(-(i - 1) / gamma)."""
     sample_from_anchor: bool = True
-    """Let the slot of the last known token propose the first draft token. If false, it proposes
-    none, as in DFlash.
+    """Let the slot of the last known token propose the first draft token. Otherwise, it proposes no
+    token, as in DFlash.
     """
     markov_rank: int = 256
     """Rank of the logit bias that depends on the previous token."""
@@ -198,12 +199,13 @@ class DSpark(DFlash):
         super().__post_init__()
         if self.markov_rank < 1:
             raise ValueError(
-                f"markov_rank is {self.markov_rank}: give 1 or more, or train a DFlash head, which has no bias"
+                f"markov_rank is {self.markov_rank}: set it to 1 or more, or train a DFlash "
+                f"head, which has no bias"
             )
 
     @property
     def first_slot(self) -> int:
-        """The slot of a block that proposes the first token."""
+        """Return the index of the slot that proposes a block's first token."""
         return 0 if self.sample_from_anchor else 1
 
 
@@ -273,32 +275,36 @@ class Medusa:
 @dataclass(frozen=True, kw_only=True)
 class Mtp(Unrolled):
     num_steps: int = 3
-    """Number of draft steps trained at once; each reads the output of the previous step."""
+    """Number of draft steps trained at once. Each reads the previous step's output."""
     as_mimo: bool = False
-    """Convert a Llama target into the MiMo layout, which computes the same results and has space
-    for an MTP layer.
+    """Convert a Llama target into the MiMo layout, which gives the same results and has room for an
+    MTP layer.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standalone:
-    """The weights to start from; `layers` or `num_layers`, if given, replaces `checkpoint`."""
+    """The weights that a standalone draft starts from.
+
+    `layers` or `num_layers`, if given, replaces `checkpoint`.
+    """
 
     checkpoint: str | None = None
     """Folder or hub name of a causal LM to start from."""
     layers: tuple[int, ...] = ()
-    """Indices of the target layers to start from, with 0 for the first. Embeddings, final norm and
-    head are kept too.
+    """Indices of the target layers to start from, counted from 0. Embeddings, final norm and head
+    are copied too.
     """
     num_layers: int | None = None
     """Start from a new Llama with this many layers, random weights and the target's vocabulary."""
     hidden_size: int = 512
-    """Hidden size of that new Llama."""
+    """Hidden size of the new Llama that --draft.num-layers makes."""
 
     def __post_init__(self) -> None:
         if self.layers and self.num_layers:
             raise ValueError(
-                "a draft starts either from layers of the target or from num_layers new ones: set only one"
+                "a draft starts either from layers of the target or from num_layers new layers: "
+                "set only one of them"
             )
         if not (self.checkpoint or self.layers or self.num_layers):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The origin of a published folder: the keys of provenance.json that a program reads.
+"""The origin of a published folder: the keys of provenance.json that programs read.
 
-Each writer sets some of them, and adds others for human readers. Missing keys get their defaults;
-unknown ones, of a later release, are ignored. Sections of other packages stay raw; those packages
-convert them.
+Each writer sets some of them, and adds others for human readers. Missing keys get their defaults,
+and unknown keys of a later release are ignored. Other packages convert their own sections, which
+are kept raw here.
 """
 
 import math
@@ -52,17 +52,17 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     template_arguments: dict[str, Any] = {}
     label_probe: dict[str, list[int]] | None = None
     metrics: list[dict[str, Any]] = []
-    """The last lines of its metrics.jsonl."""
+    """The last lines of the run's metrics.jsonl."""
     forecast: dict[str, Any] | None = None
-    """An `eval.forecast.stored.StoredForecast`."""
-    # of a learner's versions and checkpoints
+    """The forecast, an `eval.forecast.stored.StoredForecast`."""
+    # Keys of a learner's versions and checkpoints.
     adapter: str = ""
     """Name of the target's adapter whose requests trained it."""
     copied_from: str = ""
     trained_from: str = ""
     trained_through: float = math.inf
     progress: dict[str, Any] = {}
-    """An `online.learning.trainer.Progress`."""
+    """The learner's progress, an `online.learning.trainer.Progress`."""
     # of a target
     imported_from: dict[str, Any] = {}
     downloaded_from: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """Read the provenance of a folder; without a file, everything is unknown.
+    """Read the provenance of a folder. Without a file, everything is unknown.
 
     Raises:
         ValueError: the file is corrupt.

@@ -34,11 +34,12 @@ class LlamaShape:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
     attention_bias: bool = False
-    """Whether the projections have a bias, which only occurs in heads of other trainers."""
+    """Whether the projections have a bias, which occurs only in other trainers' heads."""
     qk_norm: bool = False
-    """Whether queries and keys are normed, as in Qwen3; only occurs in heads of other trainers."""
+    """Whether queries and keys are normed, as in Qwen3. This occurs only in other trainers' heads.
+    """
     logit_scale: float = 1.0
-    """Scale factor of the head's logits, equal to the target's; vLLM applies it."""
+    """Scale factor of the head's logits, equal to the target's. vLLM applies it."""
 
     @property
     def rule(self) -> LogitRule:
@@ -46,10 +47,10 @@ class LlamaShape:
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
-        """The shape of a Llama layer for a model, from its `transformers` text config.
+        """Derive the shape of a Llama layer for a model from its `transformers` text config.
 
         The sizes are those of the model's layers if these are like Llama's, and otherwise the usual
-        ones.
+        sizes.
 
         Raises:
             ValueError: the config lacks a size that a head shares with the target.
@@ -75,13 +76,13 @@ class LlamaShape:
         heads, key_heads, head_dim = map(
             read, ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
-        # transformers' defaults for absent keys: a key head for each query head, and heads of size
-        # hidden / heads.
+        # These are transformers' defaults for absent keys: one key head per query head, and a head
+        # size of hidden / heads.
         head_dim = head_dim or (heads and hidden // heads)
-        # Latent attention does not describe a layer that caches keys: with DeepSeek V3's 128 key
-        # heads, this one layer would cache half as much as all 61 layers of the target. Also, in a
-        # Llama config, which engines read for a head, the heads divide the hidden size; Qwen 3.5's
-        # need not.
+        # The sizes of latent attention do not suit a layer that caches keys: with DeepSeek V3's 128
+        # key heads, this one layer would cache half as much as all 61 layers of the target. Also,
+        # engines read a Llama config for a head, in which the number of heads divides the hidden
+        # size. Qwen 3.5's need not.
         if not heads or hidden % heads or read("kv_lora_rank") or differing:
             head_dim = math.gcd(hidden, USUAL_HEAD_DIM)
             heads = hidden // head_dim
@@ -89,8 +90,8 @@ class LlamaShape:
             key_heads = next(count for count in range(most, 0, -1) if heads % count == 0)
         return LlamaShape(
             hidden_size=hidden,
-            # 8/3 of the hidden size makes SwiGLU's three matrices as large as the usual two with a
-            # factor of 4
+            # With 8/3 of the hidden size, SwiGLU's three matrices are as large as the usual two
+            # with a factor of 4.
             intermediate_size=read("intermediate_size") or -(-hidden * 8 // 3 // 64) * 64,
             num_attention_heads=heads,
             num_key_value_heads=key_heads or heads,
@@ -104,13 +105,13 @@ class LlamaShape:
 
     @staticmethod
     def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
-        """The shape of an untrained head's layers.
+        """Return the shape of an untrained head's layers.
 
         The sizes come from the options, or else from `from_config`.
 
         Raises:
-            ValueError: the query heads do not share the hidden size or the key heads evenly, or as
-                `from_config`.
+            ValueError: the query heads do not divide the hidden size or share the key heads evenly,
+                or         `from_config` fails.
         """
         chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
         shape = LlamaShape.from_config(target_config)
@@ -129,7 +130,7 @@ class LlamaShape:
 
     @staticmethod
     def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
-        """The shape of a trained head, from the head's config as an engine reads it.
+        """Read the shape of a trained head from its config, as an engine does.
 
         Hidden size, vocabulary and positions are always the target's, because embeddings are
         shared.
@@ -140,7 +141,7 @@ class LlamaShape:
             name: getattr(target, name)
             for name in ("hidden_size", "vocab_size", "max_position_embeddings")
         }
-        # Model type qwen3 means normed queries and keys to vLLM (`Eagle3Qwen3ForCausalLM`).
+        # To vLLM, model type qwen3 means normed queries and keys (`Eagle3Qwen3ForCausalLM`).
         shared |= {
             "attention_bias": bool(config.attention_bias),
             "qk_norm": config.model_type == "qwen3",
@@ -148,13 +149,13 @@ class LlamaShape:
         return replace(LlamaShape.from_config(config), **shared)
 
     def record(self) -> dict[str, Any]:
-        """The sizes that change a layer's arithmetic but not its tensors' shapes."""
+        """Return the sizes that change a layer's arithmetic but not its tensors' shapes."""
         kept = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
         return {"hidden_act": "silu", **{name: getattr(self, name) for name in kept}}
 
     def hf_config(self) -> dict[str, Any]:
-        # rope_theta as well as rope_parameters: readers older than transformers 5 look only there,
-        # and default to 10000
+        # Write rope_theta as well as rope_parameters, because readers older than transformers 5
+        # know only rope_theta, and default to 10000.
         return {
             "model_type": "qwen3" if self.qk_norm else "llama",
             "num_hidden_layers": 1,
@@ -181,8 +182,9 @@ def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
 
 
 LLAMA_RULES = ("default", "linear", "yarn", "longrope", "llama3")
-"""Rules of rotation for all of a head, which engines and transformers share. Not `dynamic`: only
-engines read Hunyuan's `alpha`, and up to `max_position_embeddings` the others are `default`."""
+"""Rotation rules for whole attention heads that engines and transformers share. `dynamic` is not
+among them: only engines read Hunyuan's `alpha`, and without it, `dynamic` equals `default` up to
+`max_position_embeddings`."""
 
 ENGINE_ONLY = (
     "partial_rotary_factor",
@@ -192,18 +194,19 @@ ENGINE_ONLY = (
     "use_fope",
     "short_mscale",
 )
-"""Rotary parameters that engines read and transformers' Llama, which trains, does not."""
+"""Rotary parameters that engines read, but not transformers' Llama, with which heads are trained.
+"""
 
 
 def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
     """RoPE parameters for a head's Llama layer, derived from the target's.
 
     If the target has several sets, the one for full attention is used. The keys in ENGINE_ONLY are
-    left out.
+    omitted.
     """
     chosen = rope_parameters.get("full_attention", rope_parameters)
     kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
-    # Phi-4-mini's lists of longrope have a factor for each rotated pair, fewer than the head has.
+    # Phi-4-mini's longrope lists have one factor per rotated pair, fewer than the head has pairs.
     is_partial = kind == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0
     if kind not in LLAMA_RULES or is_partial:
         return {"rope_type": "default", "rope_theta": theta}

@@ -1,4 +1,4 @@
-"""The part of a target borrowed by a head. V = vocabulary, D = hidden."""
+"""The part of a target that a head borrows. V = vocabulary, D = hidden."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTER = re.compile(r"^((model|language_model|backbone)\.)+")
 def short_name(name: str) -> str:
     """The name of a tensor within its language model.
 
-    It is the same in text-only files and in files for text and images.
+    It is the same in files for text only and in files for text and images.
     """
     short = OUTER.sub("", name)
     return EMBEDDINGS if short == "embeddings.weight" else short  # Nemotron-H
@@ -44,14 +44,14 @@ class Target:
     embed_VD: Tensor
     head_VD: Tensor
     has_moved: bool = False
-    """A draft's copies of these tensors may be of other weights of the same lineage. They are
-    dropped, not compared.
+    """Whether the target's weights may have changed since a draft copied these tensors. If so, the
+    copies are dropped, not compared.
     """
 
     def is_copy(self, held: Tensor, rows: Tensor) -> bool:
         """Whether a draft's tensor equals these rows of the target, in the dtype of the copy.
 
-        An export in bfloat16 rounds the rows of a float32 target.
+        A bfloat16 export rounds the rows of a float32 target.
         """
         return self.has_moved or torch.equal(held, rows.to(held))
 
@@ -71,7 +71,7 @@ class Target:
         Raises:
             ValueError: the folder has no embeddings.
         """
-        # By the short name: DeepSeek-V3 (61 layers) has copies in an MTP layer,
+        # Compare short names, because DeepSeek-V3 (61 layers) has copies in an MTP layer,
         # `model.layers.61.embed_tokens.weight`.
         names = {short_name(name): name for name in list_tensors(folder)}
         tensors = read_tensors(
@@ -82,20 +82,20 @@ class Target:
                 f"{folder} has no tensor {EMBEDDINGS}: give the folder of the target model"
             )
         embed = tensors[names[EMBEDDINGS]]
-        # A checkpoint with tied weights stores the embeddings only.
+        # A checkpoint with tied weights stores only the embeddings.
         head = tensors.get(names.get(HEAD, ""), embed)
         return Target(config=load_text_config(folder), embed_VD=embed, head_VD=head)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTarget:
-    """A target that is loaded once and passed on: its files, its model, and what heads borrow."""
+    """A target, loaded once and passed on: its files, its model, and what heads borrow from it."""
 
     files: TargetFolder
     model: Any
-    """The frozen causal LM of `transformers`; without its layers if servers compute them."""
+    """The frozen causal LM of `transformers`. It has no layers if servers compute them."""
     rewritten: TargetFolder | None = None
-    """The copy in another layout from which the model was loaded, if any."""
+    """The converted copy from which the model was loaded, if any."""
     has_moved: bool = False
     """As in `Target`."""
 
@@ -114,7 +114,7 @@ class LoadedTarget:
 def norm_scale(norm: Any) -> Tensor | None:
     """The factors of an RMS norm, [D].
 
-    Gemma stores each factor minus 1. The result is None for any other module, or for one without
+    Gemma stores each factor minus 1. The result is None if the module is not an RMS norm or has no
     values.
     """
     weight = getattr(norm, "weight", None)
@@ -125,7 +125,7 @@ def norm_scale(norm: Any) -> Tensor | None:
         or getattr(norm, "bias", None) is not None
     ):
         return None
-    # The root mean square of ones is 1.
+    # The root mean square of ones is 1, so the output is the factors.
     try:
         factors = norm(torch.ones_like(weight)).float()
     except (
@@ -144,10 +144,10 @@ def norm_scale(norm: Any) -> Tensor | None:
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
     """The tensors of a target's layer or norm, as a start for a draft in Llama's layout.
 
-    For norms, they are the factors. In that layout, `post_attention_layernorm` comes before the
-    MLP. In OLMo 2 and in Gemma 2 and 3, a tensor of this name norms the output of attention.
-    Gemma's norm before the MLP has another name, and OLMo 2 has none. Tensors on `meta`, which were
-    not read from the target's files, are left out.
+    For norms, the tensors are the factors. In that layout, `post_attention_layernorm` comes before
+    the MLP. In OLMo 2 and in Gemma 2 and 3, the tensor with this name norms the attention output.
+    Gemma's norm before the MLP has a different name, and OLMo 2 has none. Tensors on `meta`, which
+    were not read from the target's files, are omitted.
     """
     scales = {
         f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()
@@ -162,12 +162,13 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The aux layers of a target with `num_layers` layers: those chosen, or 2, n // 2 and n - 3.
+    """Return a target's aux layers: the chosen ones, or 2, n // 2 and n - 3 for n layers.
 
     Raises:
         ValueError: a layer does not exist, or the layers are not ascending.
     """
-    # vLLM's default for EAGLE-3. For 4 layers it is (2, 2, 1), and refused below.
+    # This is vLLM's default for EAGLE-3. For 4 layers, it would be (2, 2, 1), which is refused
+    # below.
     layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
     flag = "--head.aux-layer-ids"
     if list(layers) != sorted(set(layers)):
@@ -176,9 +177,9 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
         some = sorted({0, (num_layers + 1) // 2, num_layers})
         raise ValueError(
             f"a target of {num_layers} layers is too small for the default aux layers "
-            f"{layers}: choose some, e.g. {flag} {' '.join(map(str, some))}"
+            f"{layers}: choose the layers, e.g. {flag} {' '.join(map(str, some))}"
         )
-    # num_layers is allowed: the stream after the last layer, before the final norm.
+    # num_layers is allowed: it is the stream after the last layer, before the final norm.
     if layers[0] < 0 or layers[-1] > num_layers:
         raise ValueError(f"{flag} {layers}: the target has layers 0 to {num_layers}")
     return layers

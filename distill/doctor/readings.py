@@ -436,7 +436,7 @@ def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
         copied.lm_head.weight.data = rows_WD.to(copied.lm_head.weight)
 
     yield Reading(
-        problem="lm_head does not belong to this target: the head was trained for another revision, "
+        problem="lm_head is not this target's: the head was trained for a different revision, "
         "or lm_head is a leftover",
         cure="put the target's rows of lm_head into the checkpoint, or train the head for this "
         "target",

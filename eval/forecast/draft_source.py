@@ -1,4 +1,4 @@
-"""A draft by its name on a command line: its kind, and how vLLM serves it.
+"""Parse a draft's name on the command line: its kind, and how vLLM serves it.
 
     DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft data count`)
     ngram, suffix    a lookup in the text, without a folder
@@ -8,8 +8,8 @@
     ANSWERS+HEAD:2   counted answers (or live) first
     NAME=DRAFT       any of these, under a name for reports
 
-A folder is recognised by its tensors; its config.json may claim another family. This module imports
-no torch.
+A folder is recognised by its tensors, because its config.json may claim a different family. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or
 
 
 def require_tokens(num_speculative_tokens: int) -> None:
-    """Raise ValueError for a server that would draft nothing, which vLLM refuses after a minute."""
+    """Raise ValueError for a server with 0 draft tokens, which vLLM would refuse after a minute."""
     if num_speculative_tokens < 1:
         raise ValueError(
             f"--num-speculative-tokens {num_speculative_tokens} proposes no tokens: give 1 or more, or "
@@ -71,32 +71,40 @@ class Lookups:
 
     ngram: Ngram = field(default_factory=Ngram)
     verify_cost: float | None = None
-    """Cost of verifying one more token, for counted answers. None: the value stored in their
-    folder.
+    """Cost of verifying one more token, for counted answers. If None, the value stored in their
+    folder is used.
     """
     head_requests: int | None = None
-    """Maximum batch size at which the head drafts; None: no limit."""
+    """Maximum batch size at which the head drafts. None means no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
-    """A draft, by name; with `lookup`, a head that drafts if the lookup finds nothing."""
+    """A draft by name.
+
+    With `lookup`, the draft is a head that drafts if the lookup finds nothing.
+    """
 
     source: str
-    """Folder, hub name, or name of a draft without a folder. With `lookup`, this is the head."""
+    """Folder, hub name, or name of a draft without a folder. With `lookup`, it names the head."""
     lookup: str | None = None
-    """`ngram`, `live`, or the folder of counted answers."""
+    """The lookup before the head: `ngram`, `live`, or the folder of counted answers."""
     head_tokens: int | None = None
-    """Maximum number of draft tokens from the head per step; None: as many as from the lookup."""
+    """Maximum number of draft tokens from the head per step. If None, it is the same as for the
+    lookup.
+    """
     given_name: str | None = None
 
     @staticmethod
     def parse(text: str, lookups: Collection[str] = ()) -> DraftSource:
-        """The inverse of `str`; also parses `NAME=DRAFT`. Opens at most a folder before a plus."""
+        """Parse what `str` writes, and also `NAME=DRAFT`.
+
+        At most, it opens a folder before a plus sign.
+        """
         name = None if Path(text).exists() else NAMED.fullmatch(text)
         if name:
             return replace(DraftSource.parse(name[2], lookups), given_name=name[1])
-        # A path may have a plus in it, so all are tried.
+        # A path may contain plus signs, so try all of them.
         for plus in re.finditer(r"\+", text):
             lookup, head = (
                 text[: plus.start()],
@@ -112,7 +120,7 @@ class DraftSource:
 
     @property
     def name(self) -> str:
-        """Name in reports: the given one, else the folder's, or its run's if that is `draft`."""
+        """Return the name for reports: as given, the folder's, or its run's if that is `draft`."""
         return self.given_name or self._spell(
             self.lookup and _shorten(self.lookup), _shorten(self.source)
         )
@@ -129,12 +137,12 @@ class DraftSource:
     @property
     def is_without_folder(self) -> bool:
         """Whether this is a lookup in the text, or the layers in the target's own folder."""
-        # ./ngram is a folder of this name
+        # ./ngram is a folder with this name.
         return self.source in list_without_folder()
 
     @cached_property
     def folder(self) -> Path | None:
-        """The draft's or head's folder, downloaded if it is on the hub; None if it has none.
+        """Return the draft's or head's folder, downloaded if it is on the hub. None if it has none.
 
         Raises:
             FileNotFoundError: the folder does not exist, or the hub does not provide it.
@@ -149,7 +157,7 @@ class DraftSource:
                 f"there is no draft {self.source}: give a folder, a hub name, {names}"
             )
         folder = fetch_model(self.source)
-        # A registry's `current` may move on while vLLM loads.
+        # A registry's `current` may change while vLLM loads.
         return folder.resolve() if folder.is_symlink() else folder
 
     @cached_property
@@ -167,7 +175,7 @@ class DraftSource:
 
     @cached_property
     def family(self) -> Family:
-        """The family of the draft or head.
+        """Return the family of the draft or head.
 
         Raises:
             FileNotFoundError: there is no such draft.
@@ -204,7 +212,7 @@ class DraftSource:
         if self.folder is None:
             chosen = {"method": self.source}
         else:
-            # A hub name is kept, so that readers of a report can use it.
+            # Keep a hub name, so that readers of a report can use it.
             model = self.source if is_hub_name(self.source) else str(self.folder.absolute())
             chosen = {
                 "model": model,
@@ -223,7 +231,7 @@ class DraftSource:
 
         Raises:
             FileNotFoundError
-            ValueError: it is not a draft for this target, or depends on a server.
+            ValueError: it is not a draft for this target, or it depends on a server.
         """
         from redraft.eval.forecast import drafts  # loads torch
 
@@ -250,7 +258,7 @@ def list_without_folder() -> list[str]:
 
 
 def _shorten(source: str) -> str:
-    # A report is read elsewhere too: only a folder that is here has a place.
+    # Reports are also read elsewhere, so only a folder that exists here is resolved.
     path = Path(source).absolute() if Path(source).is_dir() else Path(source)
     return path.parent.name if path.name == "draft" and path.parent.name else path.name or source
 
@@ -263,7 +271,7 @@ def _look_up(lookup: str, lookups: Lookups) -> dict[str, Any]:
 
 
 def choose_proposer(folder: Path) -> dict[str, Any]:
-    """vLLM's method and its accompanying flags for a draft's folder.
+    """Return vLLM's method for a draft's folder, and its flags.
 
     They are inferred from the tensors or from config.json.
 
@@ -299,13 +307,13 @@ def _tensor_names(folder: Path) -> Collection[str]:
 
 
 def _guess_method(config: Mapping[str, Any]) -> str | None:
-    """The method whose name occurs in the architecture or model type.
+    """Return the method whose name occurs in the architecture or model type.
 
     For any other causal LM, it is `draft_model`.
     """
     architectures = config.get("architectures") or []
     names = " ".join([*architectures, config.get("model_type") or ""]).lower()
-    # longest first: eagle is a part of eagle3
+    # Check longer names first, because eagle is a part of eagle3.
     for method in sorted(list_methods(), key=len, reverse=True):
         if method in names:
             return method

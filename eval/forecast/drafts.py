@@ -1,10 +1,10 @@
-"""Drafts by name or folder: the forecast of each, and vLLM's config for serving it.
+"""Load drafts by name or folder: the forecast of each, and vLLM's config for serving it.
 
 draft              forecast                                     vLLM's method
 folder, hub name   the draft's steps                            the family's (`heads.catalog`), if there is one
 `ngram`            the same lookup (`eval.forecast.ngram`)      ngram
 counted answers    the same lookup (`redraft data count`)        ngram, with `engine.lookups`
-`ngram+FOLDER`     the lookup, and the draft if it finds none   the draft's (`engine.lookup_first`)
+`ngram+FOLDER`     the lookup, else the draft                   the draft's (`engine.lookup_first`)
 `ANSWERS+FOLDER`   the same with counted answers                the same
 `suffix`           none                                         suffix
 """
@@ -42,13 +42,13 @@ class NamedDraft:
     family: str
     fingerprint: str
     forecast: Forecastable | None
-    """None if the draft can only be measured in the engine."""
+    """The draft's forecast. None if the draft can be measured only in the engine."""
     speculative: Mapping[str, Any] | None
-    """vLLM's speculative config without the number of tokens; None if vLLM has no such proposer."""
+    """vLLM's speculative config without the number of tokens. None if vLLM has no such proposer."""
     folder: Path | None = None
-    """Folder with the weights; None for a lookup."""
+    """Folder with the weights. None for a lookup."""
     served: Path | None = None
-    """Folder to serve as the target, if it contains the draft."""
+    """Folder to serve as the target, if the draft is in the target's folder."""
     notes: tuple[str, ...] = ()
 
     def serves(self, num_speculative_tokens: int) -> bool:
@@ -63,7 +63,7 @@ def load_drafts(
 
     Raises:
         FileNotFoundError
-        ValueError: one is not a draft for this target, or two share a name.
+        ValueError: one of them is not a draft for this target, or two have the same name.
     """
     drafts = [DraftSource.parse(text) for text in named]
     _require_distinct([draft.name for draft in drafts])
@@ -72,7 +72,7 @@ def load_drafts(
 
 def _require_distinct(names: Sequence[str]) -> None:
     if not names:
-        raise ValueError("no draft to evaluate: give --draft FOLDER, or --draft ngram")
+        raise ValueError("there is no draft to evaluate: give --draft FOLDER or --draft ngram")
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise ValueError(f"two drafts have the name {twice}: rename one with --draft NAME=FOLDER")
@@ -82,10 +82,11 @@ def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod)
     folder = draft.folder or target.files.folder
     pair = Pair.read(target.files, folder)
     family = pair.family
-    # A head is for one target. A standalone draft reads tokens: `_make_forecast` compares.
+    # A head is made for one target. A standalone draft reads tokens, so `_make_forecast` compares
+    # the tokenizers.
     if family.is_head:
         require_trained_for(folder, target.files)
-    # vLLM finds such a draft in the folder that it serves.
+    # vLLM finds such a draft in the target's folder.
     served = DraftSource(source=family.name) if family.is_in_target else draft
     return NamedDraft(
         name=draft.name,
@@ -128,7 +129,7 @@ def make_mix(
     """A draft that tries the lookup first and then the head.
 
     Raises:
-        ValueError: if this draft does not support a preceding lookup.
+        ValueError: this draft does not support a preceding lookup.
     """
     assert lookup.forecast is not None
     assert isinstance(lookup.forecast.steps, Lookup)
@@ -174,7 +175,7 @@ def make_suffix(draft: DraftSource) -> NamedDraft:
 
 
 def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:
-    # a draft without a tokenizer cannot be compared: the number of logits is checked below
+    # A draft without a tokenizer cannot be compared, but the number of logits is checked below.
     if not pair.family.is_head and any(pair.draft.glob("*token*")):
         check_same_tokenizer(target.files.tokenizer, load_tokenizer(pair.draft))
     if target.model.device.type == "cuda":
@@ -211,7 +212,7 @@ def _require_rows(folder: Path, draft: Any, target: Any) -> None:
     rows, its = (len(model.get_output_embeddings().weight) for model in (draft, target))
     if rows != its:
         raise ValueError(
-            f"{folder} has {rows} logits but the target has {its}: engines refuse this pair"
+            f"{folder} has {rows} logits, but the target has {its}: engines refuse this pair"
         )
 
 

@@ -47,22 +47,24 @@ class Continuation:
 
     prompt: Prompt
     output_ids: list[int]
-    """Answer as the engine returns it: up to the end token (included) or `max_tokens`."""
+    """The answer as the engine returns it: up to the end token (included) or up to `max_tokens`
+    tokens.
+    """
     beyond_ids: list[int]
-    """The target's tokens after the end. The engine's last block extends past the end and counts in
-    full.
+    """The target's tokens after the end. The engine's last block extends past the end, and all of
+    it counts.
     """
 
 
 Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
-"""`keep(prompts, compute)`: the answers to a batch from an earlier run, or otherwise those of
-`compute()`.
+"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or otherwise those
+of `compute()`.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptForecast:
-    """The forecast for one answer; sums run over the rows of the answer."""
+    """The forecast for one answer. Sums run over the rows of the answer."""
 
     domain: str
     num_output_tokens: int
@@ -71,7 +73,9 @@ class PromptForecast:
     num_rows: int
     counts: AcceptanceCounts
     by_context: Mapping[int, AcceptanceCounts] = field(default_factory=dict)
-    """`split_by_context`; empty for an engine that does not draft to the end."""
+    """The counts by context length (`split_by_context`). Empty for an engine that does not draft up
+    to the end.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +85,9 @@ class ForecastSummary:
     num_prompts: int
     num_output_tokens: int
     alpha: float
-    """Mean over the answers' rows, at temperature 1."""
+    """Mean alpha over the answers' rows, at temperature 1."""
     alpha_greedy: float
-    """Mean over the answers' rows, at temperature 1."""
+    """Mean alpha_greedy over the answers' rows, at temperature 1."""
     tau: float
     """Tokens per target step at temperature 0."""
     acceptance_per_position: list[float]
@@ -140,7 +144,7 @@ def greedy_continuations(
     keep: Keep | None = None,
     is_head: bool = True,
 ) -> list[Continuation]:
-    """The target's greedy answer to every prompt, and the K - 1 tokens after it.
+    """Return the target's greedy answer to every prompt, and the K - 1 tokens after it.
 
     The target is a `transformers` causal LM. With `keep`, an interrupted run resumes after the
     last complete batch. `is_head` is as in `require_window`.
@@ -152,8 +156,8 @@ def greedy_continuations(
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     results: dict[int, Continuation] = {}
-    # A batch of a large model takes minutes, so the bar counts steps; most batches need all of
-    # them.
+    # A batch of a large model takes minutes, so the progress bar counts steps. Most batches need
+    # all of them.
     steps = max_tokens + num_speculative_tokens - 1
     with Progress(
         total=-(-len(order) // batch_size) * steps, desc="target's greedy answers", unit="step"
@@ -201,9 +205,9 @@ def generate_answers(
         on_step()
         if sampling.temperature == 0:
             return logits_BV.argmax(-1)
-        # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over
-        # a large vocabulary would change how often rare tokens are drawn. The draw is scaled by the
-        # last sum, which is not exactly 1, and `right` passes over tokens of probability 0.
+        # Invert the cumulative distribution in float64, because float32 sums over a large
+        # vocabulary would change how often rare tokens are drawn. The draw is scaled by the last
+        # sum, which is not exactly 1, and `right` skips tokens with probability 0.
         cumulative_BV = sampled_probabilities(logits_BV.double(), sampling).cumsum(-1)
         drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
         return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
@@ -219,9 +223,10 @@ def generate_answers(
 
 def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> Tensor:
     """Random numbers in [0, 1), one per token of an answer, float64 [num_tokens]."""
-    # A seed per prompt: an answer must not depend on the batch that it is generated in.
+    # Each prompt has its own seed, because an answer must not depend on the batch in which it is
+    # generated.
     digest = hashlib.sha256(repr((seed, temperature, prompt.token_ids)).encode()).digest()
-    # A generator of the CPU: all devices get the same numbers.
+    # Use the CPU's generator, so that all devices get the same numbers.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.rand(num_tokens, dtype=torch.float64, generator=generator)
 
@@ -239,19 +244,18 @@ def cut_continuation(
 def require_window(
     target: Any, prompts: Sequence[Prompt], num_new_tokens: int, *, is_head: bool = True
 ) -> None:
-    """Raise ValueError unless a prompt plus `num_new_tokens` is a text that a forecast is right on.
+    """Raise ValueError if a prompt plus `num_new_tokens` is too long for a correct forecast.
 
-    It is no longer than the target's positions, and for a standalone draft, if `is_head` is false,
-    no longer than the window in a target whose layers all have one.
+    The limit is the target's number of positions. For a standalone draft (if `is_head` is false),
+    it is also the window of a target whose layers all have one.
     """
     window = visible_length(target.config.get_text_config(), is_head=is_head)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
         raise ValueError(
             f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's "
-            f"window of {window}: "
-            "leave longer prompts out (--data.max-prompt-tokens, or of eval --max-prompt-tokens), "
-            "or lower max_tokens"
+            f"window of {window}: exclude longer prompts (--data.max-prompt-tokens; redraft "
+            f"eval: --max-prompt-tokens), or lower max_tokens"
         )
 
 
@@ -270,12 +274,12 @@ def _generate(
 ) -> list[list[int]]:
     """The tokens after each prompt, chosen by `choose(logits [B, V], step)`.
 
-    Each list contains the output and at least `beyond` further tokens.
+    Each list contains the output and at least `beyond` tokens after it.
     """
     # Padding is on the left, so the last column is the next token of every prompt.
     device = target.device
     width = max(map(len, prompts))
-    # Any id will do as padding: the attention mask hides it.
+    # Any id can be used as padding, because the attention mask hides it.
     ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
     mask_BT = torch.tensor(
         [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device
@@ -285,7 +289,7 @@ def _generate(
     tokens: list[Tensor] = []
     cache = None
     while len(tokens) < int(needed_B.max()):
-        # Positions count real tokens only. After the first pass only the last column is new.
+        # Positions count only real tokens. After the first pass, only the last column is new.
         position_ids_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = target(
             input_ids=ids_BT,
@@ -296,8 +300,8 @@ def _generate(
             logits_to_keep=1,  # [B, 1, V] instead of [B, T, V]
         )
         tokens.append(choose(output.logits[:, -1], len(tokens)))
-        # A text that has ended needs only the tokens beyond; the batch stops when no text needs
-        # more.
+        # A text that has ended needs only the tokens beyond its end. The batch stops when no text
+        # needs more.
         after_end = torch.full_like(needed_B, len(tokens) + beyond)
         needed_B = torch.where(
             torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B
@@ -319,10 +323,10 @@ def forecast(
 ) -> Forecast:
     """Acceptance of `draft` at temperature 0 on the target's greedy text.
 
-    It takes one teacher-forced pass per prompt. `max_tokens` is the limit of an engine that does
-    not draft beyond it (`simulate_blocks`). With `of_text`, the text comes from another build of
-    the target, e.g. a quantised one: a draft token matches if it equals the text's token, not this
-    target's most probable one.
+    It takes one teacher-forced pass per prompt. `max_tokens` is set for an engine that does not
+    draft beyond this length (`simulate_blocks`). With `of_text`, the text comes from a different
+    build of the target, e.g. a quantised one. A draft token then matches if it equals the text's
+    token instead of this target's most probable token.
 
     Raises:
         ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
@@ -367,12 +371,12 @@ def forecast_prompt(
         for rows, step in zip(compared, steps, strict=True)
     ]
     match_BTK, _ = block_matches(counted, num_speculative_tokens, draft.is_autoregressive)
-    # The first row to draft: output token 0 comes from the prefill. For the prompt x[0..3], output
-    # token 0 is x[4], so the first block drafts x[5], from row 4 with shift 0, and from row 3 with
-    # shift 1.
+    # This is the first row that drafts, because output token 0 comes from the prefill. For the
+    # prompt x[0..3], output token 0 is x[4], so the first block drafts x[5], from row 4 with shift
+    # 0, and from row 3 with shift 1.
     start = len(prompt_ids) - steps[0].shift
-    # from one row earlier: alpha counts every token of the answer, also the prefill's, which no
-    # block drafts
+    # Start one row earlier, because alpha counts every token of the answer, including the
+    # prefill's, which no block drafts.
     rows = slice(max(start - 1, 0), start - 1 + num_output)
     match_TK = match_BTK[0, start : start + num_output - 1].cpu().double().numpy()
     return PromptForecast(
@@ -389,7 +393,7 @@ def forecast_prompt(
 
 
 def _of_text(rows: ComparedRows, step: DraftStep, batch: Batch) -> ComparedRows:
-    """The same rows, with agreement where the draft's token equals the text's."""
+    """Return the same rows, where a draft token agrees if it equals the text's token."""
     label_BT = batch.input_ids_BT.roll(-1 - step.shift, dims=1)
     return replace(rows, agree_BT=(rows.token_BT == label_BT) & rows.mask_BT)
 
@@ -402,12 +406,12 @@ class QuickMetrics:
     alpha: float
     alpha_greedy: float
     tau: float
-    """1 + sum_j c_j with the positions below. Every row starts a block here, so this only
-    approximates the forecast.
+    """1 + sum_j c_j with c_j from `acceptance_per_position`. Every row starts a block here, so this
+    only approximates the forecast.
     """
     acceptance_per_position: list[float]
-    """Fraction of rows whose first j + 1 draft tokens are the target's most probable tokens, given
-    the text.
+    """Fraction of rows whose first j + 1 draft tokens all equal the target's most probable tokens,
+    given the text.
     """
 
 
@@ -437,7 +441,7 @@ def quick_metrics(sums: Tensor) -> QuickMetrics:
 def metric_sums(
     draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int
 ) -> Tensor:
-    """Sums over a batch, float64 on the CPU, [4 + K].
+    """Return sums over a batch, float64 on the CPU, [4 + K].
 
     The entries are rows, alpha, alpha_greedy, blocks, and accepted tokens per position.
 
@@ -445,13 +449,14 @@ def metric_sums(
         ValueError: the draft has too few draft steps.
     """
     steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
-    # the draft may run in bf16, but its metrics may not
+    # The draft may run in bf16, but its metrics must not.
     with torch.autocast(batch.input_ids_BT.device.type, enabled=False):
         compared = [compare_rows(step, signal.distribution) for step in steps]
     match_BTK, labelled_BTK = block_matches(
         compared, num_speculative_tokens, draft.is_autoregressive
     )
-    # Whole blocks only: one cut by the end of the text would count as rejected there.
+    # Count only whole blocks, because a block that the end of the text cuts would count as rejected
+    # there.
     blocks_NK = match_BTK[labelled_BTK.all(-1)]
     first = compared[0]
     rates = [

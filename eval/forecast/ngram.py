@@ -1,9 +1,9 @@
 """Prompt lookup (Saxena, prompt-lookup-decoding).
 
-If the text's last tokens occurred before, it proposes the tokens that followed them.
+If the text's last tokens occurred before, the lookup proposes the tokens that followed them there.
 
-Like vLLM's `ngram` method, this uses the longest n-gram of `min` to `max` tokens with an earlier
-occurrence, and its earliest occurrence. K = num_speculative_tokens.
+Like vLLM's `ngram` method, it uses the longest n-gram of `min` to `max` tokens that occurred
+earlier, at its earliest occurrence. K = num_speculative_tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ class Ngram:
     min: int = 2
     """Shortest run of tokens to look up."""
     max: int = 4
-    """Longest run of tokens to look up; longer runs are tried first."""
+    """Longest run of tokens to look up. Longer runs are tried first."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
@@ -38,7 +38,7 @@ class Ngram:
 
 @runtime_checkable
 class Lookup(Protocol):
-    """A draft that proposes tokens from the text only."""
+    """A draft that proposes tokens only from the text itself."""
 
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
@@ -57,16 +57,16 @@ def propose_ngrams(
     follows: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
     known = 0
     for end in range(first, first + num_prefixes):
-        # an n-gram at the very end of the prefix is not followed by anything to propose
+        # An n-gram at the very end of the prefix is not followed by any token to propose.
         for last in range(known, end - 1):
             for n in range(ngram.min, min(ngram.max, last + 1) + 1):
-                # setdefault keeps the earliest occurrence
+                # `setdefault` keeps the earliest occurrence.
                 follows.setdefault(tuple(ids[last + 1 - n : last + 1]), last + 1)
         known = max(known, end - 1)
         # longest first
         suffixes = (
             tuple(ids[end - n : end]) for n in range(min(ngram.max, end), ngram.min - 1, -1)
         )
-        # Without a match the slice is ids[end:end]: no token.
+        # Without a match, the slice ids[end:end] is empty.
         start = next((follows[suffix] for suffix in suffixes if suffix in follows), end)
         yield list(ids[start : min(start + num_speculative_tokens, end)])

@@ -2,8 +2,8 @@
 
 Training metrics, the forecast, `redraft eval` and the gate all use this.
 
-B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, M = tokens of
-interest, K = num_speculative_tokens. p = target, q = draft.
+B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, M = tokens whose p is
+known, K = num_speculative_tokens. p = target, q = draft.
 
     draft step ── logits ──► q [N, W] ─┐
                                        ├─► StepRates: alpha, alpha_greedy, accept, agree
@@ -32,10 +32,10 @@ class TargetRows:
 
     p_NM: Tensor
     ids_NM: Tensor | None = None
-    """Token id of each column, distinct within a row; None: the columns are the vocabulary."""
+    """Token id of each column, distinct within a row. None if the columns are the vocabulary."""
 
     def probability(self, token_N: Tensor) -> Tensor:
-        """p(token), [N]; 0 if the token was not kept."""
+        """Return p(token), [N]; 0 if the token was not kept."""
         if self.ids_NM is None:
             return self.p_NM.gather(-1, token_N[:, None]).squeeze(-1)
         # Ids are distinct within a row, so the sum has at most one term.
@@ -43,11 +43,11 @@ class TargetRows:
 
     @property
     def best(self) -> Tensor:
-        """argmax p as a token id, [N]; the lowest one on a tie."""
+        """Return argmax p as a token id, [N]. On a tie, it is the lowest id."""
         if self.ids_NM is None:
             return self.p_NM.argmax(-1)
-        # argmax over columns would break ties by their order; over a vocabulary, ties go to the
-        # lowest token.
+        # argmax over columns would break ties by their order. Over a vocabulary, ties go to the
+        # lowest token id.
         is_best_NM = self.p_NM == self.p_NM.amax(-1, keepdim=True)
         return self.ids_NM.masked_fill(~is_best_NM, torch.iinfo(self.ids_NM.dtype).max).amin(-1)
 
@@ -74,7 +74,7 @@ class StepRates:
     target: TargetRows
     q_NW: Tensor
     draft_ids_W: Tensor | None
-    """int64, target ids by draft id, ascending; None: both vocabularies are equal."""
+    """int64, target ids by draft id, ascending. None if both vocabularies are equal."""
 
     @functools.cached_property
     def token(self) -> Tensor:
@@ -88,8 +88,8 @@ class StepRates:
         target = self.target
         if target.ids_NM is not None:
             return alpha(target.p_NM, self._look_up_q(target.ids_NM))
-        # Outside the draft's vocabulary, q is 0, and so is min(p, q): those columns may be left
-        # out.
+        # Outside the draft's vocabulary, q and therefore min(p, q) are 0, so those columns can be
+        # omitted.
         p_NW = target.p_NM if self.draft_ids_W is None else target.p_NM[:, self.draft_ids_W]
         return alpha(p_NW, self.q_NW)
 
@@ -110,17 +110,18 @@ class StepRates:
         return self.ratio(label_N).clamp(max=1)
 
     def ratio(self, label_N: Tensor) -> Tensor:
-        """q(label) / p(label), [N]; always finite."""
+        """Return q(label) / p(label), [N]. It is always finite."""
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
-        # 0 / 0 is NaN: a label that neither can produce counts as 0. x / 0 becomes very large.
+        # 0 / 0 is NaN: a label that neither can produce counts as 0. x / 0 becomes a very large
+        # number.
         return (q_N / self.target.probability(label_N)).nan_to_num(0)
 
     def _look_up_q(self, ids_NM: Tensor) -> Tensor:
         """q at these token ids, [N, M]."""
         if self.draft_ids_W is None:
             return self.q_NW.gather(-1, ids_NM)
-        # an id that the draft does not have lands on a neighbour's column, and is masked by the
-        # comparison
+        # For an id that the draft does not have, this is a neighbour's column, which the comparison
+        # masks.
         at_NM = torch.searchsorted(self.draft_ids_W, ids_NM).clamp(max=len(self.draft_ids_W) - 1)
         return self.q_NW.gather(-1, at_NM) * (self.draft_ids_W[at_NM] == ids_NM)
 
@@ -130,7 +131,7 @@ def step_rates(
 ) -> StepRates:
     """The rates of a draft step in `rows_N` of the flattened batch.
 
-    `target` contains the rows that `rows_N` predict. Of the sampling parameters, only the
+    `target` contains the rows that correspond to `rows_N`. Of the sampling parameters, only the
     temperature changes q.
     """
     q_NW = probabilities(step.logits(rows_N), temperature)
@@ -140,7 +141,7 @@ def step_rates(
 def read_log_odds(logits_NW: Tensor, temperature: float) -> Tensor:
     """log(q / (1 - q)) of the most probable token, [N], as used by vLLM's estimator.
 
-    At temperature 0, the estimator also uses q at temperature 1.
+    At temperature 0, the estimator uses q at temperature 1.
     """
     warm_NW = logits_NW.float() / (temperature or 1.0)
     others_N = (warm_NW - warm_NW.amax(-1, keepdim=True)).exp().sum(-1) - 1
@@ -149,7 +150,10 @@ def read_log_odds(logits_NW: Tensor, temperature: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRows:
-    """A draft step compared with the target, by draft row; 0 and False outside the step's mask."""
+    """A draft step compared with the target, by draft row.
+
+    Outside the step's mask, values are 0 and False.
+    """
 
     mask_BT: Tensor
     alpha_BT: Tensor
@@ -161,16 +165,17 @@ class ComparedRows:
 
 
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:
-    """alpha, alpha_greedy and agreement of one draft step at temperature 1.
+    """Return alpha, alpha_greedy and agreement of one draft step at temperature 1.
 
-    They are computed in every row of the step's mask.
+    They are computed for every row in the step's mask.
     """
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
     # Rows outside the mask stay 0.
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
     token_N = torch.zeros(step.mask_BT.numel(), dtype=torch.int64, device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
-        # in the flattened batch, `shift` rows later is the same text, as ensured by the step's mask
+        # In the flattened batch, the row `shift` later belongs to the same text, which the step's
+        # mask ensures.
         rates = step_rates(
             step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0
         )
@@ -190,7 +195,7 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
 def take_draft_steps(
     draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int
 ) -> list[DraftStep]:
-    """The draft steps for `num_speculative_tokens` = K tokens: one if autoregressive, else K.
+    """Return the draft steps for K = `num_speculative_tokens`: one if autoregressive, else K.
 
     Raises:
         ValueError: the draft has too few draft steps.
@@ -208,22 +213,22 @@ def take_draft_steps(
 def block_matches(
     compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
 ) -> tuple[Tensor, Tensor]:
-    """Whether each drafted token matches, and whether it has a label; bool [B, T, K] each.
+    """Return whether each drafted token matches, and whether it has a label, bool [B, T, K] each.
 
-    The first is true if the j-th token drafted in a row is the target's greedy token. Both are
-    teacher-forced, so they are conditional on matches of the earlier tokens.
+    The j-th token drafted in a row matches if it is the target's greedy token. Both results are
+    teacher-forced, so they assume that all earlier tokens match.
     """
     if not is_autoregressive:
         return (
             torch.stack([rows.agree_BT for rows in compared], dim=-1),
             torch.stack([rows.mask_BT for rows in compared], dim=-1),
         )
-    # The j-th token of a block that starts at row t is the same draft's proposal at row t + j.
+    # The j-th token of a block that starts at row t is this draft's proposal at row t + j.
     ahead = (0, num_speculative_tokens - 1)
     agree_BT = torch.nn.functional.pad(compared[0].agree_BT, ahead)
     mask_BT = torch.nn.functional.pad(compared[0].mask_BT, ahead)
-    # [B, T + K - 1] in windows of K: [B, T, K]. The padding is False, so no block reaches past the
-    # row's end.
+    # [B, T + K - 1] is split into windows of K: [B, T, K]. The padding is False, so no block
+    # extends past the row's end.
     return agree_BT.unfold(1, num_speculative_tokens, 1), mask_BT.unfold(
         1, num_speculative_tokens, 1
     )

@@ -1,12 +1,11 @@
-"""The target's distribution as a server samples from it.
+"""Compute the target's distribution from which a server samples.
 
-Temperature, then min_p, top_k and top_p, as in vLLM.
+It applies the temperature, then min_p, top_k and top_p, as vLLM does.
 
-The filters change p only. vLLM samples its draft tokens from the draft's q at the request's
-temperature, unfiltered (`compute_probs_and_sample_next_token` in its
-v1/spec_decode/llm_base_proposer.py), and verifies them against the filtered p. A sampled draft then
-loses what it proposes outside of the filters, and a greedy one gains, because its token is nearly
-always inside.
+The filters change only p. vLLM samples draft tokens from the draft's unfiltered q at the request's
+temperature (`compute_probs_and_sample_next_token` in its v1/spec_decode/llm_base_proposer.py), and
+verifies them against the filtered p. A sampled draft then loses the tokens that it proposes outside
+the filters. A greedy draft gains, because its token nearly always passes them.
 
 N = rows, V = vocabulary, M = most probable tokens of a row, in descending order, K = kept top-k
 ids.
@@ -29,7 +28,7 @@ def sampled_probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     if not sampling.has_filter:
         return p_NV
     num_tokens = p_NV.shape[-1]
-    # Twice top_k, so the tokens after the last one kept show whether there is a tie.
+    # Take twice top_k, so that the tokens after the last one kept show whether there is a tie.
     size = min(num_tokens, 2 * sampling.top_k or PREFIX)
     top_NM, ids_NM = p_NV.topk(size)
     rest_N = 1 - top_NM.sum(-1)
@@ -49,7 +48,7 @@ def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
     temperature 1                       exact if the filters end within the K tokens. If top_p does
                                         not, the tokens that it keeps are assumed to add up to
                                         top_p: off by less than one token's mass.
-    another temperature, no such top_k  the others are taken as 0. Below 1, their mass is less than
+    any other case                      the others are taken as 0. Below 1, their mass is less than
                                         p_K^(1/T - 1) times that at temperature 1, where p_K is the
                                         smallest of the K; above 1, p is too high.
     """
@@ -57,7 +56,7 @@ def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
         return F.one_hot(
             torch.zeros(len(log_probs_NK), dtype=torch.int64), log_probs_NK.shape[1]
         ).to(log_probs_NK)
-    # Clamped because the division by 0.01 may overflow, and the softmax of a row of -inf is NaN.
+    # Clamp, because the division by 0.01 may overflow, and the softmax of a row of -inf is NaN.
     log_probs_NK = log_probs_NK.clamp_min(LOG_ZERO)
     if sampling.temperature == 1:
         p_NK = log_probs_NK.exp()
@@ -73,20 +72,22 @@ def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
 
     `rest_N` is the total mass of the less probable tokens, whose individual masses are unknown.
     """
-    # vLLM's order: min_p, top_k, top_p. Each one uses the probabilities left by the previous one.
+    # This is vLLM's order: min_p, top_k, top_p. Each filter uses the probabilities that the
+    # previous one leaves.
     if sampling.min_p:
         cut_N1 = sampling.min_p * p_NM[:, :1]
         p_NM, rest_N = _renormalise(p_NM * (p_NM >= cut_N1), rest_N * (p_NM[:, -1] >= cut_N1[:, 0]))
     if 0 < sampling.top_k <= p_NM.shape[-1]:
-        # ties with the last one stay too
+        # Ties with the last kept token stay too.
         p_NM, rest_N = _renormalise(
             p_NM * (p_NM >= p_NM[:, sampling.top_k - 1, None]), torch.zeros_like(rest_N)
         )
     if sampling.top_p < 1:
-        # A token stays if the mass before it has not reached top_p, so the first always stays.
+        # A token stays if the mass before it has not reached top_p, so the first token always
+        # stays.
         kept_NM = p_NM * (p_NM.cumsum(-1) - p_NM < sampling.top_p)
-        # If the known tokens do not reach top_p, the filter ends in the rest and keeps about this
-        # much of it.
+        # If the known tokens do not reach top_p, the filter ends among the unknown ones and keeps
+        # about this much of their mass.
         missing_N = torch.minimum((sampling.top_p - kept_NM.sum(-1)).clamp_min(0), rest_N)
         p_NM, _ = _renormalise(kept_NM, missing_N)
     return p_NM
@@ -98,8 +99,8 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
     if sampling.min_p:
         outside_N |= top_NM[:, -1] < sampling.min_p * top_NM[:, 0]
     if sampling.top_k:
-        # Strictly smaller, so that no token ties with the last one kept. top_p comes later and
-        # keeps no more.
+        # It must be strictly smaller, so that no token ties with the last one kept. top_p comes
+        # later and keeps no more tokens.
         outside_N |= top_NM[:, -1] < top_NM[:, sampling.top_k - 1]
     elif not sampling.min_p:  # min_p would renormalise first
         outside_N |= rest_N < 1 - sampling.top_p
@@ -107,7 +108,7 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
 
 
 def _renormalise(kept_NM: Tensor, rest_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide both by their sum.
+    """Divide both by their common sum.
 
     The sum is clamped, because all tokens of a synthetic row may have probability 0.
     """

@@ -1,6 +1,6 @@
 """The forecast that is published with a draft.
 
-The counts expected on each held-out prompt, without the prompts' text.
+It contains the counts expected on each held-out prompt, but not the prompts' text.
 
 A prompt is identified by the SHA-256 of its token ids, so a draft can be published without its
 users' text. At temperature 0, an engine has the same counts, so serving is compared with the forecast
@@ -47,7 +47,7 @@ class StoredForecast:
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> StoredForecast | None:
-        """The inverse of `to_json`; None if no forecast is stored.
+        """Read what `to_json` returns. None if no forecast is stored.
 
         Raises:
             ValueError: the stored forecast is malformed.
@@ -72,10 +72,10 @@ def store_forecast(
     end_ids: Sequence[int],
     dtype: str | None = None,
 ) -> StoredForecast:
-    """The part of a forecast that is kept with the draft.
+    """Return the part of a forecast that is stored with the draft.
 
-    `prompts` are the prompts that were forecast, in the same order, and `dtype` is the type in
-    which the target computed.
+    `prompts` are the prompts that were forecast, in the same order, and `dtype` is the target's
+    dtype.
     """
     counts = [on_prompt.counts for on_prompt in forecast.per_prompt]
     return StoredForecast(
@@ -92,5 +92,5 @@ def store_forecast(
 
 def digest_prompt(token_ids: Sequence[int]) -> str:
     """The first 16 hex digits of the SHA-256 of token ids."""
-    # Little-endian on every machine; 64 bits are enough to distinguish a few hundred prompts.
+    # Little-endian on every machine. 64 bits are enough to distinguish a few hundred prompts.
     return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()[:16]

@@ -56,10 +56,10 @@ class Forecastable:
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
     """Computes the draft steps for a number of draft tokens."""
     first: Lookup | None = None
-    """Lookup that runs before the steps: if it finds tokens, they form the block."""
+    """Lookup that runs before the steps. If it finds tokens, they form the block."""
     head_tokens: int | None = None
-    """Maximum number of draft tokens from the steps after a lookup; None: as many as from the
-    lookup.
+    """Maximum number of draft tokens from the steps after a lookup. If None, it is the same as for
+    the lookup.
     """
     is_autoregressive: bool = False
     is_block: bool = False
@@ -73,7 +73,7 @@ class Forecastable:
     can_sample: bool = False
     """Whether serving can sample from q (`draft_sample_method: probabilistic`)."""
     max_tokens: int | None = None
-    """Maximum number of draft tokens; None if there is no limit."""
+    """Maximum number of draft tokens. None if there is no limit."""
     module: Any = None
     """Module that computes `steps`, for callers that move it to another device."""
 
@@ -90,13 +90,14 @@ class PromptRows:
     counts: dict[int, ExpectedCounts]
     """Counts by number of draft tokens."""
     other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
-    """Counts with vLLM's other `draft_sample_method`; empty if it makes no difference."""
+    """Counts with the other of vLLM's two values of `draft_sample_method`. Empty if it makes no
+    difference.
+    """
     block_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
-    """Counts with sampled drafts and block verification; empty under the same condition as
-    `other_counts`.
+    """Counts with sampled drafts and block verification. Empty whenever `other_counts` is.
     """
     adaptive: list[AdaptivePoint] = field(default_factory=list)
-    """Results with the maximum number of draft tokens, by threshold of adaptive verification; empty
+    """Results with the maximum number of draft tokens, by threshold of adaptive verification. Empty
     for lookups.
     """
     by_context: dict[int, ExpectedCounts] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class PromptRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """The settings of the forecast, the same for every draft."""
+    """The settings of the forecast, which are the same for all drafts."""
 
     temperatures: tuple[float, ...]
     num_speculative_tokens: tuple[int, ...]
@@ -137,17 +138,17 @@ def forecast_drafts(
 ) -> Rows:
     """Evaluate every draft on the target's answer to every prompt.
 
-    Finished batches are cached in `folder`. `signal` must return the last hidden state, and the
-    union of the layers that the drafts use in ascending order.
+    Finished batches are cached in `folder`. `signal` must return the last hidden state, and all
+    layers that any of the drafts uses, in ascending order.
 
     Raises:
-        ValueError: if a prompt plus answer exceeds the target's window.
+        ValueError: a prompt plus its answer exceeds the target's window.
     """
     require_window(
         target,
         prompts,
         protocol.max_tokens + protocol.most_tokens - 1,
-        # These drafts have the rows of a language model.
+        # These drafts need the row layout of a language model.
         is_head=not any(draft.is_autoregressive for draft in drafts.values()),
     )
     # Prompts of similar length share a batch, so there is little padding.
@@ -196,7 +197,7 @@ class _Batch:
     def rows(
         self, target: Any, signal: SignalFunction, drafts: Mapping[str, Forecastable]
     ) -> list[dict[str, PromptRows]]:
-        """The results of every draft, by name, in the order of the prompts."""
+        """Return the results of every draft by name, in the order of the prompts."""
         fingerprints = [
             (name, d.fingerprint, d.is_sampled, d.can_sample) for name, d in drafts.items()
         ]
@@ -211,7 +212,7 @@ class _Batch:
         )
 
     def texts(self, target: Any) -> list[Continuation]:
-        """The target's answers, which do not depend on the drafts."""
+        """Return the target's answers, which do not depend on the drafts."""
         protocol = self.protocol
         return compute_once(
             self.folder,
@@ -240,27 +241,28 @@ def evaluate_batch(
     device: torch.device | str = "cpu",
 ) -> list[dict[str, PromptRows]]:
     """Evaluate every draft on every text, with one target pass over all texts."""
-    # 1. One pass of the target over all texts.
+    # 1. Run the target once over all texts.
     ids = [[*text.prompt.token_ids, *text.output_ids, *text.beyond_ids] for text in texts]
     batch = Batch.padded(ids, [len(text.prompt.token_ids) for text in texts], device=device)
     known = signal(batch)
     assert isinstance(known.distribution, ExactTarget), "the target's whole distribution"
     union = sorted({layer for draft in drafts.values() for layer in draft.aux_layer_ids})
-    # 2. The proposals of every draft for every label.
+    # 2. Collect the proposals of every draft for every label.
     labels, proposed = _labels(texts, batch), {}
     for name, draft in drafts.items():
         layers = _select_layers(known, union, draft)
         for most in _list_passes(draft, protocol):
             proposed[name, most] = _propose(draft, batch, layers, texts, most)
-    # 3. All drafts at once: the target's logits are computed once. `verified` is in this order.
+    # 3. Verify all drafts at once, because this computes the target's logits only once. `verified`
+    # keeps this order.
     flat = [each for steps in proposed.values() for each in steps]
     verified = iter(
         verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature))
     )
-    # 4. The expected counts of each text.
+    # 4. Compute the expected counts of each text.
     results: list[dict[str, PromptRows]] = [{} for _ in texts]
     for (name, most), steps in proposed.items():
-        # at temperature 0 the two ways to draft are the same
+        # At temperature 0, both ways to draft are the same.
         draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
         limited = replace(protocol, num_speculative_tokens=(most,)) if draft.is_block else protocol
         rates = [next(verified) for _ in steps]
@@ -275,7 +277,7 @@ def evaluate_batch(
 def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
     limit = draft.max_tokens or protocol.most_tokens
     if draft.is_block:
-        # If all numbers are above the limit, one pass at the limit still gives alpha.
+        # If all numbers exceed the limit, one pass at the limit still gives alpha.
         return [k for k in protocol.num_speculative_tokens if k <= limit] or [limit]
     return [min(protocol.most_tokens, limit)]
 
@@ -295,7 +297,7 @@ def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
 
 def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
     width = batch.input_ids_BT.shape[1]
-    # The last row of a prompt predicts the first label: x[0..3] in row 1 of width 10 is row 13.
+    # A prompt's last row predicts the first label: for x[0..3] in text 1 of width 10, it is row 13.
     rows = [
         row * width + len(t.prompt.token_ids) - 1 + i
         for row, t in enumerate(texts)
@@ -314,7 +316,7 @@ def _num_labels(text: Continuation) -> int:
 
 
 def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastable) -> TargetSignal:
-    # [B, T, L, D]: the signal has the layers of all drafts, in ascending order.
+    # Shape [B, T, L, D]. The signal has the layers of all drafts, in ascending order.
     if not draft.aux_layer_ids or signal.aux_BTLD is None:
         return replace(signal, aux_BTLD=None)
     return replace(
@@ -332,8 +334,8 @@ def _propose(
 ) -> list[Proposals]:
     """The proposals for K = `most_tokens` tokens.
 
-    These are one step if the draft is autoregressive, else K steps. A lookup proposes K tokens. In
-    a mix, the lookup's tokens are followed by the steps allowed to the head.
+    An autoregressive draft has one step, any other K steps. A lookup proposes K tokens. In a mix,
+    the lookup's tokens are followed by the steps that the head may take.
     """
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
@@ -354,7 +356,7 @@ def _propose(
 def _mix(
     looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]
 ) -> list[VerifiedLabels]:
-    """The rates of a block's K tokens, from the lookup if it finds a first token, else the head.
+    """Return the rates of a block's K tokens: the lookup's if it finds a token, else the head's.
 
     `verified` contains the lookup's rates, then the head's.
     """
@@ -362,9 +364,9 @@ def _mix(
     matched_N = _is_found(looked_up[0])
     mixed = []
     for j, found in enumerate(by_lookup):
-        # Token j of a block is j labels after the first. `roll` moves the end of another text to
-        # the first j labels, but no block of this text reaches them, and `_block_table` leaves them
-        # out.
+        # Token j of a block is j labels after its first. `roll` moves values from the end of
+        # another text to the first j labels, but no block of this text reaches these labels, and
+        # `_block_table` omits them.
         matches_N = matched_N.roll(j)
         rates = {
             name: torch.where(
@@ -383,14 +385,14 @@ def _is_found(proposed: Proposals) -> Tensor:
 
 
 def _looked_up(lookup: Lookup, texts: Sequence[Continuation], most_tokens: int) -> Tensor:
-    """For each label, the j-th token of the block whose j-th place is there, int64 [K, N]."""
+    """Return each label's token from the block with its j-th position there, int64 [K, N]."""
     columns = []
     for text in texts:
         ids = [*text.prompt.token_ids, *text.output_ids, *text.beyond_ids]
         first, num_labels = len(text.prompt.token_ids), _num_labels(text)
         proposed_KN = torch.full((most_tokens, num_labels), NOTHING)
         for start, tokens in enumerate(lookup.blocks(ids, first, num_labels, most_tokens)):
-            # the block begun at label `start` has its j-th token at label start + j
+            # The block that begins at label `start` has its j-th token at label start + j.
             for j, token in enumerate(tokens[: num_labels - start]):
                 proposed_KN[j, start + j] = token
         columns.append(proposed_KN)
@@ -405,7 +407,7 @@ def _by_prompt(
     protocol: Protocol,
 ) -> list[PromptRows]:
     rates = verified[0]
-    # a model always drafts; a lookup may find nothing, and an engine then counts no draft
+    # A model always drafts. A lookup may find nothing, and then an engine counts no draft.
     is_lookup = all(isinstance(each, Tensor) for each in proposed)
     drafted_N = _is_found(proposed[0]) if is_lookup else torch.ones_like(rates.alpha_N)
     columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
@@ -438,12 +440,12 @@ def _prompt_rows(
 ) -> PromptRows:
     """The results of one draft on one answer.
 
-    `others_2SN` contains the acceptance probabilities with the other `draft_sample_method`, and the
-    ratios for block verification.
+    `others_2SN` contains the acceptance probabilities under the other `draft_sample_method`, and
+    the ratios for block verification.
     """
     num_output = len(text.output_ids)
-    # a head reads the target's state of the token before the last one, which a prompt of one token
-    # does not have
+    # A head reads the target's state of the second-last token, which a prompt of one token does not
+    # have.
     answer = slice(
         0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output
     )
@@ -490,9 +492,9 @@ def _block_table(
 ) -> NDArray[np.float64]:
     """P(accepted) for the j-th token of a block that begins after output token t, [T, K]."""
     num_rows = max(num_output - 1, 0)
-    # S = 1 for an autoregressive draft: the same step proposes every token, from later rows.
+    # For an autoregressive draft, S = 1: the same step proposes every token, from later rows.
     steps = accept_SN[:1].expand(most_tokens, -1) if is_autoregressive else accept_SN
-    # the block begun after output token t drafts labels t + 1, t + 2, ... For j = K - 1 the slice
-    # ends at label num_output + K - 2: the reason for K - 1 tokens beyond the answer.
+    # The block that begins after output token t drafts labels t + 1, t + 2, ... For j = K - 1, the
+    # slice ends at label num_output + K - 2. That is why there are K - 1 tokens beyond the answer.
     columns = [step_N[1 + j : 1 + j + num_rows].double().numpy() for j, step_N in enumerate(steps)]
     return np.stack(columns, axis=1)

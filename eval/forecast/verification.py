@@ -1,4 +1,4 @@
-"""Acceptance at every token of a text by the target: the basis of the forecast.
+"""Acceptance at every token of the target's text, which is the basis of the forecast.
 
 N = labels, V = target vocabulary. p = target, q = draft, x = the text's token.
 
@@ -14,13 +14,13 @@ r is the distribution of the engine's draws:
     all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
     all mass on the token looked up   n-grams
 
-Block verification (Sun et al., arXiv 2403.10444) carries the joint ratio of a block along, w_0 = 1 and
-w_j = min(1, w_(j-1) p_j / r_j), and accepts at least j tokens of a drafted block with probability w_j.
+Block verification (Sun et al., arXiv 2403.10444) keeps a joint ratio for a block, w_0 = 1 and w_j =
+min(1, w_(j-1) p_j / r_j), and accepts at least j tokens of a drafted block with probability w_j.
 Given the text and j - 1 accepted tokens,
 
     P(x was drafted and accepted) = min(1, r(x) / (w_(j-1) p(x)))
 
-This is never less than above, and leads to the same counts if all mass is on one token.
+This is never less than the value above, and gives the same counts if all mass is on one token.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ from redraft.eval.forecast.rows import (
 from redraft.heads.draft import DraftStep, ExactTarget
 
 ESTIMATOR_SLOPE, ESTIMATOR_BIAS = 0.5, -0.2
-"""Initial coefficients of vLLM's estimator, for the log odds of a draft's most probable token. vLLM
-fits both to the traffic, which changes a threshold but hardly the order of the tokens.
+"""Initial coefficients of vLLM's estimator for the log odds of a draft's most probable token. vLLM
+fits both to the traffic. This changes the threshold, but hardly the order of the tokens.
 """
 
 NOTHING = -1  # replaces a proposed token if there is none
@@ -59,12 +59,12 @@ class Labels:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedLabels:
-    """The rates of one draft step at every label, float32 on the CPU, [N] each."""
+    """The rates of one draft step at every label: each [N], float32 on the CPU."""
 
     accept_greedy_N: Tensor
-    """P(label drafted and accepted) if the most probable token is drafted."""
+    """P(label drafted and accepted) if the draft proposes its most probable token."""
     ratio_sampled_N: Tensor
-    """r(label) / p(label) for a token sampled from q. At temperature 0 and for lookups it equals
+    """r(label) / p(label) for a token sampled from q. At temperature 0 and for lookups, it equals
     `accept_greedy_N`, which gives the same counts.
     """
     alpha_N: Tensor
@@ -72,7 +72,7 @@ class VerifiedLabels:
     alpha_greedy_N: Tensor
     """p(argmax q), with the p and q from which the text was sampled."""
     confidence_N: Tensor
-    """The draft's confidence in its token, as adaptive verification uses it; 1 for a lookup."""
+    """The draft's confidence in its token, as adaptive verification uses it. 1 for a lookup."""
 
 
 Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]
@@ -92,7 +92,7 @@ def verify_labels(
         rows_N, ids_N = labels.target_rows_N[chunk_N], labels.ids_N[chunk_N]
         target = target_rows(distribution, rows_N, sampling)
         for number, proposed in enumerate(proposals):
-            # A looked-up token is a draft with all its mass on one token: alpha = alpha_greedy =
+            # A looked-up token is a draft with all its mass on one token, so alpha = alpha_greedy =
             # p(token).
             if isinstance(proposed, Tensor):
                 rates_5N = _verify_lookup(proposed[chunk_N], target, ids_N)
@@ -110,8 +110,9 @@ def verify_labels(
 
 
 def _verify_lookup(token_N: Tensor, target: TargetRows, ids_N: Tensor) -> Tensor:
-    """The five rates of one proposed token per row, [5, N]."""
-    # NOTHING is -1, which no column has: token 0 is read instead, and the rate set to 0.
+    """Return the five rates (`VerifiedLabels`) of one proposed token per row, [5, N]."""
+    # NOTHING is -1, for which there is no column. Token 0 is read instead, and the rate is set to
+    # 0.
     rate_N = target.probability(token_N.clamp(min=0)).masked_fill(token_N == NOTHING, 0)
     accept_N = (token_N == ids_N).float()
     return torch.stack([accept_N, accept_N, rate_N, rate_N, torch.ones_like(rate_N)])
@@ -125,10 +126,11 @@ def _verify_step(
     length: int,
     temperature: float,
 ) -> Tensor:
-    """The five rates of a draft step, [5, N]; 0 where a label's draft row precedes the text."""
-    # Flat rows: the remainder is the row in a text. The label of row 4 was drafted in 4 - shift.
+    """Return the five rates of a draft step, [5, N]; 0 where a draft row precedes the text."""
+    # Flat rows: the remainder is the row within a text. The label of row 4 was drafted in row 4 -
+    # shift.
     has_row_N = rows_N % length >= step.shift
-    # without a row of the draft any row is read, and its rates are set to 0 below
+    # Where there is no draft row, any row is read, and its rates are set to 0 below.
     draft_rows_N = rows_N - step.shift * has_row_N
     rates = step_rates(step, draft_rows_N, target, temperature)
     greedy_N = rates.accept(ids_N, is_sampled=False)

@@ -1,4 +1,4 @@
-"""Evaluate the acceptance in the engine.
+"""Evaluate the acceptance measured in an engine.
 
 It is compared with the published forecast or with training's held-out text, or evaluated by itself.
 """
@@ -13,20 +13,21 @@ from redraft.eval.intervals import estimate_gain
 from redraft.heads.doctor.pair import Finding
 
 MIN_DIFFERENCE = 0.02
-"""Difference from the forecast that counts, as a share of its accepted tokens. In the forecast's
-own dtype an engine counts the same up to 0.05%; another dtype breaks ties of the target's greedy
-choice.
+"""Minimum difference from the forecast that is reported, as a share of its accepted tokens. In the
+forecast's own dtype, an engine's counts differ by at most 0.05%. With a different dtype, ties in
+the target's greedy choice are broken differently.
 """
 
 MAX_APART = 0.25  # share of prompts counted otherwise than forecast, in float32: ties
 
 MIN_SHARE = 0.75
-"""Smallest acceptable share of the acceptance on training's held-out text. Text of another kind
-costs some, a wrong input far more.
+"""Minimum acceptable share of the acceptance on training's held-out text. A different kind of text
+costs some acceptance, but a wrong input costs far more.
 """
 
 NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
-# a draft with a lower tau is useless: it costs a pass and saves at most one step in ten
+# A draft with a lower tau is useless: it costs a pass in every step and saves at most one step in
+# ten.
 MIN_TAU = 1.1
 MIN_DRAFTS = 100  # number of drafts needed to call a draft useless, or too good
 TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on unseen text
@@ -50,8 +51,8 @@ def find_missed_forecast(
     """Yield a finding if the counts in serving do not match the published forecast.
 
     Both cover the same prompts. `is_exact` means that both computed in float32: their counts are
-    then equal on nearly every prompt, so even a small fault shows. If one of them used bfloat16,
-    some ties are broken differently, and only a difference in the mean counts.
+    then equal on nearly every prompt, so even a small fault is visible. If one of them used
+    bfloat16, some ties are broken differently, so only a difference in the mean counts.
     """
     # Columns: served, expected.
     accepted_N2, drafts_N2 = (
@@ -67,7 +68,7 @@ def find_missed_forecast(
     difference = estimate_gain(accepted_N2, drafts_N2)
     low, high = difference.interval()
     forecast = float(accepted_N2[:, 1].sum() / drafts_N2[:, 1].sum())
-    # More than chance, and large enough to matter.
+    # The difference exceeds chance, and is large enough to matter.
     in_mean = not low <= 0 <= high and abs(difference.value) >= MIN_DIFFERENCE * forecast
     if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):
         return
@@ -83,7 +84,7 @@ def find_missed_forecast(
 def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterator[Finding]:
     """Yield a finding if serving accepts clearly less than training measured on held-out text.
 
-    This is for a draft without a forecast. Greedy answers are more predictable than that text.
+    Use this for a draft without a forecast. Greedy answers are more predictable than held-out text.
     """
     served, expected = counts.tau - 1, trained_tau - 1
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
@@ -120,7 +121,7 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
 def _standard_error(counts: AcceptanceCounts) -> float:
     c = counts.acceptance_per_position
     mean = sum(c)
-    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block: n = 2 has c = (1, 1), and 1
-    # + 3 = 4
+    # E[n^2] = sum_j (2j + 1) c_j for a block with n accepted tokens: n = 2 has c = (1, 1), and 1 +
+    # 3 = 4.
     variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
     return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))

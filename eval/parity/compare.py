@@ -1,11 +1,11 @@
-"""Train/serve parity: the engine's drafter beside the draft's training steps, pass by pass.
+"""Train/serve parity: compare the engine's drafter with the draft's training steps, pass by pass.
 
     training   text = prefix + drafted ──► target signal ──► draft_steps ──► for every pass: fed, computed, proposed
     serving    Dump: inputs, outputs and proposals of vLLM's drafter               │
                                                                                    ▼
     compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens, confidence
 
-Both are forced to the engine's draft tokens, so a difference does not cause others after it.
+Both use the engine's draft tokens, so one difference does not cause others after it.
 
 B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
 """
@@ -35,10 +35,10 @@ class Pass:
     """One forward pass of a drafter over the rows at `positions_N`."""
 
     ids_N: Tensor | None
-    """Token ids that the head reads; None if it reads no tokens."""
+    """Token ids that the head reads. None if it reads no tokens."""
     positions_N: Tensor
     feature_ND: Tensor | None
-    """Target state fed into the head; None if the head reads its own state."""
+    """The target's state that is fed into the head. None if the head reads its own state."""
     hidden_ND: Tensor
     """Input of the draft's output head."""
 
@@ -49,16 +49,16 @@ class Trained:
 
     passes: list[Pass]
     logits: list[Tensor]
-    """Logits of every drafted token, [W] each."""
+    """Logits of every drafted token, each [W]."""
     draft_ids_W: Tensor | None
     confidence: list[float]
-    """Estimated acceptance of each token; empty if the head has no estimates."""
+    """Estimated acceptance of each token. Empty if the head does not estimate it."""
 
 
 def compare(
     draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu"
 ) -> list[Finding]:
-    """Return the first difference of each kind, causes first; empty if serving equals training.
+    """Return the first difference of each kind, causes first. Empty if serving equals training.
 
     Raises:
         ValueError: there is no rule for how the engine computes this family.
@@ -70,13 +70,13 @@ def compare(
     for block in dump.recorded():
         trained = _trained(draft, parity, signal, dump.prefix(block), block.drafted, device)
         served = _served(block, parity, draft, trained.passes)
-        # later blocks also have rows of rejected tokens, batched in the engine's own way
+        # Later blocks also have rows of rejected tokens, which the engine batches in its own way.
         kinds = (
             _pass_differences(trained.passes, served, tolerance)
             if block.num_output == 1
             else iter(())
         )
-        # One wrong id changes every number after it, so only the first difference of a block is
+        # One wrong id changes every later number, so only the first difference of a block is
         # evidence.
         first = next(itertools.chain(kinds, _token_differences(trained, block, dump.run.dtype),
                                      _confidence_differences(trained, block, tolerance)), None)  # fmt: skip
@@ -112,7 +112,7 @@ def _pass_differences(
         yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
         return
     for k, (mine, other) in enumerate(zip(trained, served, strict=True)):
-        # The engine may pad a pass: its rows after ours do not count.
+        # The engine may pad a pass, so its rows after ours do not count.
         rows = len(mine.positions_N)
         for kind, wanted, given in (
             ("ids", mine.ids_N, other.ids_N),
@@ -162,7 +162,7 @@ def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[t
     tie = TIE_LOGIT_GAP if dtype == "float32" else TIE_LOGIT_GAP_HALF
     for k, (logits_W, token) in enumerate(zip(trained.logits, block.drafted, strict=True)):
         best = int(logits_W.argmax())
-        # logits are over the draft vocabulary, drafted tokens are target ids
+        # Logits are over the draft vocabulary, but drafted tokens are target ids.
         ours = best if trained.draft_ids_W is None else int(trained.draft_ids_W[best])
         index = (
             token
@@ -229,7 +229,9 @@ def _trained(
 
 
 Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
-"""The passes, and the draft step and the row with the logits of every drafted token."""
+"""The expected passes, and for every drafted token, the draft step and the row that have its
+logits.
+"""
 
 
 def _recurrent(
@@ -238,8 +240,8 @@ def _recurrent(
     """EAGLE and MTP: the prefix, shifted by one token, then one row per further token."""
     assert feature_BTD is not None
     # For a prefix x[0..4] and 3 drafted tokens, T = 8 and num_rows = 4, because the target has not
-    # read x[4]. The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two get
-    # the first two drafted tokens.
+    # read x[4]. The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two
+    # passes get the first two drafted tokens.
     ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
     first = Pass(
         ids_N=ids_T[1 : num_rows + 1],
@@ -263,9 +265,9 @@ def _recurrent(
 def _parallel(
     _: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
 ) -> Expected:
-    """Medusa: every head uses the target's last hidden state; each head counts as a pass."""
+    """Medusa: every head reads the target's last hidden state. Each head counts as a pass."""
     assert feature_BTD is not None
-    # The last row that the target has computed: the one before the prefix's last token.
+    # This is the last row that the target has computed: the one before the prefix's last token.
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     at, feature_1D = torch.tensor([row]), feature_BTD[0, row : row + 1].cpu()
@@ -281,12 +283,12 @@ def _block(
 ) -> Expected:
     """DFlash and DSpark: the anchor and the masks in one pass.
 
-    The pass contains the slots from the first one that proposes a token. The features were written
-    to the cache earlier, so they do not appear here.
+    The pass contains the slots from the first slot that proposes a token. The features were written
+    to the cache earlier, so they are not part of the pass.
     """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
-    # Slot 0 is at the prefix's last token, at position row + 1.
+    # Slot 0 is the prefix's last token, at position row + 1.
     at_N = row + 1 + draft.config.first_slot + torch.arange(num_drafted)
     slots = Pass(ids_N=None, positions_N=at_N, feature_ND=None, hidden_ND=torch.stack(last).cpu())
     return [slots], [(step, row) for step in steps[:num_drafted]]
@@ -333,8 +335,8 @@ EXPECT: dict[Parity, Callable[[Any, list[DraftStep], Batch, Tensor | None, int],
     "block": _block,
     "prefix_and_masks": _prefix_and_masks,
 }
-"""The passes expected from an engine, by `Family.parity`, from the draft, its steps, the batch, the
-target's feature and the number of draft tokens.
+"""Functions by `Family.parity` that return the passes expected from an engine. Their arguments are
+the draft, its steps, the batch, the target's feature and the number of draft tokens.
 """
 
 
@@ -354,7 +356,7 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         return [Pass(ids_N=None, positions_N=at, feature_ND=None, hidden_ND=hidden_ND)]
     if parity == "prefix_and_masks":
         (only,) = block.passes
-        # One pass in the engine, cut at the rows of training's two.
+        # This is one pass in the engine, split where training has two.
         ends = np.cumsum([0, *(len(each.positions_N) for each in trained)])
         parts = [slice(begin, end) for begin, end in itertools.pairwise(ends.tolist())]
         return [

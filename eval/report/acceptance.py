@@ -33,7 +33,7 @@ def build_acceptance_report(
     drafts: Sequence[NamedDraft],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The content of report.json; `target` has `name` and `fingerprint`.
+    """Return the content of report.json. `target` has `name` and `fingerprint`.
 
     Its `baseline` is None; `eval.report.regression.compare_reports` computes that section.
     """
@@ -55,19 +55,19 @@ def build_acceptance_report(
         "baseline": None,
         "notes": [*_list_notes(measured, drafts), *_list_left_out(settings)],
         "prompts": [
-            # the same id in every report, and another one for every domain and text
+            # The id is the same in every report, and differs for every domain and text.
             {"id": hash_key([prompt.domain, prompt.token_ids])[:16], "domain": prompt.domain}
             for prompt in measured.prompts
         ],
         "per_prompt": list(list_prompt_counts(measured)),
-        # without the date: equal measurements must give equal bytes
+        # Omit the date, because equal measurements must give equal bytes.
         "environment": {name: value for name, value in environment().items() if name != "date"},
     }
     return {**report, "answer": compose_answer(measured, report)}
 
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write report.json, .html and .md; return the path of report.html, else of report.json."""
+    """Write report.json, .html and .md. Return the path of report.html, or else of report.json."""
     page = write_page(
         folder,
         report,

@@ -25,7 +25,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Chart specifications by element id; charts with nothing to compare are omitted."""
+    """Return chart specifications by element id, without charts that have nothing to compare."""
     first = report["settings"]["temperatures"][0]
     at_first = [row for row in report["results"] if row["temperature"] == first]
     overall = [row for row in at_first if row["domain"] is None]
@@ -63,7 +63,7 @@ def _taus(rows: Rows, names: Sequence[str], k: int) -> alt.LayerChart:
             *_interval_tooltip("tokens per target step"),
         ],
     )
-    # the padding leaves room for the number to the right of the longest interval
+    # The padding leaves room for the number to the right of the longest interval.
     x = alt.X(
         "value:Q", title=f"tokens per target step, k = {k}", scale=alt.Scale(zero=False, padding=28)
     )
@@ -102,7 +102,7 @@ def _accepted(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
 
 
 def _read_rates(row: Mapping[str, Any]) -> Sequence[Mapping[str, float]]:
-    """The forecast acceptance by position; empty if the draft has no forecast."""
+    """Return the forecast acceptance by position; empty if the draft has no forecast."""
     entries = row["by_num_speculative_tokens"]
     if not entries or not entries[-1]["forecast"]:
         return []
@@ -151,7 +151,7 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
         tooltip=[*tips(("series:N", "draft"), ("x:O", x_title)), *_interval_tooltip(y_title)],
     )
     y = alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-    # The sixth draft has the first colour again, with the second shape.
+    # The sixth draft has the first colour again, but the second shape.
     shapes = alt.Scale(
         domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
     )

@@ -17,7 +17,7 @@ Report = Mapping[str, Any]
 
 
 def compose_answer(measured: Measured, report: Report) -> list[str]:
-    """The report's `answer`, one sentence per item; the first is the page's title.
+    """Return the report's `answer`, one sentence per item. The first is the page's title.
 
     All sentences concern the draft with the highest tau over all domains at the first temperature.
     """
@@ -42,7 +42,7 @@ def _headline(report: Report, best: str, temperature: float, k: int) -> str:
     rows = [r for r in report["results"] if (r["draft"], r["temperature"]) == (best, temperature)]
     shown = [row for row in rows if row["domain"] is not None] or rows
     taus = [(read_tau(entry), row["domain"]) for row in shown if (entry := find_entry(row, k))]
-    # Equal taus are ordered by domain. None only occurs if there is a single domain.
+    # Equal taus are ordered by domain. None occurs only if there is a single domain.
     (tau, domain), *others = sorted(taus, reverse=True)
     parts = [f"{tau:.2f} tokens per target step{_on(domain)}"]
     parts += [f"{tau:.2f}{_on(domain)}" for tau, domain in others]
@@ -66,7 +66,7 @@ def _compare_with_next(
         return f"Second is {second}: {numbers}."
     value, low, high = lead
     interval = f"difference {value:+.2f}, 95% interval {low:+.2f} to {high:+.2f}"
-    # `best` has the higher tau, so the lead is proven if even the lower end is positive.
+    # `best` has the higher tau, so its lead is proven if even the lower end is positive.
     if low > 0:
         return f"Second is {second}: {numbers} ({interval})."
     return f"The difference from {second} is within the interval: {numbers} ({interval})."
@@ -130,7 +130,7 @@ def _last_token(report: Report, best: str, temperature: float) -> Iterator[str]:
 
 
 def _other_sampling(report: Report, best: str, k: int) -> Iterator[str]:
-    """Advice on vLLM's draft_sample_method, at every temperature above 0."""
+    """Return advice on vLLM's draft_sample_method for every temperature above 0."""
     draft = next(draft for draft in report["drafts"] if draft["name"] == best)
     family = find_method(draft["method"])
     if family is None or not family.can_sample:
@@ -144,7 +144,7 @@ def _other_sampling(report: Report, best: str, k: int) -> Iterator[str]:
 
 
 def advise_block(entry: Mapping[str, Any], temperature: float) -> str:
-    """How to enable block verification if it accepts longer blocks; else an empty string."""
+    """Return how to enable block verification if it accepts longer blocks; empty otherwise."""
     found = entry["block_verification"]
     if found is None or (gain := found["gain"])["low"] <= 0:
         return ""
@@ -158,7 +158,7 @@ def advise_block(entry: Mapping[str, Any], temperature: float) -> str:
 
 
 def advise_sample_method(entry: Mapping[str, Any], temperature: float, *, is_sampled: bool) -> str:
-    """The better draft_sample_method for a `by_num_speculative_tokens` entry, and how to set it."""
+    """Return the better draft_sample_method for an entry, and how to set it."""
     served, other = ("probabilistic", "greedy") if is_sampled else ("greedy", "probabilistic")
     found = entry["other_sample_method"]
     gain, tau = found["gain"], read_tau(entry)

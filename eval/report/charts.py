@@ -17,7 +17,7 @@ HEADROOM = 1.15  # a bar chart's scale over the highest bar: room for the number
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Chart specifications by element id on the page; charts without numbers are omitted."""
+    """Return chart specifications by element id on the page, without charts that lack numbers."""
     charts = {
         "loss": _curve(report["curves"], {"loss": "loss"}, "nats per token"),
         "alpha": _curve(
@@ -35,8 +35,8 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 def to_spec(chart: alt.TopLevelMixin) -> Spec:
     """The specification of a chart, without the parts that the page sets."""
     spec: Spec = chart.to_dict()
-    # `$schema` is a URL, which the page must not contain; `config` contains colours, which the page
-    # sets
+    # `$schema` is a URL, which the page must not contain. `config` contains colours, which the page
+    # sets.
     del spec["$schema"], spec["config"]
     return spec
 
@@ -44,7 +44,7 @@ def to_spec(chart: alt.TopLevelMixin) -> Spec:
 def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | None:
     """Return a chart with one line per key of `names`, over the logged steps.
 
-    None if fewer than two steps were logged.
+    Return None if fewer than two steps were logged.
     """
     rows = []
     for entry in entries:
@@ -102,7 +102,7 @@ def color(
 
 
 def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
-    """Return the values as text next to the marks of a chart."""
+    """Return marks that print the values as text next to a chart's marks."""
     text = alt.Text("value:Q", format=number)
     return chart.mark_text(**mark).encode(text=text, color=alt.value("currentColor"))
 

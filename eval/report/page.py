@@ -1,6 +1,7 @@
 """A training report.
 
-Report.json for programs, and report.html for people, a single file that needs no network.
+report.json is for programs, and report.html for people. The page is a single file that needs no
+network.
 
 | key | content |
 |---|---|
@@ -64,11 +65,11 @@ REQUIRED = {
     "data": ("labels", "labels_beyond", "share_beyond"),
     "train": ("tokens_per_s", "peak_rss_mib"),
 }
-"""Required keys of a report and of each section; the section `engine` may be missing."""
+"""Required keys of a report and of each section. The section `engine` may be missing."""
 
 TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend page.html.j2
 
-# charts of a report, by element id; needs altair
+# Charts of a report, by element id. They need altair.
 Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -135,7 +136,7 @@ def domain_section(
 ) -> dict[str, dict[str, Any]]:
     """The forecast for every domain, and the engine's tau.
 
-    That tau is None if the engine did not measure the domain.
+    The engine's tau is None if the engine did not measure the domain.
     """
     measured = with_draft.counts_by_domain if with_draft else {}
     return {
@@ -154,7 +155,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write a draft's report.json and report.html to `folder`, and return the page's path.
 
     Raises:
-        ValueError: if a key is missing, or a number is not finite.
+        ValueError: a key is missing, or a number is not finite.
     """
     _require_keys(report)
     return write_page(
@@ -163,7 +164,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
 
 
 def charts_of(module: str) -> Charts:
-    """A module's `build_charts`, imported lazily because altair is in the `report` extra."""
+    """Return a module's `build_charts`, imported lazily because altair is in the `report` extra."""
     return lambda report: dict(import_module(module).build_charts(report))
 
 
@@ -178,14 +179,14 @@ def write_page(
 ) -> Path:
     """Write `report` as <stem>.json and as the page <stem>.html.
 
-    The page is rendered from `template` with the charts from `charts`; `extras` contains further
+    The page is rendered from `template` with the charts from `charts`. `extras` contains additional
     values for the template. Equal reports give equal bytes. Returns the path of the page. Without
     the `report` extra (altair, vl-convert), no page is written, and the path is <stem>.json.
 
     Raises:
         ValueError: a number is not finite.
     """
-    # Sorted keys, for equal bytes. NaN and infinity are not JSON.
+    # Sort the keys, for equal bytes. NaN and infinity are not valid JSON.
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     write_whole(folder / f"{stem}.json", text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
@@ -194,7 +195,7 @@ def write_page(
         )
         return folder / f"{stem}.json"
     html = folder / f"{stem}.html"
-    # From the JSON, so page and file cannot differ, not even in the type of a key.
+    # Read from the JSON, so that page and file cannot differ, not even in the type of a key.
     write_whole(html, _render(json.loads(text), template, charts, extras or {}))
     return html
 
@@ -225,7 +226,7 @@ def _templates(template: Path, **options: Any) -> jinja2.Environment:
 def _render(
     report: dict[str, Any], template: Path, charts: Charts, extras: Mapping[str, Any]
 ) -> str:
-    # templates ask `if engine`, and a missing name would be an error there
+    # Templates test `if engine`, where a missing name would be an error.
     values = {
         "engine": None,
         **report,

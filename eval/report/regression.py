@@ -1,6 +1,6 @@
 """Compare a report with an earlier one.
 
-Losses of tau by draft, temperature, domain and number of draft tokens.
+The comparison lists losses of tau by draft, temperature, domain and number of draft tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +22,10 @@ from redraft.eval.report.results import DIGITS
 from redraft.files.folder import read_as
 from redraft.heads.catalog import list_lookups
 
-# probability that a report lists a fall of an equal draft, over all comparisons
+# Probability that a report lists a fall for an equal draft, over all comparisons.
 FALSE_ALARMS = 0.02
-# share of the baseline's prompts needed to pair them; below it, they are two samples
+# Minimum share of the baseline's prompts for pairing them. Below it, the two reports count as
+# independent samples.
 MIN_PAIRED_SHARE = 0.5
 
 
@@ -76,7 +77,7 @@ class Change:
     before: float
     after: float
     loss: float
-    """(before - after) / before; negative if tau rose."""
+    """Relative loss, (before - after) / before. Negative if tau rose."""
     low: float
     """Lower end of the 95% interval of before - after, in tokens per target step."""
     high: float
@@ -118,7 +119,7 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> R
         )
     if target.fingerprint != target_fingerprint:
         raise ValueError(
-            f"{path} is a baseline for another target, not {target.name}: measure a new one"
+            f"{path} is a baseline for a target other than {target.name}: measure a new one"
         )
     return baseline
 
@@ -127,13 +128,13 @@ SAME_SETTINGS: Mapping[str, Any] = {
     "max_tokens": None,
     "draft_sample_method": None,
     "ngram": None,
-    # a report without these keys sampled from the whole vocabulary
+    # A report without these keys sampled from the whole vocabulary.
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
 }
-"""Settings that influence acceptance, with the value for a report without them: both reports must
-have the same.
+"""Settings that influence acceptance, which must be equal in both reports, and their values in
+reports without them.
 """
 
 
@@ -142,19 +143,19 @@ def match_drafts(
 ) -> dict[str, str]:
     """Map each draft's name to the name of the baseline draft to compare it with.
 
-    Drafts with the same name are compared. If a single draft is left on each side, these two are
+    Drafts with the same name are compared. If a single draft remains on each side, these two are
     compared as well. `families` maps the drafts' names to their families.
 
     Raises:
-        ValueError: a draft has no counterpart, or the baseline was measured with other settings or
-            lacks a temperature.
+        ValueError: a draft has no counterpart, or the baseline was measured with different settings
+            or         lacks a temperature.
     """
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline.settings.get(name, default)
         if now != was:
             raise ValueError(
                 f"the baseline was measured with {name} {was}, not {now}: measure both with the "
-                "same"
+                f"same setting"
             )
     measured = {row.temperature for row in baseline.per_prompt}
     if missing := sorted(set(settings.get("temperatures", ())) - measured):
@@ -166,8 +167,7 @@ def match_drafts(
     new = [name for name in families if name not in pairs]
     old = [name for name in baseline_families if name not in pairs]
     if len(new) == 1 and len(old) > 1:
-        # either report may leave out n-grams, the yardstick: pair a model with a model, a lookup
-        # with a lookup
+        # Either report may omit n-grams, so pair a model with a model and a lookup with a lookup.
         lookups = list_lookups()
         is_lookup = families[new[0]] in lookups
         old = [name for name in old if (baseline_families[name] in lookups) == is_lookup]
@@ -185,7 +185,7 @@ def compare_reports(report: Report, baseline: Report, max_loss: float) -> Compar
     """Compare two reports.
 
     Raises:
-        ValueError: if a draft has no measurement in common with its counterpart.
+        ValueError: a draft has no measurement in common with its counterpart.
     """
     changes = list(_list_changes(report, baseline))
     forecast = {row.draft for row in report.per_prompt}
@@ -195,8 +195,8 @@ def compare_reports(report: Report, baseline: Report, max_loss: float) -> Compar
             "temperatures and numbers of draft tokens that it contains"
         )
     # Every comparison could fall by chance, so each gets an equal share of the false alarms
-    # (Bonferroni). Twice, because a two-sided interval misses on either side, and only the lower
-    # end counts as a fall.
+    # (Bonferroni). The share is doubled, because a two-sided interval misses on either side, but
+    # only the lower end counts as a fall.
     confidence = 1 - 2 * FALSE_ALARMS / len(changes) if changes else CONFIDENCE
     judged = []
     for change, loss in changes:
@@ -231,7 +231,7 @@ def _list_changes(report: Report, baseline: Report) -> Iterator[tuple[Change, Es
 
 
 Sums = dict[tuple[str, str], tuple[float, float]]
-"""(accepted tokens, target steps) of every prompt, by (domain, id)."""
+"""Sums (accepted tokens, target steps) of every prompt, by (domain, id)."""
 
 
 def _read_sums(report: Report) -> dict[tuple[str, float, int], Sums]:
@@ -258,7 +258,7 @@ def _measure_change(
         before, after = ({prompt: sums[prompt] for prompt in common} for sums in (before, after))
     was, now = _estimate_accepted(before), _estimate_accepted(after)
     if is_paired:
-        # [N, before or after, accepted or steps]
+        # Shape [N, before or after, accepted or steps].
         paired_N22 = np.array([(before[prompt], after[prompt]) for prompt in common], float)
         loss = estimate_gain(paired_N22[:, :, 0], paired_N22[:, :, 1])
     else:

@@ -1,6 +1,6 @@
 """The numbers of an acceptance report, with 95% intervals.
 
-They are by draft, temperature, domain and number of draft tokens.
+They are listed by draft, temperature, domain and number of draft tokens.
 
 N = prompts, M = quantities, K = num_speculative_tokens.
 """
@@ -37,10 +37,10 @@ class Measured:
     forecast: Rows
     engine: EngineCounts = field(default_factory=dict)
     seed: int = 0
-    """Seed of the sampled answers."""
+    """Random seed for sampled answers."""
 
     def rows(self, draft: str, temperature: float) -> list[PromptRows] | None:
-        """A draft's forecast, one entry per prompt; None if the draft has no forecast."""
+        """Return a draft's forecast, one entry per prompt. None if the draft has no forecast."""
         by_prompt = self.forecast.get(temperature) or [{}]
         return [row[draft] for row in by_prompt] if draft in by_prompt[0] else None
 
@@ -119,7 +119,8 @@ def _build_entries(
 
 def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
     accepted_NK, steps_N, drafts_N = _stack_counts(rows, k)
-    # Column 0 is tau - 1, the others are the acceptance by position. All are per target step.
+    # Column 0 is tau - 1, and the other columns are the acceptance by position. All are per target
+    # step.
     over_NM = np.column_stack([accepted_NK.sum(1), accepted_NK])
     most = [float(k)] + [1.0] * k
     accepted, *per_position = _with_intervals(over_NM, np.column_stack([steps_N] * (k + 1)), most)
@@ -133,7 +134,7 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
 
 
 def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
-    """tau and verified rows per step, by threshold; empty unless k is the largest measured one."""
+    """Return tau and verified rows per step by threshold; empty unless k is the largest one."""
     if not rows or k != max(rows[0].counts):
         return []
     points = []
@@ -150,7 +151,7 @@ def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, fl
 
 
 def _summarise_contexts(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
-    """tau per step by length of the context; empty unless k is the largest measured one."""
+    """Return tau per step by context length; empty unless k is the largest measured k."""
     if not rows or k != max(rows[0].counts):
         return []
     found = []
@@ -171,9 +172,9 @@ def _summarise_contexts(rows: Sequence[PromptRows], k: int) -> list[dict[str, fl
 def _summarise_other(
     rows: Sequence[PromptRows] | None, k: int, name: Literal["other_counts", "block_counts"]
 ) -> dict[str, Any] | None:
-    """The forecast for the server's alternative way to draft or verify, and its gain.
+    """Return the forecast for the server's alternative way to draft or verify, and its gain.
 
-    It is None if the alternative changes nothing.
+    Return None if the alternative changes nothing.
     """
     if not rows or k not in getattr(rows[0], name):
         return None
@@ -189,9 +190,9 @@ def _summarise_other(
 
 
 def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Array]:
-    """Expected counts per prompt.
+    """Return expected counts per prompt.
 
-    Returns accepted tokens by position [N, K], target steps [N], and drafts [N].
+    They are accepted tokens by position [N, K], target steps [N], and drafts [N].
     """
     counts = [row.counts[k] for row in rows]
     accepted_NK = np.array([c.accepted_per_position for c in counts], float)
@@ -205,9 +206,9 @@ def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Arr
 def _with_intervals(
     over_NM: Array, under_NM: Array, most: Sequence[float]
 ) -> list[dict[str, float]]:
-    """sum_N over / sum_N under for each of the M quantities, with a 95% interval over prompts.
+    """Return sum_N over / sum_N under for each of M quantities, with 95% intervals over prompts.
 
-    `most` is the largest possible value of each; the smallest is 0.
+    `most` is the largest possible value of each quantity; the smallest is 0.
     """
     summaries = []
     for over_N, under_N, highest in zip(over_NM.T, under_NM.T, most, strict=True):
@@ -225,7 +226,7 @@ def _summarise_engine(
     k: int,
     temperature: float,
 ) -> dict[str, Any]:
-    """The engine's rates per draft and, if there is a forecast, how the two differ."""
+    """Return the engine's rates per draft and, if there is a forecast, their difference from it."""
     total = sum(counts[1:], counts[0])
     section: dict[str, Any] = {
         "num_drafts": total.num_drafts,
@@ -250,8 +251,8 @@ def _compare_with_engine(
     same, so the error alone decides.
     """
     accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
-    # Columns: forecast, engine. Per draft and not per step, because vLLM's counters do not include
-    # steps without a draft.
+    # The columns are forecast and engine. They are per draft, not per step, because vLLM's counters
+    # do not include steps without a draft.
     over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)
     under_N2 = np.column_stack([forecast_drafts_N, [c.num_drafts for c in counts]]).astype(float)
     forecast, engine = over_N2.sum(0) / np.maximum(under_N2.sum(0), 1)
@@ -295,9 +296,9 @@ def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
 def compare_taus(
     measured: Measured, one: str, other: str, temperature: float, k: int
 ) -> tuple[float, float, float] | None:
-    """(tau of `one` - tau of `other`, low, high), with a 95% interval over prompts.
+    """Return (tau of `one` - tau of `other`, low, high), with a 95% interval over prompts.
 
-    None if either draft has no forecast.
+    Return None if either draft has no forecast.
     """
     columns = []
     for draft in (one, other):
@@ -320,7 +321,10 @@ def read_tau(entry: Mapping[str, Any]) -> float:
 
 
 def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[str, Any] | None:
-    """A row's entry for this number of draft tokens; None if that number was not measured."""
+    """Return a row's entry for this number of draft tokens.
+
+    None if that number was not measured.
+    """
     entries: Sequence[Mapping[str, Any]] = row["by_num_speculative_tokens"]
     return next(
         (entry for entry in entries if entry["num_speculative_tokens"] == num_speculative_tokens),
@@ -329,15 +333,15 @@ def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[s
 
 
 def choose_common_k(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The number of draft tokens at which to compare drafts.
+    """Return the number of draft tokens at which to compare drafts.
 
-    This is the largest number present in all rows or, if there is none, the largest in any row.
+    It is the largest number that all rows have or, if there is none, the largest in any row.
     """
     sets = [
         {entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]}
         for row in rows
     ]
-    # No k is in all rows if one draft cannot propose even the smallest number requested.
+    # No k is in all rows if one draft cannot propose even the smallest requested number.
     return int(max(set.intersection(*sets) or set.union(*sets)))
 
 

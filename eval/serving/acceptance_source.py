@@ -20,12 +20,12 @@ FILTERS = ("top_p", "top_k", "min_p")
 class Acceptance:
     draft: str
     per_position: list[float]
-    """Fraction of the steps that accept up to each position."""
+    """Fraction of the steps that accept all tokens up to each position."""
     sampling: Sampling
     is_sampled: bool
     """Whether drafts were sampled (`draft_sample_method: probabilistic`) instead of greedy."""
     curve: Sequence[AdaptivePoint] = ()
-    """Results with adaptive verification; empty if the report has none."""
+    """Results with adaptive verification. Empty if the report has none."""
 
 
 def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
@@ -33,16 +33,17 @@ def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
 
     | report of | rates |
     |---|---|
-    | `redraft eval` | the forecast over all domains; without one, the engine's counts |
-    | a training run | the engine's counts at temperature 0; without them, the forecast |
+    | `redraft eval` | the forecast over all domains, or else the engine's counts |
+    | a training run | the engine's counts at temperature 0, or else the forecast |
 
     Raises:
         FileNotFoundError: the report does not exist.
-        ValueError: the file is neither kind of report, or was measured only with other sampling.
+        ValueError: the file is neither kind of report, or was measured only with different
+            sampling.
     """
     found = _list_acceptances(read_as(path, dict[str, Any], REPORTS))
     measured = [one for one in found if one.draft == draft]
-    # `at` drops the filters at temperature 0: all greedy requests fit.
+    # `at` drops the filters at temperature 0, because they do not change greedy requests.
     fitting = (
         one
         for one in measured
@@ -51,15 +52,18 @@ def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
     if (chosen := next(fitting, None)) is None:
         words = " and ".join(one.sampling.words for one in measured)
         raise ValueError(
-            f"{path} was measured at {words}, and the served requests are sampled at "
-            f"{served.words}: measure the draft "
-            "so with `redraft eval`, or benchmark other requests with --temperature"
+            f"{path} was measured at {words}, but the served requests are sampled at "
+            f"{served.words}: measure the draft with this sampling (`redraft eval`), or "
+            f"benchmark different requests with --temperature"
         )
     return chosen
 
 
 def list_drafts(path: Path) -> list[str]:
-    """The drafts whose acceptance a report contains. Raises: as `read_acceptance`."""
+    """The drafts whose acceptance a report contains.
+
+    Raises: the same errors as `read_acceptance`.
+    """
     found = _list_acceptances(read_as(path, dict[str, Any], REPORTS))
     if names := list(dict.fromkeys(one.draft for one in found)):
         return names

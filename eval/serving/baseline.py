@@ -1,4 +1,4 @@
-"""The plain server that a draft has to beat.
+"""The plain server that a draft must beat.
 
 It is the fastest vLLM that a user would start without a draft.
 
@@ -49,18 +49,19 @@ class Baseline:
     mode: Mode
     tokens_s: float
     threads: int | None
-    """Number of OpenMP compute threads; None if vLLM binds none."""
+    """Number of OpenMP compute threads. None if vLLM does not bind threads."""
     step_ms: float
     """Median time of a step without a prefill."""
     limit_share: float | None
     """Time to read the weights once, as a fraction of the step time, if known."""
     speeds: int
-    """Number of distinct speeds over all rounds, which differ by the factor `CHANGED`; should be 1.
+    """Number of distinct speeds over all rounds, which differ by more than the factor `CHANGED`. It
+    should be 1.
     """
     repeated: int
     """Number of loads that were measured again because a server changed speed."""
     modes: Mapping[Mode, float]
-    """Tokens/s of the rounds that chose the mode; empty if the user chose it."""
+    """Tokens/s in the rounds that chose the mode. Empty if the user chose it."""
     not_default: str | None
     """Server arguments that differ from vLLM's defaults, according to its log."""
 
@@ -76,7 +77,7 @@ def choose_mode(
     on_cpu: bool = ENGINE_IS_CPU,
     **options: Any,
 ) -> tuple[Mode, dict[Mode, float]]:
-    """The mode in which vLLM serves the target fastest, from interleaved rounds.
+    """Find the mode in which vLLM serves the target fastest, in interleaved rounds.
 
     Returns the mode, and the median tokens/s by mode. `speed` puts load on a server and returns
     tokens/s. `options` are passed to `vllm_server`; if they request eager servers, nothing is
@@ -91,7 +92,8 @@ def choose_mode(
     def measure() -> dict[Mode, list[float]]:
         found: dict[Mode, list[float]] = {mode: [] for mode in MODES}
         if on_cpu:
-            # At once: a CPU is noisy, and its servers share the memory.
+            # Start both at once, because CPU measurements are noisy and the servers share the
+            # memory.
             with exiting_on_sigterm(), contextlib.ExitStack() as stack:
                 servers = {mode: stack.enter_context(start(mode)) for mode in MODES}
                 for number in range(rounds):
@@ -122,7 +124,7 @@ def describe_baseline(
     log: Path,
     target: Path,
 ) -> Baseline:
-    """The baseline of a comparison, from all runs of the target alone, by requests in flight.
+    """Describe a comparison's baseline from all runs of the target alone, by requests in flight.
 
     `log` is the plain server's log, and `target` is the folder of its model. Call this after the
     servers have ended, because it measures the memory bandwidth.
@@ -145,9 +147,9 @@ def describe_baseline(
 
 
 def read_weight_bytes(target: Path, log: Path) -> float | None:
-    """Bytes of weights that each GPU, or the CPU, reads per step of the server with this log.
+    """Return the bytes of weights that each GPU, or the CPU, reads per step of the server.
 
-    None if this is unknown: for a target with experts, with towers next to the text model, or with
+    It is None if unknown: for a target with experts, with modules next to the text model, or with
     quantised weights, and for a server with a pipeline or replicas.
     """
     served = SERVED.findall(log.read_text(errors="replace")) if log.is_file() else []
@@ -158,12 +160,12 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
         return None
     try:
         entries = tensor_entries(target)
-    # a layout that only vLLM reads must not end a benchmark
+    # A layout that only vLLM can read must not abort a benchmark.
     except (FileNotFoundError, ValueError):
         return None
     shapes = {name: entry["shape"] for name, entry in entries.items()}
     if any(name.endswith("lm_head.weight") for name in shapes):
-        # A step reads only the rows of the tokens in it.
+        # A step reads only the embedding rows of its tokens.
         shapes = {name: shape for name, shape in shapes.items() if "embed_tokens" not in name}
     dtype, num_devices = served[-1]
     width = 4 if dtype == "float32" else 2
@@ -171,9 +173,9 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
 
 
 def count_speeds(runs: Sequence[Measurement]) -> int:
-    """The number of different speeds at which one server ran under one load.
+    """Return the number of different speeds of one server under one load.
 
-    Each speed is a group of step times; the groups differ by more than a factor of `CHANGED`.
+    Each speed is a group of step times. Groups differ by more than a factor of `CHANGED`.
     """
     steps_s = sorted(step for run in runs for step in run.half_step_s or ())
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))
@@ -190,11 +192,11 @@ def measure_bandwidth() -> float:
     buffer, times_s = torch.ones(BANDWIDTH_BYTES // 4, device=device), []
     for _ in range(1 + BANDWIDTH_READS):
         began_s = time.perf_counter()
-        # A sum reads everything and writes one number; `item` waits for a GPU.
+        # A sum reads everything and writes one number. `item` waits for a GPU.
         buffer.sum().item()
         times_s.append(time.perf_counter() - began_s)
     del buffer
     if device == "cuda":
         torch.cuda.empty_cache()  # the next server uses the free memory
-    # The fastest, because a limit does not depend on what other processes leave at the moment.
+    # Take the fastest, because a limit does not depend on what other processes leave at the moment.
     return BANDWIDTH_BYTES / min(times_s)

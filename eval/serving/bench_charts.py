@@ -21,11 +21,11 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
-    """tau against the cost of a step. A draft above the diagonal pays off."""
+    """Plot tau against the cost of a step. A draft above the diagonal pays off."""
     rows = [
         {
             "series": draft["title"],
-            # ratio = tau / step, with the step in plain steps.
+            # ratio = tau / step, where the unit of step is a plain step.
             "step": (entry := draft["measured"][load])["tau"] / entry["ratio"],
             "tau": entry["tau"],
             "speed": entry["ratio"],
@@ -72,7 +72,7 @@ def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
 def _series(rows: Rows) -> dict[str, Any]:
     """The colour and shape of each draft.
 
-    Colours repeat after a few drafts; the shape then changes.
+    Colours repeat after a few drafts, with a different shape.
     """
     names = list(dict.fromkeys(row["series"] for row in rows))
     shapes = alt.Scale(

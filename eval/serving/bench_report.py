@@ -1,7 +1,7 @@
 """The report of `redraft bench`.
 
-Report.json for programs, as `bench.schema.json` describes it, and report.html for people. The schema
-is made from the records below.
+report.json is for programs (`bench.schema.json` describes it), and report.html for people. The
+schema is generated from the records below.
 """
 
 import json
@@ -30,14 +30,14 @@ ByLoad = Mapping[int, Compared]  # By requests in flight.
 
 @dataclass(frozen=True, kw_only=True)
 class DraftReport:
-    """A draft in the first rounds, and the advice from them."""
+    """A draft's results in the first rounds, and the advice derived from them."""
 
     name: str
     title: str
     parameters: int | None
-    """Number of parameters in the draft's files; None if it has none."""
+    """Number of parameters in the draft's files. None if it has no files."""
     tau_forecast: float | None
-    """Forecast from its training, on the prompts of the first rounds."""
+    """Tau that the forecast from its training predicts on the prompts of the first rounds."""
     is_lookup: bool
     chooses_length: bool
     """Whether the draft chooses the number of tokens in every step."""
@@ -53,17 +53,18 @@ class DraftReport:
     best: Mapping[int, int]
     """The fastest number of tokens, by number of concurrent requests."""
     predicted: Mapping[int, float]
-    """The speed-up with that number of tokens."""
+    """Predicted speed-up with the best number of tokens, by number of concurrent requests."""
     advice: str
     """The best number of tokens at each batch size, as text."""
     serve: str
-    """Arguments to append to `vllm serve TARGET`, after the variables to set."""
+    """Environment variables to set, followed by the arguments to append to `vllm serve TARGET`."""
     adaptive: Mapping[int, AdaptivePrediction]
-    """Speed with vLLM's adaptive verification, by number of concurrent requests; empty without a
+    """Speed with vLLM's adaptive verification, by number of concurrent requests. Empty without a
     forecast.
     """
     confirmed: ByLoad | None
-    """Results of the last rounds with the recommended settings; None if the draft was not in them.
+    """Results of the last rounds with the recommended settings. None if the draft was not part of
+    them.
     """
 
 
@@ -75,7 +76,7 @@ class LosslessReport:
     lossless: bool
     differences: Sequence[Difference]
     num_parted_alone: int
-    """Number of outputs of the target alone that differ between batch sizes."""
+    """Number of outputs that differ between batch sizes with the target alone."""
     widest_gap_alone: float
 
 
@@ -90,7 +91,7 @@ class Settings:
     penalties: Mapping[str, float]
     draft_sample_method: str
     minutes: float | None
-    """Minutes per training. None if nothing was trained."""
+    """Minutes per training run. None if nothing was trained."""
     dtype: str
 
 
@@ -104,9 +105,9 @@ class BenchReport:
     """Results of the target alone in the last rounds."""
     drafts: Sequence[DraftReport]
     served: str | None
-    """Name of the draft to serve; None if no draft pays."""
+    """Name of the draft to serve. None if no draft pays off."""
     lossless: LosslessReport | None
-    """None if requests are sampled or no draft is recommended."""
+    """Comparison of outputs. None if requests are sampled or no draft is recommended."""
     settings: Settings
     environment: Mapping[str, str]
     duration_s: float
@@ -149,7 +150,7 @@ def describe_draft(choice: Choice, confirmed: ByLoad | None, serve: str) -> Draf
 
 
 def describe_adaptive(draft: DraftReport) -> Iterator[str]:
-    """A line per load at which adaptive verification should beat the best number of tokens."""
+    """Return a line per load at which adaptive verification should beat the best fixed number."""
     for load, row in draft.adaptive.items():
         best = draft.predicted[load]
         if row.speedup > best * (1 + WORTH):
@@ -173,8 +174,8 @@ def describe_lossless(served: Lossless, alone: Lossless) -> LosslessReport:
 def choose_served(best: Sequence[Choice]) -> str | None:
     """The name of the draft with the highest expected speed at the smallest load.
 
-    Only drafts that cost nothing at the other loads count. None if no such draft has a speed above
-    1.
+    Only drafts that are not slower at the other loads count. Return None if no such draft has a
+    speed-up above 1.
     """
     for choice in best:
         smallest, *others = (choice.speedups[load] for load in sorted(choice.speedups))
@@ -184,7 +185,7 @@ def choose_served(best: Sequence[Choice]) -> str | None:
 
 
 def find_served(report: BenchReport) -> DraftReport | None:
-    """The draft to serve if it is proven faster: its interval at the smallest load is above 1."""
+    """Return the draft to serve if its interval at the smallest load is above 1."""
     for draft in report.drafts:
         if draft.name == report.served and draft.confirmed:
             interval = draft.confirmed[report.settings.loads[0]].interval
@@ -218,7 +219,7 @@ def count_requests(load: int | str) -> str:
 
 
 def describe_ratio(ratio: float, interval: Sequence[float] | None) -> str:
-    """A speed-up in words; "equal" if the interval contains 1."""
+    """Return a speed-up in words; "equal" if its interval contains 1."""
     if not interval:
         return f"{ratio:.2f}x as fast in too few rounds for an interval"
     low, high = interval
@@ -233,7 +234,7 @@ def describe_sampling(settings: Settings) -> str:
 
 
 def verdict(choice: Choice) -> str:
-    """A draft's measured speed in the first rounds, and its best number of draft tokens."""
+    """Describe a draft's speed in the first rounds, and its best number of draft tokens."""
     speeds = ", ".join(
         f"{row.ratio:.2f}x at {count_requests(load)}" for load, row in choice.measured.items()
     )
@@ -249,7 +250,7 @@ def verdict(choice: Choice) -> str:
 
 
 def compose_answer(report: BenchReport) -> Iterator[str]:
-    """The confirmed drafts with speed and advice, then the one to serve, then the baseline."""
+    """List the confirmed drafts with speed and advice, the draft to serve, and the baseline."""
     for draft in report.drafts:
         if draft.confirmed:
             speeds = "; ".join(

@@ -1,6 +1,6 @@
-"""How many tokens to draft.
+"""Compute how many tokens to draft.
 
-The expected speed by number of draft tokens and batch size, and the best of them.
+The module predicts the speed by number of draft tokens and batch size, and finds the best number.
 
 b = batch size, k = num_speculative_tokens, c_j = acceptance per position.
 
@@ -9,8 +9,8 @@ b = batch size, k = num_speculative_tokens, c_j = acceptance per position.
 This is theorem 3.8 of Leviathan et al. (arXiv 2211.17192) with two changes. Each position has a
 measured acceptance, so positions need not be independent. Step times grow with the batch, as in the
 goodput that Liu et al. (SmartSpec and TurboSpec, arXiv 2406.14066) maximise at every step: in a
-small batch, a target step takes as long for k + 1 rows as for one; in a large batch it takes k + 1
-times as long, and drafting no longer pays.
+small batch, a target step takes as long for k + 1 rows as for one. In a large batch, it takes k + 1
+times as long, and drafting no longer pays off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
 def has_one_acceptance(draft: Mapping[str, Any]) -> bool:
     """Whether acceptance at a position is independent of the load and of the tokens after it.
 
-    In a block, it is not, because every proposal attends to the others.
+    In a block drafter, it is not, because every proposal attends to the others.
     """
     family = find_speculative(draft)
     return not depends_on_load(draft) and (family is None or family.parity != "block")
@@ -53,11 +53,11 @@ class StepCosts:
     """
 
     target_s: Mapping[int, Mapping[int, float]]
-    """target_s[b][k]: time of a target step that verifies k + 1 rows for each of b requests; k = 0
-    is a step without a draft.
+    """target_s[b][k] is the time of a target step that verifies k + 1 rows for each of b requests.
+    k = 0 is a step without a draft.
     """
     draft_s: Mapping[int, float]
-    """draft_s[b]: time to propose one more token for each of b requests."""
+    """draft_s[b] is the time to propose one more token for each of b requests."""
 
     def __post_init__(self) -> None:
         if (
@@ -86,8 +86,8 @@ class StepCosts:
 
         A server exposes only their sum. A target step that verifies k + 1 rows for each of b
         requests computes as much as a step without a draft for b * (k + 1) requests, whose duration
-        is known from the steps with k = 0. The rest of the step is its k draft steps. However the
-        split turns out, the two parts add up to the measured step.
+        is known from the steps with k = 0. The rest of the step is its k draft steps. Whatever the
+        split, the two parts add up to the measured step.
         """
         plain_s = {b: by_k[0] for b, by_k in step_s.items() if 0 in by_k}
         draft_s = {b: _draft_step_s(b, by_k, plain_s) for b, by_k in step_s.items()}
@@ -113,7 +113,7 @@ class StepCosts:
 
     def verify_s(self, batch_size: float, rows: float) -> float:
         """Duration in seconds of a target step with `rows` rows per request on average."""
-        # First along k at every measured batch size, then along the batch size.
+        # Interpolate first along k at every measured batch size, then along the batch size.
         steps = {b: _line(by_k, rows - 1) for b, by_k in self.target_s.items()}
         return _line(steps, batch_size)
 
@@ -133,8 +133,8 @@ def _draft_step_s(
     drafted = {k: s for k, s in step_s.items() if k}
     if not drafted or not plain_s:
         return 0.0
-    # b = 2, k = 3: verification costs as much as a plain step of 8 requests. The rest is three
-    # draft steps.
+    # E.g. for b = 2 and k = 3, verification costs as much as a plain step of 8 requests. The rest
+    # is three draft steps.
     each = [(s - _line(plain_s, batch_size * (k + 1))) / k for k, s in drafted.items()]
     most = 0.9 * min(
         s / k for k, s in drafted.items()
@@ -154,7 +154,7 @@ def _line(points: Mapping[int, float], x: float) -> float:
     (x0, y0), (x1, y1) = next(
         (pair for pair in itertools.pairwise(known) if x <= pair[1][0]), known[-2:]
     )
-    # If the last two points fall, this is noise: continued, it would reach a time below 0.
+    # If the last two points fall, this is noise. Extrapolating it would reach a time below 0.
     slope = (y1 - y0) / (x1 - x0)
     return y0 + (x - x0) * slope if x <= x1 else y1 + (x - x1) * max(slope, 0.0)
 
@@ -163,7 +163,7 @@ def _line(points: Mapping[int, float], x: float) -> float:
 class Prediction:
     batch_size: int
     num_speculative_tokens: int
-    """Number of draft tokens; 0 without speculation."""
+    """Number of draft tokens. 0 means no speculation."""
     tau: float
     """Tokens per request and step."""
     step_s: float
@@ -184,7 +184,7 @@ class AdaptivePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptivePrediction(Prediction):
-    """The speed with adaptive verification: the draft makes all tokens, and some are verified."""
+    """The speed with adaptive verification: all tokens are drafted, and some are verified."""
 
     threshold: float
     rows_per_token: float
@@ -198,7 +198,7 @@ def predict_adaptive(
     batch_size: int,
     num_speculative_tokens: int,
 ) -> AdaptivePrediction:
-    """The threshold with the most tokens per second at a batch size; ties go to the fewest rows."""
+    """Return the threshold with the most tokens/s at a batch size. Ties go to the fewest rows."""
 
     def predict(point: AdaptivePoint) -> AdaptivePrediction:
         step_s = costs.verify_s(batch_size, point.rows)
@@ -275,7 +275,7 @@ class Advice:
         return sentence if best[0] == "off" else f"best {sentence}"
 
     def speculative_config(self, draft: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return vLLM's --speculative-config for a draft; None if it should not be served.
+        """Return vLLM's --speculative-config for a draft. None if it should not be served.
 
         It starts with {"method": ..., "model": ...}. `num_speculative_tokens_per_batch_size`
         contains ranges [first, last, k] with both ends included. For batch sizes above the last
@@ -302,7 +302,7 @@ class Advice:
                 speedups.get(row.num_speculative_tokens, 0.0) + row.speedup
             )
         # All k have the same batch sizes, so the highest sum is the highest mean. -k prefers the
-        # smaller one.
+        # smaller k.
         return max((k for k in speedups if k), key=lambda k: (speedups[k], -k))
 
 
@@ -312,17 +312,18 @@ def advise(
     *,
     choices: Iterable[int] | None = None,
 ) -> Advice:
-    """The best k for every batch size, from the acceptance by position and measured step costs.
+    """Find the best k for every batch size from acceptance by position and measured step costs.
 
     `choices` are the values of k to choose from besides 0; by default, all values with a measured
     acceptance. If several are equally fast, the smallest is chosen, because it leaves more of the
     engine to other requests.
 
     Raises:
-        ValueError: if acceptance is empty or malformed, or was not measured for all of `choices`.
+        ValueError: acceptance is empty or malformed, or was not measured for all of `choices`.
     """
     rates = tuple(acceptance_per_position)
-    # 1e-9: rates are rounded sums, and equal ones may differ in the last bit
+    # The margin of 1e-9 is needed because rates are rounded sums, and equal rates may differ in the
+    # last bit.
     if not rates or not all(
         0 <= now <= before + 1e-9 for before, now in itertools.pairwise((1.0, *rates))
     ):
@@ -342,7 +343,8 @@ def advise(
         return max(ks, key=lambda k: (row(batch_size, k).tokens_per_s, -k))
 
     batch_sizes = range(1, costs.batch_sizes[-1] + 1)
-    # Runs of batch sizes with the same best k: [4, 4, 2, 2, 0] becomes 1-2: 4, 3-4: 2, 5: 0.
+    # Group consecutive batch sizes with the same best k: [4, 4, 2, 2, 0] becomes 1-2: 4, 3-4: 2, 5:
+    # 0.
     groups = [(k, list(same)) for k, same in itertools.groupby(batch_sizes, key=best)]
     return Advice(
         acceptance_per_position=rates,

@@ -1,6 +1,6 @@
-"""The speed of a draft with any number of tokens, from rounds with one number.
+"""Predict a draft's speed with any number of tokens from rounds with one number.
 
-Which draft, how many tokens, at which load?
+The predictions answer which draft to serve, with how many tokens, and at which load.
 """
 
 import statistics
@@ -35,13 +35,13 @@ class Candidate:
     num_speculative_tokens: int
     """Number of draft tokens per step in the first rounds, the maximum to consider."""
     parameters: int | None = None
-    """Number of parameters in the draft's files; None if it has none."""
+    """Number of parameters in the draft's files. None if it has no files."""
     tau_forecast: float | None = None
-    """Forecast from its training, on the prompts of the first rounds."""
+    """Tau that the forecast from its training predicts on the prompts of the first rounds."""
     given: Sequence[float] | None = None
-    """Acceptance by position, used instead of the measured acceptance."""
+    """Given acceptance by position, which replaces the measured acceptance."""
     curve: Sequence[AdaptivePoint] = ()
-    """Forecast with adaptive verification; empty if unknown."""
+    """Forecast with adaptive verification. Empty if unknown."""
 
     def __post_init__(self) -> None:
         if self.given is not None and not self.has_one_acceptance:
@@ -62,12 +62,12 @@ class Candidate:
 
     @property
     def chooses_length(self) -> bool:
-        """Whether a step's draft length varies with what is found or with what vLLM verifies."""
+        """Whether a step's draft length depends on what a lookup finds or on what vLLM verifies."""
         return self.is_lookup or is_mixed(self.config) or adaptive.KEY in self.config
 
     @property
     def has_one_acceptance(self) -> bool:
-        """Whether acceptance at a position depends on neither the load nor the tokens after it."""
+        """Whether acceptance at a position is independent of load and later tokens."""
         return not self.chooses_length and has_one_acceptance(self.config)
 
 
@@ -78,21 +78,21 @@ class Choice:
     """Measurements by number of concurrent requests."""
     costs: StepCosts
     by_tokens: Mapping[int, Sequence[Prediction]]
-    """Predictions by number of concurrent requests, for 0, 1, 2, ... draft tokens; only for 0 and
-    the measured number if others cannot be predicted.
+    """Predictions by number of concurrent requests, for 0, 1, 2, ... draft tokens; If other numbers
+    cannot be predicted, only for 0 and the measured number.
     """
     advice: str
     """The best number of tokens at each batch size, as text."""
     speculative_config: Mapping[str, Any]
     """Speculative config to serve, with the best numbers of tokens."""
     adaptive: Mapping[int, AdaptivePrediction] = field(default_factory=dict)
-    """Predictions with adaptive verification, by number of concurrent requests; empty without a
+    """Predictions with adaptive verification, by number of concurrent requests. Empty without a
     forecast.
     """
 
     @property
     def best(self) -> dict[int, Prediction]:
-        """The fastest number of tokens, by requests in flight.
+        """Return the fastest number of tokens, by requests in flight.
 
         For a draft that chooses its own length, this is the measured number.
         """
@@ -110,33 +110,34 @@ class Choice:
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
     """Predict the speed of a candidate with every number of draft tokens, at the given `loads`.
 
-    `results` contains its rounds with the maximum number of draft tokens, and those of the target
+    `results` contains its rounds with the maximum number of draft tokens, and rounds of the target
     alone at these and other loads. Except in a block, acceptance at a position does not depend on
-    what follows it, so one number of draft tokens gives the acceptance for all smaller ones. The
-    steps of the target alone show how long verification takes (`StepCosts.from_steps`). Prefills
-    are excluded from the steps and added to the expected time of an answer: their share grows with
-    the number of requests, and would otherwise be mistaken for verification.
+    later tokens, so one number of draft tokens gives the acceptance for all smaller numbers. The
+    target's steps alone show how long verification takes (`StepCosts.from_steps`). Prefills are
+    excluded from the steps and added to the expected time of an answer. Their share grows with the
+    number of requests, and would otherwise be mistaken for verification.
     """
     k, name = candidate.num_speculative_tokens, candidate.name
-    # 1. The time of a step without prefills, by load: k = 0 is the target alone.
+    # 1. Compute the time of a step without prefills, by load. k = 0 is the target alone.
     prefill_s = {server: measure_prefill(results, server) for server in (PLAIN, name)}
     steps: dict[int, dict[int, float]] = {}
     for server, load in results:
         if server in prefill_s:
             seconds = _decode_step_s(results, server, load, prefill_s[server])
             steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
-    # 2. Step costs. The target alone was measured at further loads, only for the cost of
-    # verification.
+    # 2. Compute the step costs. The target alone was measured at additional loads only for the cost
+    # of verification.
     whole = StepCosts.from_steps(steps)
     costs = StepCosts(
         target_s={load: whole.target_s[load] for load in loads},
         draft_s={load: whole.draft_s[load] for load in loads},
     )
-    # 3. The best number of tokens.
+    # 3. Find the best number of tokens.
     measured = {load: compare(results, name, load) for load in loads}
     counts = {load: count(results, name, load) for load in loads}
     if not candidate.chooses_length:
-        # A model's acceptance does not depend on the load: all together give the narrower estimate.
+        # A model's acceptance does not depend on the load, so all loads together give the narrower
+        # estimate.
         counts = dict.fromkeys(loads, sum(counts.values(), AcceptanceCounts.zero()))
     choices = None if candidate.has_one_acceptance else [k]
     by_load = {
@@ -148,7 +149,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     if not candidate.chooses_length:
         advice = by_load[loads[0]]
         config, words = advice.speculative_config(candidate.config) or config, advice.sentence
-    # 4. The speed of whole answers, with the prefills added again.
+    # 4. Compute the speed of whole answers, including the prefills.
     by_tokens: dict[int, list[Prediction]] = {}
     adaptive: dict[int, AdaptivePrediction] = {}
     for load, advice in by_load.items():
@@ -173,7 +174,7 @@ def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -
     steps_s = []
     for run in runs:
         steps = max(1, run.full_tokens - len(run.outputs)) / (load * tokens_per_step)
-        # Noise must not leave a step without time.
+        # Noise must not make the step time zero or negative.
         steps_s.append(max(run.full_s - len(run.outputs) * prefill_s, 0.1 * run.full_s) / steps)
     return statistics.median(steps_s)
 
@@ -186,8 +187,8 @@ def _add_prefill(
     A prefill takes `plain_s` without a draft, and `drafting_s` with one. All requests wait for a
     prefill. `plain` is the row without a draft.
     """
-    # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its
-    # tokens.
+    # 1 / rate is the time per token over all requests. Every answer adds one prefill to the time of
+    # its tokens.
     prefill_s = drafting_s if row.num_speculative_tokens else plain_s
     rate = 1 / (1 / row.tokens_per_s + prefill_s / tokens)
     plain_rate = 1 / (1 / plain.tokens_per_s + plain_s / tokens)
@@ -195,6 +196,6 @@ def _add_prefill(
 
 
 def choose(choices: Sequence[Choice], number: int) -> list[Choice]:
-    """The `number` fastest choices at the smallest load, among those that pay off at some load."""
+    """Return the `number` choices fastest at the smallest load that pay off at some load."""
     pays = [choice for choice in choices if max(choice.speedups.values()) > 1]
     return sorted(pays, key=lambda choice: -choice.speedups[min(choice.speedups)])[:number]

@@ -1,10 +1,10 @@
-"""Speed of several servers for one target in interleaved rounds, by number of concurrent requests.
+"""Measure several servers of one target in interleaved rounds, by number of concurrent requests.
 
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
-Other tenants' memory traffic changes a step more than a draft does, so speeds are ratios within a
-round. No measurement reads what another has left in a prefix cache (`measure`), so every server
-starts the prompts of a round with a cold cache.
+On a shared machine, other tenants' memory traffic affects a step more than a draft does, so speeds
+are ratios within a round. No measurement finds another's text in a prefix cache (`measure`), so
+every server starts a round's prompts with a cold cache.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Plan:
     """Number of prompts per round, by number of concurrent requests."""
     max_tokens: int
     sampling: Sampling | None = GREEDY
-    """Sampling parameters; None: those in the target's generation_config.json."""
+    """Sampling parameters. If None, those in the target's generation_config.json."""
     first: int = 0
     """Index of the first round, which determines its prompts."""
     most_repeats: int = MOST_REPEATS
@@ -64,13 +64,14 @@ def start_servers(
     `options` are passed to `vllm_server`. The servers compute in turns, so they share the cores,
     and they divide a GPU's memory equally. On a CPU, all start at the same time. On a GPU, they
     start one after the other, because until a server is ready, vLLM attributes all new use of the
-    GPU's memory to that server. Raises as `vllm_server`, as soon as one server fails to start.
+    GPU's memory to that server. It raises the same errors as `vllm_server`, as soon as one server
+    fails to start.
     """
     given_up = threading.Event()
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
-    # a server stops with the thread that started it, so the threads stay until all servers are
-    # stopped
+    # A server stops with the thread that started it, so the threads stay until all servers are
+    # stopped.
     with (
         exiting_on_sigterm(),
         ThreadPoolExecutor(len(drafts) if on_cpu else 1) as pool,
@@ -78,7 +79,7 @@ def start_servers(
     ):
 
         def start(name: str) -> VllmServer:
-            # A draft may be named by a path.
+            # A draft's name may be a path.
             log = logs / f"vllm-{name.replace('/', '-')}.log"
             return stack.enter_context(
                 vllm_server(
@@ -91,8 +92,8 @@ def start_servers(
             for started in as_completed(starts.values()):
                 started.result()
         except BaseException:
-            # Every thread finishes before the stack closes, because one that entered it later would
-            # leave a server running.
+            # Every thread must finish before the stack closes, because a thread that entered it
+            # later would leave a server running.
             given_up.set()
             for waiting in starts.values():
                 waiting.cancel()
@@ -107,11 +108,11 @@ def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...
     Arguments that already set a share are left unchanged. By default, each server uses nearly the
     whole GPU.
     """
-    # vLLM accepts both spellings, and the value after an equals sign or as the next argument.
+    # vLLM accepts both spellings, with the value after an equals sign or as the next argument.
     named = any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args)
     if named or num_servers == 1:
         return tuple(engine_args)
-    # Rounded down: 0.9 for four servers is 0.225 for each.
+    # Round down: 0.9 for four servers is 0.225 for each.
     return (f"{MEMORY_SHARE}={math.floor(1000 * USED_MEMORY / num_servers) / 1000}", *engine_args)
 
 
@@ -119,7 +120,7 @@ Results = Mapping[tuple[str, int], Sequence[Measurement]]  # by server and reque
 
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
-    """The results of `run()`, or all of those that an earlier run with an equal `key` cached.
+    """Return the results of `run()`, or those that an earlier run with an equal `key` cached.
 
     Results are reused only as a whole, so that speeds from different days are not compared.
     """
@@ -144,9 +145,10 @@ def measure_servers(
 ) -> Results:
     """Start a server for each draft's --speculative-config, and measure all of them in rounds.
 
-    `alone` contains further loads for the target alone. `options` are passed to `vllm_server`.
-    Unless `is_together`, only one server runs at a time, and each round restarts all of them; this
-    is for a target that fills the machine. Raises as `start_servers` and `measure`.
+    `alone` contains additional loads for the target alone. `options` are passed to `vllm_server`.
+    Unless `is_together`, only one server runs at a time, and each round restarts all of them; use
+    this for a target that fills the machine. It raises the same errors as `start_servers` and
+    `measure`.
     """
     if is_together:
         with start_servers(target, drafts, logs, **options) as servers:
@@ -174,7 +176,7 @@ def _take_turns(names: Sequence[str], number: int) -> list[str]:
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
     """Measure every server in every round.
 
-    A round starts at the prompt after the previous round's last one. A load in which a server
+    A round starts with the prompt after the previous round's last prompt. A load in which a server
     changes speed by more than a third (`changed_speed`) is measured again on all servers, at most
     `plan.most_repeats` times.
 
@@ -192,7 +194,8 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
         for number in range(plan.first, plan.first + plan.rounds):
             order = _take_turns(list(servers), number)
             for concurrency, count in plan.prompts.items():
-                # In rounds of 8: prompts 0 to 7, then 8 to 15, and from 0 again after the last.
+                # E.g. rounds of 8 use prompts 0 to 7, then 8 to 15, and start again from 0 after
+                # the last prompt.
                 some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
                 runs = {name: _measure(servers[name], some, plan, concurrency) for name in order}
                 repeats = 0
@@ -212,7 +215,7 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
 def _measure(
     server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concurrency: int
 ) -> Measurement:
-    # The servers share the cores, and the previous server's worker is still spinning.
+    # The servers share the cores, and the previous server's worker still spins.
     time.sleep(IDLE_S)
     return measure(
         server,
@@ -233,7 +236,7 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
     for run in runs:
         for prompt, output in zip(run.prompts, run.outputs, strict=True):
             outputs.setdefault(tuple(prompt.token_ids), (prompt, output))
-    # In the order of tokens, so the merged runs of two servers pair up prompt by prompt.
+    # Sort by tokens, so that the merged runs of two servers pair up prompt by prompt.
     outputs = dict(sorted(outputs.items()))
     counted = [output.counts for _, output in outputs.values() if output.counts is not None]
     return Measurement(
@@ -247,7 +250,7 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
 
 
 def select_prompts(run: Measurement, like: Measurement) -> Measurement:
-    """The part of a merged measurement that covers the prompts of another measurement."""
+    """Return the part of a merged measurement that covers the prompts of another measurement."""
     outputs = {
         tuple(p.token_ids): output for p, output in zip(run.prompts, run.outputs, strict=True)
     }
@@ -266,24 +269,25 @@ def plain_runs(groups: Iterable[Results]) -> dict[int, list[Measurement]]:
 
 
 def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
-    """Counts over all rounds, including target steps without a draft, common with n-grams."""
+    """Return counts over all rounds, including target steps without a draft."""
     outputs = [output for run in results[name, concurrency] for output in run.outputs]
     return sum(map(count_steps, outputs), AcceptanceCounts.zero())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A server's speed-up over the one without a draft, and where it comes from.
+    """A server's speed-up over the server without a draft, and where it comes from.
 
-    Tokens/s = requests in flight * tau / step, so the ratio is tau over the ratio of the steps.
+    Tokens/s = requests in flight * tau / step, so the speed-up is tau divided by the ratio of the
+    step times.
     """
 
     ratio: float
     interval: tuple[float, float] | None
-    """95% interval over rounds; None with fewer than 6."""
+    """95% interval over rounds. None with fewer than 6 rounds."""
     ratios: list[float]
     ideal: float
-    """Ratio if every draft token were accepted and steps took the same time."""
+    """Speed-up if every draft token were accepted and steps took the same time."""
     tokens_per_s: float
     ttft_ms: float | None
     """Mean time to first token."""
@@ -292,7 +296,7 @@ class Compared:
     accepted_per_s: float
     """Accepted draft tokens per second of all requests."""
     rows_per_token: float
-    """Rows that the target verified per output token; 1 without a draft. With adaptive
+    """Rows that the target verified per output token, which is 1 without a draft. With adaptive
     verification, this is the cost of a token.
     """
     step_ms: float
@@ -310,7 +314,7 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
     waits_s = [run.ttft_s for run in ours if run.ttft_s is not None]
     return Compared(
         ratio=ratio,
-        # With fewer it is infinite, and JSON has no infinity.
+        # With fewer rounds, the interval is infinite, which JSON cannot express.
         interval=interval if len(ratios) >= 6 else None,
         ratios=ratios,
         ideal=ratio * (1 + len(counts.accepted_per_position)) / counts.tau,
@@ -326,12 +330,12 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
 
 
 def measure_prefill(results: Results, name: str) -> float:
-    """Seconds before an answer starts to decode, with one request in flight.
+    """Return the seconds before an answer starts to decode, with one request in flight.
 
     It is the median over the rounds, and 0 if the engine's times are unknown or if no round had a
     single request in flight.
     """
-    # With one request in flight, decode times do not overlap: the rest is the time before decoding.
+    # With one request in flight, decode times do not overlap. The remaining time precedes decoding.
     before_s = [
         (run.full_s - run.decode_s) / len(run.outputs)
         for run in results.get((name, 1), ())

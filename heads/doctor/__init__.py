@@ -1,4 +1,4 @@
 """Checks of a draft's folder without an engine.
 
-Checks for one family are in a module with the family's name.
+Checks that apply to one family are in a module with the family's name.
 """

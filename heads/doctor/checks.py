@@ -23,7 +23,7 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.target import Target
 
 OF_VLLM: tuple[Check, ...] = (eagle3.nested_ids, dflash.causality)
-"""Checks of places that only vLLM reads."""
+"""Checks of settings and tensors that only vLLM reads."""
 
 
 def static_findings(
@@ -34,7 +34,7 @@ def static_findings(
     For an engine other than vLLM (`heads.engines`), the checks in `OF_VLLM` are skipped.
     """
     own = pair.family.own_checks()
-    # `first_cure` shows the first problem, so causes come before consequences.
+    # `first_cure` shows the first problem, so causes come before their consequences.
     checks: list[Check] = [
         manifest,
         target_fingerprint,
@@ -44,13 +44,13 @@ def static_findings(
         partial(number_of_tokens, num_speculative_tokens=num_speculative_tokens),
     ]
     found = [finding for check in checks for finding in check(pair)]
-    # a wrong key or tensor also breaks loading, but the checks above describe it better
+    # A wrong key or tensor also breaks loading, but the checks above describe it better.
     known = any(not finding.is_doubt for finding in found)
     return found if known else [*completeness(pair, engine), *found]
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
-    """Return the first problem of a rejected draft with its fix; empty if there is none."""
+    """Return a draft's first problem with its fix; empty if there is none."""
     try:
         pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
@@ -83,7 +83,7 @@ def notes(pair: Pair) -> Iterator[str]:
 
 
 def manifest(pair: Pair) -> Iterator[Finding]:
-    """Check that every file is as it was published.
+    """Check that every file is unchanged since it was published.
 
     A folder without a manifest was not published, and passes.
     """
@@ -97,9 +97,9 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 
 
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
-    """Check that the provenance names the given target; another version of it is a doubt."""
+    """Check that the provenance names the given target. A different version of it is a doubt."""
     trained_for = pair.provenance.target_fingerprint
-    # A folder with the layer in it differs from the target of the layer's training.
+    # A folder that contains the layer differs from the target that the layer was trained for.
     if pair.is_own_target or trained_for in ("", pair.target.fingerprint):
         return
     other, cure = "another target", "give that target, or train a draft for this one"
@@ -140,7 +140,7 @@ EXTRA = {
     r"\b(embed_tokens|lm_head)\.": "a copy of a matrix that the head shares with the target",
     r"(^|\.)(layers\.\d+|midlayer)\.": "a part of a layer that the family's layers do not have",
 }
-"""Descriptions of tensors that do not belong to the head, by a pattern in the name."""
+"""Descriptions of tensors that do not belong to the head, by a pattern in their name."""
 
 
 def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
@@ -149,7 +149,8 @@ def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
     known = (meaning for pattern, meaning in EXTRA.items() if re.search(pattern, name))
     meaning = next(known, f"no tensor of this family ({pair.family.title})")
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    # vLLM's AutoWeightsLoader ignores biases, its Medusa every unknown name; others end it
+    # vLLM's AutoWeightsLoader ignores biases, and its Medusa loader ignores every unknown name. The
+    # other loaders fail.
     is_ignored = engine != "vllm" or name.endswith(".bias") or pair.family.name == "medusa"
     treatment = "the engine ignores it" if is_ignored else "vLLM does not start with it"
     return Finding(
@@ -168,7 +169,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
     Zero biases and zero-centred norms are normal.
     """
     for name in draft_tensors(pair):
-        # F64, F32, F16, BF16. Not BOOL (t2d), which also begins with B.
+        # This matches F64, F32, F16 and BF16, but not BOOL (t2d), which also begins with B.
         if pair.dtypes[name] in QUANTIZED or not pair.dtypes[name].startswith(("F", "BF")):
             continue
         tensor = read_tensors(pair.draft, [name])[name]
@@ -189,7 +190,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
 
 
 def draft_tensors(pair: Pair) -> list[str]:
-    """Names of the draft's tensors; in a folder with its target, only the draft's own."""
+    """Return the draft's tensor names; in a folder with its target, only the draft's own."""
     if not (pair.is_own_target and pair.family.is_in_target):
         return list(pair.shapes)
     prefix = detect_layout(pair.target_config).prefix.format(n=pair.target_config.num_hidden_layers)
@@ -201,7 +202,7 @@ def copy_of_target(pair: Pair) -> Iterator[Finding]:
     files = {folder: list_tensors(folder) for folder in (pair.draft, pair.target.folder)}
     if files[pair.draft].keys() != files[pair.target.folder].keys():
         return
-    # layers first: in any other model the first of them differs, and `all` reads no more
+    # Compare layers first: in any other model, the first layer differs, and `all` reads no further.
     equal = (
         _is_same(pair, name)
         for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name)
@@ -221,18 +222,18 @@ def _is_same(pair: Pair, name: str) -> bool:
 
 
 def _narrow(tensor: Tensor) -> Tensor:
-    # A copy may be stored in another type: compare after rounding.
+    # A copy may be stored in a different dtype, so compare after rounding.
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 STEERING = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Parts of a draft's path by which vLLM chooses the method, unless it is set to one of these
-methods (`vllm.config.speculative`, in the order in which vLLM checks them).
+"""Parts of a draft's path from which vLLM infers the method, in the order in which it checks them
+(`vllm.config.speculative`). vLLM skips this if the method is set to one of these.
 """
 
 
 def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
-    """Check that the requested method and those implied by config and path are the family's."""
+    """Check that the requested method, and the one that config and path imply, are the family's."""
     family, right = pair.family.name, pair.family.method
     if method not in (None, right):
         yield Finding(
@@ -252,8 +253,8 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
             f"config.json names the family {named}, but the tensors are those of {family}",
             "export the head again: weights and config are of different heads",
         )
-    # The whole path counts, the names of parent folders too. vLLM skips the search for these four
-    # methods.
+    # The whole path counts, including parent folders. vLLM does not infer the method if one of
+    # these four is set.
     path = str(pair.draft).lower()
     steered = next((method for part, method in STEERING.items() if part in path), right)
     if steered != right and right not in STEERING.values():

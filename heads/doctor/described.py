@@ -15,7 +15,7 @@ from redraft.heads.provenance import read_provenance
 
 
 def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
-    """Describe a draft by config.json and its tensor names: (facts to print, problems).
+    """Describe a draft by its config.json and its tensor names: (facts to print, problems).
 
     Raises:
         FileNotFoundError: the folder has no weights.

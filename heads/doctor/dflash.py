@@ -1,6 +1,6 @@
 """Checks of a DFlash head.
 
-Target layers, mask token, direction of attention, norms and draft vocabulary.
+They cover target layers, mask token, direction of attention, norms and draft vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,8 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
 
 LAYERS, LAYERS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
-"""Keys of the target layers in the two layouts: the last layer counted from 0, or the number of
-layers.
+"""Keys of the target layers in the two layouts, and the number to add: one layout counts layers
+from 0, the other gives the number of layers below.
 """
 
 SECTION_KEYS = (
@@ -33,7 +33,7 @@ COUNTED = {
 
 
 def target_layers(pair: Pair) -> Iterator[Finding]:
-    """Check that the target layers exist and that `fc` reads the same number of them."""
+    """Check that the target layers exist, and that `fc` reads as many as are listed."""
     section, place = _section(pair, pair.config)
     key = LAYERS_OF_SPECULATORS if pair.is_speculators else LAYERS
     ids = section.get(key)
@@ -76,7 +76,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 
 
 def as_trained(pair: Pair) -> Iterator[Finding]:
-    """Check that the keys that affect the arithmetic have their values from training."""
+    """Check that the config keys that affect the arithmetic have the values used in training."""
     section, place = _section(pair, pair.config)
     trained, _ = _section(pair, pair.trained_with or {})
     for key in SECTION_KEYS:
@@ -91,7 +91,7 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
 def causality(pair: Pair) -> Iterator[Finding]:
     """Check that the config states the direction of attention in a block, or has windows.
 
-    Windows imply the direction.
+    If a head has windows, they determine the direction.
     """
     section, place = _section(pair, pair.config)
     is_said = "causal" in section or "is_causal" in pair.config
@@ -133,7 +133,7 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
 
 
 def rotation(pair: Pair) -> Iterator[Finding]:
-    """Check that the rotary parameters and the head size are the same as in training."""
+    """Check that the rotary parameters and the attention head size are the same as in training."""
     trained, served = pair.trained_with or {}, pair.layer_config
     place = "transformer_layer_config" if pair.is_speculators else "config.json"
     for key in ("head_dim", "rope_parameters"):
@@ -145,8 +145,8 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    # "dflash_config" for DFlash; empty for DSpark and the layout of speculators, with all keys at
-    # the top.
+    # "dflash_config" for DFlash. Empty for DSpark and the speculators layout, which have all keys
+    # at the top level.
     name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
     return (config.get(name) or {}, name) if name else (config, "config.json")
 
@@ -154,8 +154,8 @@ def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
 def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
     if key not in COUNTED or len(section[key]) != len(trained[key]):
         return ""
-    # DFlash counts layers from 0, EAGLE-3 and speculators the streams between them: layer 1 is
-    # stream 2.
+    # DFlash counts layers from 0. EAGLE-3 and speculators count the streams between layers: layer 1
+    # is stream 2.
     shifts = {served - was for served, was in zip(section[key], trained[key], strict=True)}
     return f": off by one; {COUNTED[key]}" if shifts in ({1}, {-1}) else ""
 

@@ -1,7 +1,6 @@
 """Checks of a DSpark head.
 
-These are the checks of DFlash, and those of the block layout, the Markov head and the confidence
-head.
+They are DFlash's checks plus those of the block layout, the Markov head and the confidence head.
 """
 
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def layout(pair: Pair) -> Iterator[Finding]:
-    """Check that the config states whether the anchor proposes a token, if readers need this.
+    """Check that the config states whether the anchor proposes a token, where readers need it.
 
-    In the `speculators` layout, every config must state it. In vLLM's layout, only the config of a
-    head whose anchor proposes nothing must.
+    In the `speculators` layout, every config must state it. In vLLM's layout, it must be stated
+    only if the anchor proposes no token.
     """
     if "sample_from_anchor" in pair.config:
         return
@@ -38,8 +37,7 @@ def layout(pair: Pair) -> Iterator[Finding]:
 def markov_head(pair: Pair) -> Iterator[Finding]:
     """Check the shapes of the Markov head's matrices.
 
-    The table of codes has one row per target token, and the output head has one row per draft
-    token.
+    The code table has one row per target token, and the output head one row per draft token.
     """
     rank = pair.config.get("markov_rank")
     found = {
@@ -51,7 +49,7 @@ def markov_head(pair: Pair) -> Iterator[Finding]:
         "markov_w2": pair.shapes.get("lm_head.weight", (vocab_size,))[0],
     }
     if rank is None:
-        # The rank is the smaller side of either matrix.
+        # The rank is the smaller dimension of either matrix.
         ranks = sorted({min(shape) for shape in found.values() if shape})
         yield Finding(
             "config.json has no markov_rank, so vLLM does not start",
@@ -76,7 +74,7 @@ def markov_head(pair: Pair) -> Iterator[Finding]:
 
 
 def confidence_head(pair: Pair) -> Iterator[Finding]:
-    """Check that the confidence head is present and enabled, or absent and disabled."""
+    """Check that the confidence head is either present and enabled, or absent and disabled."""
     held, enabled = (
         [name for name in CONFIDENCE if name in pair.shapes],
         pair.config.get("enable_confidence_head"),

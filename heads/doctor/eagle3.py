@@ -19,12 +19,12 @@ NUM_AUX = "num_aux_hidden_states"
 DEFAULT_NUM_AUX = 3  # vLLM's, without `num_aux_hidden_states` and a nested list
 
 
-# maximum number of ids without two neighbours that have the same offset in d2t
+# Maximum number of ids in which no two neighbours have the same d2t offset.
 WITHOUT_NEIGHBOURS = 64
 
 
 def nested_ids(pair: Pair) -> Iterator[Finding]:
-    """Check that the layers are listed at the config's top level, with a single meaning."""
+    """Check that the layers are listed at the config's top level, and unambiguously."""
     nested = _nested_ids(pair)
     if nested and not pair.config.get(AUX_LAYERS):
         above = [layer + 1 for layer in nested]
@@ -38,13 +38,13 @@ def nested_ids(pair: Pair) -> Iterator[Finding]:
 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:
-    """Check that the engine feeds the layers used in training."""
+    """Check that the engine gives the head the layers used in training."""
     top, nested = pair.config.get(AUX_LAYERS), _nested_ids(pair)
     num_layers = pair.target_config.num_hidden_layers
     if not top and nested:
         yield from _number_of_aux_layers(pair, nested)
         return
-    # vLLM's default if config.json lists none
+    # vLLM's default if config.json lists no layers.
     served = list(top or (2, num_layers // 2, num_layers - 3))
     trained = (pair.trained_with or {}).get(AUX_LAYERS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
@@ -74,7 +74,7 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
         )
         return
     in_eagle_config = (pair.config.get("eagle_config") or {}).get(AUX_LAYERS)
-    # In vLLM's order (`llama_eagle3.py`). It does not count the ids at the top level.
+    # This is vLLM's order (`llama_eagle3.py`). The ids at the top level are not considered here.
     counted = pair.layer_config.get(NUM_AUX) or len(in_eagle_config or ()) or DEFAULT_NUM_AUX
     if counted != read:
         where = "transformer_layer_config" if pair.is_speculators else "config.json"
@@ -110,11 +110,12 @@ def options(pair: Pair) -> Iterator[Finding]:
     """Check that the options that affect the arithmetic are as in training."""
     for key in ARCHITECTURE:
         trained = (pair.trained_with or {}).get(key)
-        # vLLM's `update_eagle3` assumes true, `update_peagle` false.
+        # vLLM's `update_eagle3` assumes true, but `update_peagle` assumes false.
         default = (
             pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"
         )
-        # unset but right by luck is still a finding if the defaults of the readers differ
+        # An option that is unset and right only by default is still a finding if readers have
+        # different defaults.
         unset_is_right = trained == default and key != "norm_before_residual"
         if (
             trained is None
@@ -186,9 +187,9 @@ def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> It
     `kept_W` contains the ids marked in t2d; it is None if t2d is absent.
     """
     ids_W = offset_W + torch.arange(len(offset_W))
-    # Ascending ids taken for offsets lead to ascending ids again: [5, 9] to [5, 10]. So t2d
-    # decides. Without it, ids beyond the vocabulary give the mistake away, or a map too long to be
-    # without two neighbours.
+    # If ascending ids are read as offsets, the result ascends too: [5, 9] becomes [5, 10]. So t2d
+    # decides. Without t2d, ids beyond the vocabulary reveal the mistake, or a long map in which no
+    # two neighbours have the same offset.
     is_ids = _ascends_within(ids_W, vocab_size)
     is_steep = len(offset_W) > WITHOUT_NEIGHBOURS and bool((offset_W.diff() > 0).all())
     as_ids = torch.equal(offset_W, kept_W) if kept_W is not None else is_steep or not is_ids

@@ -9,7 +9,8 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 
 def bias(pair: Pair) -> Iterator[Finding]:
     """Check that the checkpoint has biases if and only if the engine is configured to load them."""
-    # `blocks.0.layers.0.bias` for vLLM, `0.0.linear.bias` in the layout of Medusa's authors.
+    # It is `blocks.0.layers.0.bias` for vLLM, and `0.0.linear.bias` in the layout of Medusa's
+    # authors.
     has_bias = any(re.fullmatch(r".*(layers|linear)\.?\d*\.bias", name) for name in pair.shapes)
     serves_bias = bool(pair.config.get("medusa_fc_bias", False))
     trained = (pair.trained_with or {}).get("medusa_fc_bias", has_bias)

@@ -1,4 +1,4 @@
-"""Checks of an MTP layer: the inputs in serving are as in training."""
+"""Check that an MTP layer's inputs in serving are the same as in training."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,9 @@ FACTS = {
     "zero_at_start": "the embedding at position 0 {}",
     "embedding_first": "the {} first in the concatenation",
 }
-"""Sentences for the fields of a `Layout`, which an engine takes from the target's architecture."""
+"""Sentences that describe the fields of a `Layout`, which an engine derives from the target's
+architecture.
+"""
 
 VALUES = {
     "reads_normed": {True: "after", False: "before"},
@@ -42,7 +44,7 @@ def layout(pair: Pair) -> Iterator[Finding]:
 def rope(pair: Pair) -> Iterator[Finding]:
     """Check that all rotary parameters equal the target's, including a partial rotation.
 
-    The layer has the same class as the target's layers.
+    They must be equal because the layer has the same class as the target's layers.
     """
     mine = load_text_config(pair.draft).rope_parameters
     yield from shared.compare_rope(mine, pair.target_config.rope_parameters)

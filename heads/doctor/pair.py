@@ -1,15 +1,16 @@
-"""The folders of a draft and a target, and a check's finding.
+"""Defines the pair of draft and target folders, and a check's finding.
 
 Both folders are read once for all checks.
 
     Pair.read(target, draft)   configs, tensor names and shapes, family, provenance
 
 The checks read configs, headers and a few small tensors; nothing is computed. An engine loads a
-wrong head silently: verification keeps the output right, so only acceptance shows it.
+wrong head silently: verification keeps the output correct, so only acceptance shows the mistake.
 
 V = vocabulary, W = draft vocabulary, D = hidden.
 
-Standard library only until `Pair.read`, because `Finding` also reports a broken torch.
+Before `Pair.read`, the module uses only the standard library, because `Finding` also reports a
+broken torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Finding:
     problem: str
     cure: str
     is_doubt: bool = False
-    """Whether this is unusual but may be intended: it is printed but does not fail the check."""
+    """Whether the problem is unusual but may be intended. If so, it is printed but the check
+    passes.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Pair:
 
     @property
     def is_own_target(self) -> bool:
-        """Whether both are the same folder: a target that includes an MTP layer."""
+        """Whether draft and target are the same folder: a target that includes an MTP layer."""
         return self.draft.resolve() == self.target.folder.resolve()
 
     @property
@@ -90,22 +93,22 @@ class Pair:
 
     @property
     def layer_config(self) -> Mapping[str, Any]:
-        """The section of the draft's config with sizes, positions and rotary parameters."""
+        """Return the section of the draft's config with sizes, positions and rotary parameters."""
         inner: Mapping[str, Any] = self.config.get("transformer_layer_config") or self.config
         return inner
 
     @property
     def is_as_wide(self) -> bool:
-        """Whether the head is for a target with this hidden size.
+        """Whether the head was made for a target with this hidden size.
 
-        If not, the width of `fc` does not reveal how many layers the head reads.
+        If not, the width of `fc` does not tell how many layers the head reads.
         """
         return self.layer_config.get("hidden_size") in (None, self.target_config.hidden_size)
 
     def choose_tokens(self, asked: int | None) -> int:
-        """Choose the draft tokens per step: the number requested, the one published, or at most 3.
+        """Choose the number of draft tokens per step: requested, published, or at most 3.
 
-        The number published with the draft keeps the forecast comparable.
+        The number published with the draft keeps forecasts comparable.
         """
         most = self.family.max_tokens(self.config) or NUM_TOKENS
         recorded = self.provenance.config.prove.num_speculative_tokens
@@ -113,7 +116,7 @@ class Pair:
 
     @property
     def trained_with(self) -> Mapping[str, Any] | None:
-        """The architecture recorded by the export; None for a head from another trainer."""
+        """Return the architecture recorded by the export. None for a head from another trainer."""
         return trained_with(self.config) or None
 
 

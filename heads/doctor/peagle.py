@@ -1,6 +1,6 @@
 """Checks of a P-EAGLE head.
 
-These are the checks of EAGLE-3, and those of the mask token and the learned feature of the masks.
+They are EAGLE-3's checks plus those of the mask token and the masks' learned feature.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ KEYS = ("mask_token_id", "pard_token")  # as `speculators` writes it, and as vLL
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
-    """Check that the token in the slots to fill has a target embedding and is as in training."""
-    # vLLM looks in this order as well, so `mask_token_id` wins.
+    """Check that the mask token has a target embedding and is the one used in training."""
+    # vLLM looks them up in this order too, so `mask_token_id` takes precedence.
     key = next((key for key in KEYS if pair.config.get(key) is not None), None)
     trained = (pair.trained_with or {}).get("mask_token_id")
     if key is None:
@@ -33,7 +33,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 
 
 def mask_feature(pair: Pair) -> Iterator[Finding]:
-    """Check that the feature for the masks is as wide as the streams that `fc` reads."""
+    """Check that the masks' feature is as wide as the streams that `fc` reads."""
     width, found = pair.shapes["fc.weight"][1], pair.shapes.get("mask_hidden")
     if found is not None and found[-1] != width:
         yield Finding(

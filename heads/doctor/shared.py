@@ -1,6 +1,6 @@
-"""Checks for several families.
+"""Checks that several families share.
 
-Embeddings, rotary frequencies, positions and sizes against the target's.
+They compare embeddings, rotary frequencies, positions and sizes with the target's.
 
 V = vocabulary, D = hidden.
 """
@@ -22,7 +22,7 @@ from redraft.heads.shape import llama_rope, read_layer_config
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
 IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # fields of `Target`, by the tensor's name
-# relative difference between two copies of a matrix; bfloat16 alone causes 0.002
+# Relative difference between two copies of a matrix. bfloat16 alone causes 0.002.
 SAME_WITHIN = 0.01
 
 
@@ -50,9 +50,9 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
 def require_own_head(draft: Path, target: Path) -> None:
     """Reject a draft whose lm_head equals the target's bit for bit.
 
-    vLLM shares the target's head with such a draft. It decides this at startup, so a later version
-    with a trained head could not be swapped in. A draft without an lm_head passes, because its
-    later versions have none either.
+    vLLM shares the target's head with such a draft. vLLM decides this at start-up, so a later
+    version with a trained head could not be swapped in. A draft without an lm_head passes, because
+    its later versions have none either.
 
     Raises:
         ValueError: the draft's lm_head equals the target's.
@@ -62,9 +62,9 @@ def require_own_head(draft: Path, target: Path) -> None:
     mine, its = read_tensors(draft, [HEAD])[HEAD], Target.from_folder(target).head_VD
     if mine.shape == its.shape and torch.equal(mine, its.to(mine)):
         raise ValueError(
-            f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version that is "
-            "trained from it could "
-            f"be swapped in; train it offline first, or export it without {HEAD}"
+            f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version "
+            f"trained from it could be swapped in: train it offline first, or export it without "
+            f"{HEAD}"
         )
 
 
@@ -76,8 +76,8 @@ def rope(pair: Pair) -> Iterator[Finding]:
         if k.startswith("rope_") or k == "max_position_embeddings"
     }
     mine = LlamaConfig(**kept).rope_parameters  # reads rope_theta and rope_scaling as engines do
-    # redraft always trains with the target's frequencies; other trainers may have omitted the
-    # scaling
+    # redraft always trains with the target's frequencies. Other trainers may have omitted the
+    # scaling.
     yield from compare_rope(
         mine, llama_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config
     )
@@ -86,7 +86,7 @@ def rope(pair: Pair) -> Iterator[Finding]:
 def compare_rope(
     mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: bool = False
 ) -> Iterator[Finding]:
-    """Report differences between the rotary parameters of the draft (`mine`) and target (`its`)."""
+    """Report differences between the rotary parameters of draft (`mine`) and target (`its`)."""
     mine, its = _known(mine), _known(its)
     for key in sorted(mine.keys() | its.keys()):
         if mine.get(key) != its.get(key):
@@ -111,7 +111,7 @@ def positions(pair: Pair) -> Iterator[Finding]:
         pair.layer_config.get("max_position_embeddings"),
         pair.target_config.max_position_embeddings,
     )
-    # More positions than the target are harmless: no served text is so long.
+    # More positions than the target's are harmless, because no served text is longer.
     if mine is not None and mine < its:
         yield Finding(
             f"the draft has {mine} positions, the target serves {its}: nothing is drafted beyond",
@@ -131,7 +131,7 @@ def sizes(pair: Pair) -> Iterator[Finding]:
 
 
 def fc_bias(pair: Pair) -> Iterator[Finding]:
-    """Check that `fc` has no bias other than zeros, because vLLM adds none."""
+    """Check that `fc` has no bias, or only zeros, because vLLM adds none."""
     if "fc.bias" in pair.shapes and bool(read_tensors(pair.draft, ["fc.bias"])["fc.bias"].any()):
         yield Finding(
             "the checkpoint contains fc.bias, which the engine does not add",
@@ -146,8 +146,7 @@ AS_TRAINED = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Keys of config.json that change the arithmetic and leave no trace in the shapes of the tensors.
-"""
+"""Keys of config.json that change the arithmetic but not the shapes of the tensors."""
 
 
 def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
@@ -200,7 +199,7 @@ def activation(pair: Pair) -> Iterator[Finding]:
 def arithmetic(pair: Pair) -> Iterator[Finding]:
     """Check that the norm and the attention heads are the same as in training.
 
-    A head from another trainer is compared with the target's layers, and a difference is a doubt.
+    A head from another trainer is compared with the target's layers; a difference is only a doubt.
     """
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
@@ -230,7 +229,7 @@ def _sizes(pair: Pair) -> Mapping[str, Any]:
 
 
 def _read_target(pair: Pair, key: str) -> Any:
-    # the defaults of transformers for absent keys
+    # Defaults of transformers for absent keys.
     config = pair.target_config
     if key == "head_dim":
         return getattr(config, key, None) or config.hidden_size // config.num_attention_heads
@@ -244,20 +243,20 @@ def _file(pair: Pair) -> str:
 
 
 LLAMA_LAYER = (sizes, rope, positions, tensors_fit_config, activation, arithmetic)
-"""For a head made of one Llama layer at the target's positions."""
+"""Checks for a head made of one Llama layer at the target's positions."""
 
 EAGLE1: tuple[Check, ...] = (
     *LLAMA_LAYER,
     partial(shared_weights, borrowed=(EMBEDDINGS, HEAD)),
     fc_bias,
 )
-"""For a head that borrows embeddings and output head of the target."""
+"""Checks for a head that uses the target's embeddings and output head."""
 
 
 def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
     """Check that the mask token has a row in the target's embeddings and does not end answers.
 
-    A token that ends answers would make the head learn two meanings for it.
+    If it ended answers, the head would learn two meanings for the token.
     """
     rows = pair.target_config.vocab_size
     if not 0 <= mask < rows:

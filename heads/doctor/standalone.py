@@ -1,4 +1,4 @@
-"""Checks of a standalone draft: the target's tokens at the target's positions."""
+"""Check that a standalone draft has the target's tokens and positions."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 def tokenizer(pair: Pair) -> Iterator[Finding]:
     """Check that the vocabulary and the tokenizer are the target's.
 
-    The target uses the proposed ids as they are.
+    The target uses the proposed ids unchanged.
     """
     mine, its = pair.config.get("vocab_size"), pair.target_config.vocab_size
     if mine != its:

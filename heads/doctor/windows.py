@@ -1,4 +1,4 @@
-"""Checks of the windows of a head's layers: the engine must use the same windows as training."""
+"""Check the windows of a head's layers: the engine must use the same windows as training."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ NEAR = "a head with a window smaller than in training loses the keys that it lea
 
 
 def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
-    """Check that vLLM reads the windows and directions of training, and no larger windows."""
+    """Check that vLLM reads the windows and directions used in training, and no larger windows."""
     try:
         trained, served = trained_views(config), served_views(config)
     except ValueError as error:
@@ -50,7 +50,7 @@ def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
 
 
 def windows(pair: Pair) -> Iterator[Finding]:
-    """Report `view_findings`, and the window that the target imposes on the head's full layers."""
+    """Report `view_findings`, and any window that the target imposes on full-attention layers."""
     found = list(view_findings(pair.config, pair.family.name))
     yield from found
     reach = target_window(pair.target_config)

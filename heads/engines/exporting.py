@@ -1,4 +1,4 @@
-"""Export a draft for an engine, and check a draft's folder against one."""
+"""Export a draft for an engine, and check whether an engine can serve a draft's folder."""
 
 from functools import partial
 
@@ -9,9 +9,9 @@ from redraft.heads.engines.table import Engine, Export
 
 
 def engine_findings(engine: Engine, pair: Pair) -> list[Finding]:
-    """Report what the engine does not serve in a draft, or interprets differently from training.
+    """Report the parts of a draft that the engine does not serve or interprets differently.
 
-    None of these parts changes the generated text: verification keeps it the target's, and only
+    They do not change the generated text, because verification keeps it the target's. Only
     acceptance falls.
     """
     try:
@@ -49,8 +49,8 @@ def export_draft(engine: Engine, export: Export, *, overwrite: bool) -> None:
     """Publish the draft in the engine's format, together with the draft's provenance.
 
     Raises:
-        ValueError: as for `require_exportable`, or a tensor is missing, unknown or has the wrong
-            shape.
+        ValueError: the same as for `require_exportable`, or a tensor is missing, unknown or has the
+            wrong shape.
         FileExistsError: the output is not empty, or contains files that redraft did not publish.
         OSError: the disk is full.
     """

@@ -1,4 +1,4 @@
-"""Model folders for engines: the layout of vLLM's, with some tensors and keys changed.
+"""Write model folders for engines: vLLM's layout, with some tensors and keys changed.
 
 W = draft vocabulary, V = target vocabulary, R = rank."""
 
@@ -24,17 +24,17 @@ from redraft.heads.target import Target
 
 Tensors = dict[str, Tensor]
 Edit = Callable[[dict[str, Any], Tensors], None]
-"""Changes config.json and the tensors of a folder in the layout of vLLM, in place."""
+"""Changes config.json and the tensors of a folder in vLLM's layout, in place."""
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 OTHERWISE = "serve it with vLLM, or train a head without it"
-"""The cure for a part of a head that only vLLM computes."""
+"""Cure for a part of a head that only vLLM computes."""
 
 
 def write(pair: Pair, folder: Path, edit: Edit) -> None:
-    """Write a head by `write_changed`, and a whole model by `write_as_is`."""
+    """Write a head with `write_changed`, and a whole model with `write_as_is`."""
     if pair.family.is_head:
         write_changed(pair, folder, edit)
     else:
@@ -65,16 +65,16 @@ def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
 
 
 def layers_read(pair: Pair) -> list[int]:
-    """The target layers that an EAGLE-3 head was trained on.
+    """Return the target layers that an EAGLE-3 head was trained on.
 
-    Each is given by the number of layers below the stream.
+    Each is given as the number of layers below its stream.
     """
     recorded = (pair.trained_with or {}).get(AUX_LAYERS) or pair.config.get(AUX_LAYERS)
     return list(recorded or nested_layers(pair.config) or default_layers(pair))
 
 
 def default_layers(pair: Pair) -> list[int]:
-    """The layers that every engine reads if none are specified."""
+    """Return the layers that every engine reads if none are specified."""
     count = pair.target_config.num_hidden_layers
     return [2, count // 2, count - 3]
 
@@ -107,7 +107,7 @@ def widen_vocabulary(config: dict[str, Any], tensors: Tensors, vocab_size: int) 
 
 def refuse_eagle3(pair: Pair, title: str) -> Iterator[Finding]:
     """Report the parts of an EAGLE-3 head that only vLLM computes."""
-    # absent, it means true in the layout of speculators
+    # If absent, it is true in the speculators layout.
     unset = pair.config.get("speculators_model_type") == "eagle3"
     if pair.config.get("norm_before_residual", unset):
         yield Finding(
@@ -131,7 +131,7 @@ def misnamed_norms(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:
-    """Report a block head's own vocabulary, which only vLLM and llama.cpp read."""
+    """Report a block head's own vocabulary, which only vLLM and llama.cpp support."""
     if "d2t" in pair.shapes:
         rows = pair.shapes["d2t"][0]
         yield Finding(
@@ -142,7 +142,7 @@ def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Finding]:
-    """Report the first layer whose view in the engine (`views`) differs from that in training."""
+    """Report the first layer whose attention in the engine (`views`) differs from training."""
     for layer, (trained, served) in enumerate(zip(trained_views(pair.config), views, strict=True)):
         if trained != served:
             yield Finding(
@@ -153,7 +153,7 @@ def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Fin
 
 
 def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
-    """Report a scale on the head's logits, which vLLM reads; the argmax is the same without it."""
+    """Report a logit scale, which only vLLM applies. The argmax does not depend on it."""
     if (scale := pair.layer_config.get("logit_scale", 1)) != 1:
         yield Finding(
             f"{title} drops logit_scale, {scale}: greedy drafts are the same, sampled ones are not",
@@ -163,7 +163,7 @@ def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
-    """Report the layout of the package `speculators`, which only vLLM reads."""
+    """Report the layout of the package `speculators`, which only vLLM supports."""
     if pair.is_speculators:
         yield Finding(
             f"{title} does not read the layout of the package speculators", export_cure(title)
@@ -171,7 +171,7 @@ def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
 
 
 def export_cure(title: str) -> str:
-    """The cure for a folder that an engine interprets differently from training."""
+    """Return the cure for a folder that an engine interprets differently from training."""
     return f"redraft export DRAFT --engine {title.lower()}"
 
 

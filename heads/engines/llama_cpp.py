@@ -1,12 +1,12 @@
-"""llama.cpp b11549, run: a GGUF file of a draft, beside the GGUF file of its target.
+"""llama.cpp b11549, tested by running it: a draft's GGUF file next to its target's GGUF file.
 
     standalone      a Llama, Qwen 2 or Qwen 3
-    EAGLE-3         one layer, three of the target's inner streams
-    DFlash, DSpark  layers that see everything, both ways within a block
+    EAGLE-3         one layer on three of the target's inner streams
+    DFlash, DSpark  full-attention layers, bidirectional within a block
 
-llama.cpp reads some drafts wrongly without an error, and then only acceptance falls: the stream
-after the last layer, norms of EAGLE-3.1, windows, a block that attends one way, long-context
-rotation in DFlash. All are refused here.
+llama.cpp misreads some drafts without an error, and then acceptance falls. The causes are the
+stream after the last layer, EAGLE-3.1's norms, windows, causal blocks, and long-context rotation in
+DFlash. Drafts with any of them are refused here.
 """
 
 import tempfile
@@ -62,17 +62,17 @@ GIVE_STREAMS = frozenset(
     }
 )
 """Architectures of targets whose inner streams llama.cpp passes to a head (`t_layer_inp`, b10605).
-With any other target, the server aborts.
+With any other target, llama-server crashes.
 """
 
 CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 SAME_TOKENS = 0.99
-"""Minimum share of equal tokens: llama.cpp's converter renames padding and a few special ones."""
+"""Minimum share of equal tokens. llama.cpp's converter renames padding and a few special tokens."""
 
 SAMPLED_ROWS, SAME_ROWS = 256, 0.9
 """Number of embeddings to compare, and their minimum mean cosine. The tiny target in 4 bits (Q4_0)
-keeps 0.996; for another target, the cosine is near 0.
+reaches 0.996; for a different target, the cosine is near 0.
 """
 
 OUTER = {
@@ -95,7 +95,7 @@ class Rotation:
     """How a llama.cpp architecture rotates queries and keys."""
 
     neighbours: bool
-    """Whether rotary embeddings pair neighbouring dimensions instead of the two halves."""
+    """Whether rotary embeddings pair adjacent dimensions instead of the two halves."""
     kinds: tuple[str, ...] = (PLAIN,)
 
 
@@ -104,7 +104,7 @@ STANDALONE = {
     "qwen2": Rotation(False),
     "qwen3": Rotation(False),
 }
-"""`model_type` of standalone drafts, which is llama.cpp's architecture too."""
+"""`model_type` of standalone drafts. llama.cpp's architectures have the same names."""
 
 EAGLE3, DFLASH = Rotation(True, (PLAIN, LLAMA3)), Rotation(False)
 
@@ -135,7 +135,7 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
-    """Report nothing, because llama.cpp reads no folder and so cannot misread one."""
+    """Report nothing, because llama.cpp does not read folders, so it cannot misread one."""
     yield from ()
 
 
@@ -144,7 +144,7 @@ def write(export: Export, folder: Path) -> None:
 
     Raises:
         FileNotFoundError: the target's GGUF file does not exist.
-        ValueError: no GGUF file is given, or it is corrupt or contains another target or
+        ValueError: no GGUF file is given, or it is corrupt or contains a different target or
             architecture; or a tensor is missing, unknown or has the wrong shape.
     """
     if export.gguf is None:
@@ -152,14 +152,14 @@ def write(export: Export, folder: Path) -> None:
     pair, gguf = export.pair, GgufTarget(export.gguf)
     if pair.family.is_head and gguf.architecture not in GIVE_STREAMS:
         raise ValueError(
-            f"{TITLE} gives a head no inner streams of a {gguf.architecture} target ({gguf.path}), "
-            "and aborts: serve a standalone draft there, or this head with vLLM"
+            f"{TITLE} cannot pass inner streams of a {gguf.architecture} target ({gguf.path}) "
+            f"to a head, and crashes: serve a standalone draft there, or this head with vLLM"
         )
     require_same_target(pair.target, gguf)
     if not pair.family.is_head:
         write_gguf(folder / FILE, *read_model(pair.draft), gguf.tokenizer)
         return
-    # In one layout, whichever it has, and complete: loading has checked it.
+    # The draft has one of the two layouts and is complete, because loading has checked it.
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         write_changed(pair, Path(made), lambda config, tensors: None)
         config, stored = read_config(Path(made)), _read_all(Path(made))
@@ -172,10 +172,10 @@ def write(export: Export, folder: Path) -> None:
 
 
 def read_model(folder: Path) -> tuple[str, dict[str, Value], dict[str, Tensor]]:
-    """Read llama.cpp's architecture, keys and tensors for a whole model in `STANDALONE`.
+    """Return llama.cpp's architecture, keys and tensors for a whole model in `STANDALONE`.
 
     Raises:
-        ValueError: the model contains a tensor for which llama.cpp has no place.
+        ValueError: the model contains a tensor that llama.cpp does not support.
     """
     config, stored = read_config(folder), _read_all(folder)
     if config.get("tie_word_embeddings"):
@@ -185,7 +185,7 @@ def read_model(folder: Path) -> tuple[str, dict[str, Value], dict[str, Tensor]]:
 
 
 def serve(export: Export) -> str:
-    """The shell command that serves the target with the draft."""
+    """Return the shell command that serves the target with the draft."""
     return shell(
         *("llama-server", "-m", export.gguf, "-md", export.output / FILE),
         *("--spec-type", TYPES[export.pair.family.name]),
@@ -283,20 +283,21 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
     equal = sum(ours == theirs for ours, theirs in zip(names, gguf.tokens, strict=False))
     if equal < SAME_TOKENS * len(names):
         raise ValueError(
-            f"{gguf.path} has {len(names) - equal:,} other tokens than the target {target.name}: "
+            f"{gguf.path} has {len(names) - equal:,} tokens that the target {target.name} lacks: "
             f"{other} the GGUF file of this target"
         )
     ids = torch.linspace(0, len(names) - 1, SAMPLED_ROWS).long().tolist()
     theirs_ND = gguf.rows("token_embd.weight", ids)
     if theirs_ND is None:
-        raise ValueError(f"{gguf.path} has no token_embd.weight: it is not a model file")
+        raise ValueError(f"{gguf.path} has no token_embd.weight: so it is not a model file")
     ours_ND = Target.from_folder(target.folder).embed_VD[ids].float()
-    # A row that no text uses may be all zeros.
+    # Rows that no text uses may be all zeros.
     used = (ours_ND.norm(dim=-1) > 0) & (theirs_ND.norm(dim=-1) > 0)
     cosine = torch.cosine_similarity(ours_ND[used], theirs_ND[used], dim=-1).mean()
     if not cosine >= SAME_ROWS:
         raise ValueError(
-            f"{gguf.path} has the sizes of the target {target.name}, but other embeddings (cosine "
+            f"{gguf.path} has the sizes of the target {target.name}, but different embeddings "
+            f"(cosine "
             f"{float(cosine):.2f}): {other} the GGUF file of this target"
         )
 
@@ -306,7 +307,7 @@ def _read_all(folder: Path) -> dict[str, Tensor]:
 
 
 def _keys(pair: Pair, config: Mapping[str, Any]) -> dict[str, Value]:
-    """The keys for a head other than its layers' keys, from its config.json in vLLM's layout."""
+    """Return a head's keys, except its layers', from its config.json in vLLM's layout."""
     layers = pair.family.read_layers(config)
     if pair.family.name == "eagle3":
         return {
@@ -329,7 +330,7 @@ def _keys(pair: Pair, config: Mapping[str, Any]) -> dict[str, Value]:
 def _tensors(
     config: Mapping[str, Any], stored: Mapping[str, Tensor], rotation: Rotation, draft: Path
 ) -> dict[str, Tensor]:
-    """The tensors of a folder in vLLM's layout, under llama.cpp's names."""
+    """Return the tensors of a folder in vLLM's layout, under llama.cpp's names."""
     num_heads = {
         "q_proj": config["num_attention_heads"],
         "k_proj": config.get("num_key_value_heads") or config["num_attention_heads"],

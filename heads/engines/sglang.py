@@ -1,4 +1,4 @@
-"""SGLang 0.5.23, read in the wheel's code and not run.
+"""SGLang 0.5.23: rules from reading the wheel's code, not from running it.
 
 EAGLE-3 (`models/llama_eagle3.py`, `spec_aux_hidden_state.py`)
     layers only from the section `eagle_config`, one less than ours; the loop of the target ends
@@ -124,12 +124,12 @@ def _misread_eagle1(pair: Pair) -> Iterator[Finding]:
 
 
 def _views(pair: Pair) -> tuple[View, ...]:
-    """The view that SGLang gives each layer (`_get_dflash_layer_attention_params`)."""
+    """Return the attention that SGLang gives each layer (`_get_dflash_layer_attention_params`)."""
     config = pair.config
     types = config.get("layer_types") or [None] * config["num_hidden_layers"]
     is_causal = config.get("is_causal")
     windows = [config.get("sliding_window") if kind == SLIDING else None for kind in types]
-    # without the key, layers with a window are causal and the others are not
+    # Without this key, layers with a window are causal and the others are not.
     return tuple(View(w, bool(w) if is_causal is None else bool(is_causal)) for w in windows)
 
 
@@ -159,7 +159,7 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
 
 
 def serve(export: Export) -> str:
-    """The shell command that serves the target with the draft.
+    """Return the shell command that serves the target with the draft.
 
     DFlash and DSpark propose whole blocks, regardless of `num_tokens`.
     """

@@ -1,10 +1,10 @@
-"""The table of engines, with one row each and everything that other modules use.
+"""The table of engines, one row each, with everything that other modules use.
 
 To add an engine, write a module with the functions of `Rules`, and add a row here. `redraft export`
 and `redraft doctor --engine` need nothing else.
 
-This module uses only the standard library, because help texts list the engines. A module with
-rules, and with it torch, is imported on first use.
+This module uses only the standard library, because help texts list the engines. A module with rules
+imports torch, so it is imported on first use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Export:
 
     pair: Pair
     output: Path
-    """Published folder; the draft's own folder if no files have to be written."""
+    """Folder to publish, or the draft's own folder if no files have to be written."""
     num_tokens: int
     """Number of draft tokens per step, for families that do not fix it."""
     gguf: Path | None = None
@@ -38,7 +38,7 @@ class Export:
 class Rules(Protocol):
     """The interface of an engine's module.
 
-    It is never used for the families in the row's `unserved`.
+    Its functions are never called for families in the row's `unserved`.
     """
 
     def find_refused(self, pair: Pair) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ class Rules(Protocol):
         ...
 
     def serve(self, export: Export) -> str:
-        """The shell command that serves the target with `export.output`."""
+        """Return the shell command that serves the target with `export.output`."""
         ...
 
 
@@ -70,25 +70,25 @@ class Engine:
     title: str
     """Name in messages."""
     version: str
-    """Release, or date of the sources, on which the rules are based."""
+    """Release or date of the sources on which the rules are based."""
     is_run: bool
-    """Whether tests serve exports in the engine. If false, the rules come from reading its loaders.
+    """Whether tests serve exports in the engine. If not, the rules come from reading its loaders.
     """
     module: str
     """Module that implements `Rules`."""
     package: str = ""
-    """Package whose version is compared with `version`; empty for an engine with its own checks."""
+    """Package whose version is compared with `version`. Empty for an engine with its own checks."""
     unserved: Mapping[str, str] = field(default_factory=dict)
-    """Reason by family that is not supported. All other families are supported."""
+    """Families that the engine does not support, with the reason for each."""
 
     @property
     def proof(self) -> str:
-        """The engine's name and version, with the state of its rules, for reports."""
+        """Return the engine's name and version, and the basis of its rules, for reports."""
         state = "run" if self.is_run else "its loaders were read, not run"
         return f"{self.title} {self.version} ({state})"
 
     def find_installed(self) -> str:
-        """The version of the engine installed in this environment; empty if there is none."""
+        """Return the engine's version installed in this environment; empty if there is none."""
         try:
             return importlib.metadata.version(self.package) if self.package else ""
         except importlib.metadata.PackageNotFoundError:
@@ -102,8 +102,8 @@ class Engine:
         """Raise ValueError if the engine has no method for drafts of this family."""
         if reason := self.unserved.get(family.name):
             raise ValueError(
-                f"{self.title} does not support {family.title}: {reason}; serve it with vLLM, or train "
-                "another family"
+                f"{self.title} does not support {family.title}: {reason}; serve it with vLLM, "
+                f"or train a different family"
             )
 
 
@@ -163,7 +163,7 @@ ENGINES: tuple[Engine, ...] = (
 if TYPE_CHECKING:
     EngineName = str
 else:
-    # a type of choices for command lines; mypy cannot read one made from a table
+    # Type of choices for command lines. mypy cannot read a type that is made from a table.
     EngineName = Literal[tuple(engine.name for engine in ENGINES)]
 
 
@@ -171,7 +171,7 @@ def find_engine(name: str) -> Engine:
     """Return the row for an engine.
 
     Raises:
-        ValueError: no such engine exists.
+        ValueError: there is no such engine.
     """
     known = {engine.name: engine for engine in ENGINES}
     if name not in known:

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's PyTorch backend, read in its sources of autumn 2026 and not run.
+"""TensorRT-LLM's PyTorch backend of autumn 2026: rules from its sources, not from running it.
 
 EAGLE-3 (`_torch/models/modeling_speculative.py`, `llmapi/llm_args.py`)
     layers from a YAML file, one less than ours; `norm_before_fc` only from the section
@@ -28,7 +28,7 @@ from redraft.heads.engines.table import Export
 TITLE = "TensorRT-LLM"
 LAYERS = "eagle3_layers_to_capture"
 OPTIONS = "spec.yaml"
-"""File in an export with the options for trtllm-serve."""
+"""File in an export that contains the options for trtllm-serve."""
 
 DECODING_TYPES = {
     "standalone": "Draft_Target",
@@ -166,7 +166,7 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
 
 
 def options(export: Export) -> dict[str, Any]:
-    """The options for trtllm-serve."""
+    """Return the options for trtllm-serve."""
     pair = export.pair
     chosen: dict[str, Any] = {
         "decoding_type": DECODING_TYPES[pair.family.name],
@@ -180,9 +180,9 @@ def options(export: Export) -> dict[str, Any]:
 
 
 def serve(export: Export) -> str:
-    """The shell command that serves the target with the draft.
+    """Return the shell command that serves the target with the draft.
 
-    A target that includes an MTP layer is served as it is, so the command line contains its
+    A target that includes an MTP layer is served unchanged, so the command line contains its
     options.
     """
     if export.pair.is_own_target:

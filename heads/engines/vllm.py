@@ -1,7 +1,6 @@
 """vLLM 0.32: the engine that redraft's tests run.
 
-`heads.doctor.checks` has its rules. Nothing is converted: an export has one layout, whatever the
-layout of the draft.
+Its rules are in `heads.doctor.checks`. An export converts nothing, and always has the same layout.
 """
 
 import json
@@ -20,7 +19,7 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
-    """Report a norm that has the name used in SGLang's and TensorRT-LLM's folders."""
+    """Report a norm with the name that it has in SGLang's and TensorRT-LLM's folders."""
     if any(name.startswith("layers.1.hidden_norm") for name in pair.shapes):
         yield Finding(
             "vLLM calls the first norm of layers.1 input_layernorm, and does not start with "
@@ -30,12 +29,12 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
 
 
 def write(export: Export, folder: Path) -> None:
-    """Write the draft in the layout `vllm`."""
+    """Write the draft in the layout "vllm"."""
     folders.write(export.pair, folder, lambda config, tensors: None)
 
 
 def serve(export: Export) -> str:
-    """The shell command that serves the target with the draft.
+    """Return the shell command that serves the target with the draft.
 
     `redraft serve` accepts the same folder.
     """

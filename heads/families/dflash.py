@@ -1,4 +1,4 @@
-"""DFlash: all draft tokens in one pass, in a block of masks that reads the target's features.
+"""DFlash: a block of masks that reads the target's features yields all draft tokens in one pass.
 
 See arXiv 2602.06036.
 
@@ -7,10 +7,10 @@ See arXiv 2602.06036.
     every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and of their own block
 
 The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the
-anchor t + 1. A block has one slot more than the engine asks for tokens. Attention within it runs
-both ways, so its length changes every proposal.
+anchor t + 1. A block has one slot more than the number of tokens that the engine requests.
+Attention within the block is bidirectional, so its length affects every proposal.
 
-B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layers, D = hidden, W =
+B = batch, T = tokens, A = anchors per row, S = slots per block, L = aux layers, D = hidden, W =
 draft vocabulary.
 """
 
@@ -64,7 +64,7 @@ class Attention(Projections):
     def keys_and_values(
         self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values, [B, key heads, T, head size] each."""
+        """Return keys and values, each [B, key heads, T, head size]."""
         return rotate(self.k_norm(self._heads(self.k_proj(x_BTD))), cos_sin), self._heads(
             self.v_proj(x_BTD)
         )
@@ -76,7 +76,7 @@ class Attention(Projections):
         context: tuple[Tensor, Tensor],
         mask: BlockMask,
     ) -> Tensor:
-        """Attend from the blocks' rows, laid end to end, to the context and to their own block."""
+        """Attend from the blocks' concatenated rows to the context and to their own block."""
         q = rotate(self.q_norm(self._heads(self.q_proj(x_BND))), cos_sin)
         out_BHNE = attend_blocks(
             q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5
@@ -89,15 +89,15 @@ class DFlash(nn.Module):
     family = "dflash"
     architecture = "DFlashDraftModel"  # vLLM's name of the class.
     speculators_architecture = "DFlashDraftModel"  # the class in the package `speculators`
-    # Tensors whose names have one of these prefixes are exported in float32.
+    # Tensors whose names start with one of these prefixes are exported in float32.
     float32: tuple[str, ...] = ()
     is_autoregressive = False
     is_block = True
     recomputes = False
     engine_output = 0
     sees_anchor = False
-    """A block also reads the feature of its anchor, c[a]. No engine has it in time: only the doctor
-    sets this, to find out whether a head was trained so.
+    """Whether a block also reads its anchor's feature, c[a]. No engine can compute it in time. Only
+    the doctor sets this, to detect heads that were trained with it.
     """
     config: Config
 
@@ -110,8 +110,8 @@ class DFlash(nn.Module):
     ) -> None:
         """Make an untrained head with the target's embeddings and output head.
 
-        Without a mask token in `config`, the last row of the embeddings is used. `draft_ids_W` are
-        the target ids to propose, ascending; None means all. `shape` defaults to that of the
+        If `config` has no mask token, the last row of the embeddings is used. `draft_ids_W` are the
+        target ids to propose, ascending; None means all ids. `shape` defaults to that of the
         target's layers.
 
         Raises:
@@ -171,22 +171,21 @@ class DFlash(nn.Module):
     ) -> list[DraftStep]:
         """Return one step for each slot that proposes a token, with shifts 1, 2, ...
 
-        While gradients are recorded, each row of the batch has at most `num_anchors` anchors.
-        Otherwise, all anchors are used.
+        With gradients enabled, each row of the batch has at most `num_anchors` anchors. Otherwise,
+        all anchors are used.
         """
-        # 1. The blocks, as long as the number of requested tokens: fewer tokens mean a shorter
-        # block, as in an engine.
+        # 1. Make the blocks. Their length follows the number of requested tokens, as in an engine.
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
-        # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
+        # A sample of the anchors is enough for a gradient. A metric or a forecast needs every row.
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
         rows_BA, is_anchor_BT = choose_anchors(batch, limit, has_ranks=has_ranks())
         first = self.config.first_slot
         hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, first + num_tokens)
-        # 2. A slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share a
-        #    row.
+        # 2. One slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share
+        # a row.
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
-        # losses and metrics read rows of the batch: a block goes back to the row before its anchor,
-        # others are masked
+        # Losses and metrics read rows of the batch, so write a block's slot into the row before its
+        # anchor, and mask all other rows.
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
         return [
             self._draft_step(
@@ -216,8 +215,8 @@ class DFlash(nn.Module):
         """Compute the output head's input for every slot of the blocks, [B, A, S, D]."""
         cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
         layers = list(self.layers)
-        # once for all blocks: no block changes the context's keys, and an engine keeps them in its
-        # cache
+        # Compute them once for all blocks. Blocks do not change the context's keys, which an engine
+        # keeps in its cache.
         contexts = [
             gather_keys(
                 batch.shared,
@@ -227,12 +226,12 @@ class DFlash(nn.Module):
         ]
         outs = []
         for chunk_BA in torch.split(rows_BA, ANCHORS_A_CHUNK, dim=1):
-            # a row at the end of the batch has no anchor after it; it is clamped here, and has no
-            # label
+            # A row at the end of the batch has no anchor after it. It is clamped here, and has no
+            # label.
             anchor_BA = (chunk_BA + 1).clamp(max=batch.input_ids_BT.shape[1] - 1)
             slots_S = torch.arange(num_slots, device=chunk_BA.device)
-            # A block may run past the end of the document or of the batch. Those slots have no
-            # label.
+            # A block may extend past the end of its document or of the batch. The slots beyond the
+            # end have no label.
             positions_BN = (
                 batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S
             ).flatten(1)
@@ -241,13 +240,14 @@ class DFlash(nn.Module):
             views, last_BA, ahead = self.views, chunk_BA, 1
             if self.sees_anchor:
                 last_BA, ahead = anchor_BA, 0
-            # one for each kind of layer; layers of a kind attend to the same rows
+            # One mask for each kind of layer, because layers of the same kind attend to the same
+            # rows.
             masks = {
                 view: BlockMask.make(*in_whole(batch, last_BA), num_slots, view, first_ahead=ahead)
                 for view in {*views}
             }
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
-            # Keys of the context are rotated already. Both rotations are by absolute position.
+            # Keys of the context are already rotated. Both rotations use absolute positions.
             cos_sin = self._rotary(positions_BN, context_BTD)
             for layer, context, view in zip(layers, contexts, views, strict=True):
                 x_BND = self._run(layer, x_BND, cos_sin, context, masks[view])
@@ -274,7 +274,8 @@ class DFlash(nn.Module):
             for i, layer in enumerate(layers)
             for name, v in layer_weights(layer).items()
         }
-        # with `fc` as below, the context starts as the highest stream under the target's final norm
+        # With `fc` as below, the context starts as the highest stream under the target's final
+        # norm.
         theirs["norm.weight"] = theirs["hidden_norm.weight"] = layer_weights(final_norm)["weight"]
         with torch.no_grad():
             for name, mine in self.state_dict().items():
@@ -293,13 +294,13 @@ class DFlash(nn.Module):
         target_name: str = "",
         num_speculative_tokens: int | None = None,
     ) -> None:
-        """Write a folder for the vLLM method of this name; `like`, if given, decides the layout.
+        """Write a folder for the vLLM method of this name. `like`, if given, determines the layout.
 
-        The embeddings are the target's and are left out. So is the output head, unless the
-        vocabulary is reduced: then the folder contains the head's rows and `d2t`. The layout
-        "speculators", of the package with this name, also names the target, from which the package
-        takes the rest, and `num_speculative_tokens`, which defaults to the number in a block. If
-        `like` has this layout, both are taken from there.
+        The embeddings are omitted, because they are the target's. The output head is omitted too,
+        unless the vocabulary is reduced; then the folder contains the head's rows and `d2t`. The
+        layout "speculators" of the package with this name also names the target, from which the
+        package takes everything else, and `num_speculative_tokens`, which defaults to the number of
+        tokens in a block. If `like` has this layout, both are taken from there.
         """
         earlier = read_config(like) if like else {}
         is_speculators = layout == "speculators" or speculators.MARK in earlier
@@ -317,14 +318,14 @@ class DFlash(nn.Module):
         }
         layer = {
             **self.shape.hf_config(),
-            # `hf_config` says llama, because the shape does not include this file's norms of
-            # queries and keys.
+            # `hf_config` has the model type llama, because the shape does not include the query and
+            # key norms of this file.
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
             **write_views(self.config.views),
         }
         if is_speculators:
-            # a head of another trainer goes back as it came, and the doctor reports it
+            # A head from another trainer is written back unchanged, and the doctor reports it.
             if speculators.MARK not in earlier:
                 require_speculators(self.family, self.config.views)
             layer |= write_speculators(self.config.views)[0]
@@ -358,19 +359,19 @@ class DFlash(nn.Module):
         return {"family": self.family, **kept, TRAINED_WITH: recorded}
 
     def _served(self) -> dict[str, Any]:
-        # vLLM counts layers by their index: its k is our k + 1. Readers' defaults differ.
+        # vLLM counts layers by index, so its k is our k + 1. Readers have different defaults.
         ids = [layer - 1 for layer in self.aux_layer_ids]
         section = {"mask_token_id": self._mask_token_id, "target_layer_ids": ids}
         is_causal = self._direction()
         if is_causal is None:
             return {SECTION: section}
-        # z-lab's code reads the key only at the top level, and without it treats layers with a
-        # window as causal.
+        # z-lab's code reads the key only at the top level. Without it, the code treats layers with
+        # a window as causal.
         top = {"is_causal": is_causal} if is_causal or self.config.window else {}
         return {SECTION: section | {"causal": is_causal}, **top}
 
     def _direction(self) -> bool | None:
-        """Whether all layers are causal; None if those with a window are and the others are not."""
+        """Return whether all layers are causal. None if only the layers with a window are."""
         directions = {view.is_causal for view in self.config.views}
         return directions.pop() if len(directions) == 1 else None
 
@@ -399,12 +400,12 @@ class DFlash(nn.Module):
         Raises:
             ValueError: its attention is not supported here.
         """
-        # A DSpark head without a Markov head (markov_rank 0) has the keys at the top level.
+        # A DSpark head without a Markov head (markov_rank 0) has its keys at the top level.
         section = {**config, **(config.get(SECTION) or {})}
         if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
             raise ValueError(
-                f"{folder}: its anchor proposes a token (sample_from_anchor), which DFlash supports neither "
-                "here nor in vLLM"
+                f"{folder}: the anchor proposes a token (sample_from_anchor), which neither "
+                f"redraft nor vLLM supports for DFlash"
             )
         return Config(**read_options(config, section, folder))
 
@@ -418,22 +419,22 @@ def choose_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Choose anchors: (rows before them, int64 [B, A]; whether a row is chosen, bool [B, T]).
 
-    The rows ascend. They are chosen among those with a label one row after the anchor. If a row of
-    the batch has fewer than `limit` such rows, other rows fill the gap and are not marked as
-    chosen. See `choose_rows`. If ranks share the batch, they choose among all of its rows, and each
-    gets the chosen ones of its own.
+    The rows ascend. They are chosen among rows whose anchor is followed by a label. If a row of the
+    batch has fewer than `limit` of them, other rows fill the gap and are not marked as chosen. See
+    `choose_rows`. If ranks share the batch, they choose among all of its rows, and each rank gets
+    the chosen rows among its own.
     """
     if (shared := batch.shared) is not None:
         _, is_chosen_BT = choose_anchors(shared.whole, limit)
         is_here_Bt = is_chosen_BT[:, shared.rows_t] & shared.is_own_t
-        # As many on each rank as on the rank with the most: see below.
+        # Use as many anchors on each rank as on the rank with the most, for the reason given below.
         most = max(most_of_ranks(shared, is_chosen_BT), 1)
         return is_here_Bt.byte().topk(most, dim=1).indices.sort(dim=1).values, is_here_Bt
     has_label_BT = label_rows(batch, 1)
     if limit is None:
-        # Training passes a limit and never gets here. All ranks use the same number of blocks,
-        # because ZeRO-3 gathers the weights for each block; in a single process, `int` waits for
-        # the device.
+        # Training passes a limit, so it never gets here. All ranks must use the same number of
+        # blocks, because ZeRO-3 gathers the weights for each block. In a single process, `int`
+        # waits for the device.
         limit = batch.input_ids_BT.shape[1] if has_ranks else max(int(has_label_BT.sum(1).max()), 1)
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)

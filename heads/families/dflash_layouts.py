@@ -24,7 +24,7 @@ from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.shape import LlamaShape, read_layer_config
 from redraft.heads.target import Target
 
-# no engine reads it; an export keeps it for further training
+# No engine reads this key. Exports keep it for further training.
 TRAINING_OPTIONS = ("num_anchors", "gamma")
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -41,7 +41,7 @@ def load_head(
     It raises the same errors as `DFlash.load`.
     """
     stored = read_config(folder)
-    # raises an error with the cause, which transformers would shorten
+    # This raises an error with the cause, which transformers would truncate.
     trained_views(stored, folder)
     config = translate(stored, folder)
     tensors = read_tensors(folder, tensor_files(folder))
@@ -55,9 +55,11 @@ def load_head(
         )
         if not target.is_copy(tensors.pop(name, rows), rows):
             raise ValueError(
-                f"{folder}: {name} differs from the target's: it was trained, or belongs to another target"
+                f"{folder}: {name} differs from the target's: it was trained, or belongs to a "
+                f"different target"
             )
-    # Read as a Llama: the norms of q and k are in DFlash's `Attention`, not in the shape.
+    # Read the shape as a Llama's: the query and key norms are in DFlash's `Attention`, not in the
+    # shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
     head = make(
         read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"])
@@ -70,7 +72,7 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """Return config.json with vLLM's keys, translated if it is in the `speculators` layout.
 
     Raises:
-        ValueError: it names no mask token or no target layers.
+        ValueError: it has no mask token or no target layers.
     """
     if speculators.MARK not in config:
         return config
@@ -78,17 +80,18 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     if not layers or config.get("mask_token_id") is None:
         absent = "mask_token_id" if layers else "aux_hidden_state_layer_ids"
         raise ValueError(f"{folder}: config.json has no {absent}: add the value used in training")
-    # the package uses Qwen3's defaults for absent keys
+    # The package uses Qwen3's defaults for absent keys.
     inner = read_layer_config(
         {"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}
     ).to_dict()
-    # if there are rotary parameters for several kinds of layers, the package uses these for all
+    # If there are rotary parameters for several kinds of layers, the package uses these for all of
+    # them.
     rope = inner["rope_parameters"].get("sliding_attention", inner["rope_parameters"])
     section = {
         "mask_token_id": config["mask_token_id"],
         "target_layer_ids": [layer - 1 for layer in layers],
     }
-    # The direction of training, which vLLM does not always read (`served_views`).
+    # This is the direction used in training, which vLLM does not always read (`served_views`).
     directions = {view.is_causal for view in trained_views(config, folder)}
     is_causal = directions.pop() if len(directions) == 1 else None
     return {**inner, "rope_parameters": rope, **config, "is_causal": is_causal, SECTION: section}
@@ -108,14 +111,14 @@ def read_options(
         raise ValueError(f"{folder}: hidden_act is {act}, but only silu is supported, as in vLLM")
     windows = read_block_windows(config, folder)
     require_trained_window(windows["window"], trained_with(config).get("window"), folder)
-    # other trainers do not write how the head was trained
+    # Other trainers do not record how the head was trained.
     known = {
         name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS
     }
     return {
         "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
         "num_layers": config["num_hidden_layers"],
-        # z-lab's newer files have it among the keys of the family
+        # z-lab's newer files have it in the family's section.
         "block_size": config.get("block_size") or (config.get(SECTION) or {})["block_size"],
         "mask_token_id": section["mask_token_id"],
         **windows,

@@ -2,15 +2,16 @@
 
     base[k], h[k]   logits and hidden state of DFlash's slot for the draft token k = 1, 2, ...
     e[k]          = markov_w1[x[a + k - 1]]                     a is the anchor; the token before the one to predict
-    logits[k]     = base[k] + markov_w2 e[k]                    trained on the text, drafted one token after another
+    logits[k]     = base[k] + markov_w2 e[k]                    trained on text, drafted one by one
     confidence[k] = sigmoid(proj [h[k]; e[k]])                  trained to be alpha = 1 - TV(target, draft)
 
-The slots of a block attend to each other, but the token drawn in the previous slot is unknown to
-them. The bias adds this information at the cost of two small products per token. An engine can
+The slots of a block attend to each other, but they do not know the token drawn in the previous
+slot. The bias adds this information at the cost of two small products per token. An engine can
 verify fewer tokens if the confidence is low.
 
-Two layouts of a block: with `sample_from_anchor` the anchor's slot proposes the first token, so a
-block has as many tokens as slots. Without it, the anchor's slot proposes none, as in DFlash.
+A block has one of two layouts. With `sample_from_anchor`, the anchor's slot proposes the first
+token, so a block has as many tokens as slots. Without it, the anchor's slot proposes no token, as
+in DFlash.
 
 B = batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = target vocabulary, W
 = draft vocabulary.
@@ -65,8 +66,9 @@ class ConfidenceHead(nn.Module):
     def forward(self, hidden_BTD: Tensor, code_BTR: Tensor) -> Tensor:
         """Compute the logit of the estimated acceptance, in float32 as in engines, [B, T]."""
         wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
-        # the two parts apart: one row of both, of every token and slot, would take gigabytes
-        # The weight is [1, D + R], hidden state first, as in vLLM's concatenation.
+        # Compute the two parts separately, because concatenated rows for every token and slot would
+        # take gigabytes. The weight is [1, D + R], with the hidden state first, as in vLLM's
+        # concatenation.
         of_hidden_D, of_code_R = self.proj.weight[0].to(wide).tensor_split([self._hidden_size])
         with torch.autocast(autocast_kind(hidden_BTD.device), enabled=False):
             out: Tensor = (
@@ -102,8 +104,8 @@ class DSpark(DFlash):
     def _draft_step(
         self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor
     ) -> DraftStep:
-        # row t belongs to the anchor t + 1, so x[t + shift] is the token before the one to predict
-        # For the first token, shift 1, it is the anchor itself. Rows at the end wrap around and
+        # Row t belongs to the anchor t + 1, so x[t + shift] is the token before the one to predict.
+        # For the first token (shift 1), it is the anchor itself. Rows at the end wrap around and
         # have no label.
         code_BTR = self.markov_head.markov_w1(batch.input_ids_BT.roll(-shift, dims=1)).to(
             hidden_BTD.dtype
@@ -144,14 +146,14 @@ class DSpark(DFlash):
 
         Raises:
             ValueError: the attention, the Markov head or the confidence head is of an unsupported
-                kind, or the config does not state the kind of block.
+                kind, or the config does not state the block layout.
         """
         if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
             raise ValueError(
                 f"{folder}: a Markov head of type {kind} is not supported; only vanilla is"
             )
         has_confidence = bool(config.get("enable_confidence_head"))
-        # vLLM assumes false if the key is absent, so an absent key is refused as well.
+        # vLLM assumes false if the key is absent, so an absent key is refused too.
         if has_confidence and not config.get("confidence_head_with_markov"):
             raise ValueError(
                 f"{folder}: a confidence head that does not read the Markov head is not supported "
@@ -162,7 +164,7 @@ class DSpark(DFlash):
                 f"{folder}: config.json does not specify whether the anchor proposes a token "
                 '(default: true in speculators, false in vLLM): add the value of "sample_from_anchor" used in training'
             )
-        # an engine looks there first
+        # Engines look there first.
         section = {**config, **(config.get(SECTION) or {})}
         return Config(
             **read_options(config, section, folder),

@@ -62,9 +62,9 @@ class Eagle1(nn.Module):
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.from_shape(self.shape)
         self._windows = [target_window(target.config)]
-        # Without a bias, because vLLM builds it so.
+        # There is no bias, because vLLM builds the layer without one.
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
-        # a list of one, because checkpoints name the tensors `layers.0`
+        # A list of one layer, because checkpoints name the tensors `layers.0`.
         self.layers = nn.ModuleList([Layer(self.shape)])
 
     def step(
@@ -77,7 +77,7 @@ class Eagle1(nn.Module):
         return out_BTD, out_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """The target's last hidden state, [B, T, D]."""
+        """Return the target's last hidden state, [B, T, D]."""
         return final_hidden(signal)
 
     def draft_steps(
@@ -97,8 +97,9 @@ class Eagle1(nn.Module):
         return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
 
     def _regression(self, step: DraftStep, target_BTD: Tensor) -> Tensor:
-        """regression_weight * mean over D of SmoothL1(predicted feature, target's feature), [B, T]."""
-        # the last rows of a document get features of other tokens: the step's mask leaves them out
+        """Return regression_weight * mean over D of SmoothL1(predicted, target's), [B, T]."""
+        # The last rows of a document get features of other tokens, but the step's mask excludes
+        # them.
         wanted_BTD = target_BTD.roll(-step.shift, dims=1).to(step.hidden_BTD.dtype)
         distance_BTD = F.smooth_l1_loss(step.hidden_BTD, wanted_BTD, reduction="none")
         return self.config.regression_weight * distance_BTD.mean(-1)
@@ -115,7 +116,7 @@ class Eagle1(nn.Module):
         left_out = {field.name for field in fields(options.LayerSizes)}  # they are in config.json
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
-        # For the method eagle, vLLM puts "Eagle" in front of this name itself.
+        # For the method eagle, vLLM itself adds the prefix "Eagle" to this name.
         config = {
             **self.shape.hf_config(),
             "architectures": ["LlamaForCausalLM"],
@@ -127,7 +128,7 @@ class Eagle1(nn.Module):
     def load(folder: Path, target: Target) -> Eagle1:
         """Load a head from a folder written by redraft or another trainer.
 
-        Copies of the target's embeddings and head in the folder are left out.
+        Copies of the target's embeddings and head in the folder are ignored.
 
         Raises:
             ValueError: a tensor does not fit, or a copy differs from the target's.
@@ -149,7 +150,8 @@ class Eagle1(nn.Module):
         ):
             if not target.is_copy(tensors.pop(name, shared_VD), shared_VD):
                 raise ValueError(
-                    f"{folder}: {name} differs from the target's: it is a leftover, or belongs to another target"
+                    f"{folder}: {name} differs from the target's: it is a leftover, or belongs "
+                    f"to a different target"
                 )
         load_into(head, tensors, folder)
         return head

@@ -1,4 +1,4 @@
-"""EAGLE-3: a layer over the embedding and a mix of the target's layers.
+"""EAGLE-3: a layer that reads the embedding and a mix of the target's layers.
 
 See Li et al., arXiv 2503.01840.
 
@@ -7,8 +7,8 @@ See Li et al., arXiv 2503.01840.
     after `norm`
 
 g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm`
-and `norm_output`. In a head of several layers, each one after the first is a Llama layer that reads
-the output of the layer before.
+and `norm_output`. In a head with several layers, all but the first are Llama layers that read the
+previous layer's output.
 
 B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
@@ -71,7 +71,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         normed_BTD = self.hidden_norm(feature_BTD)
         x_BTD = normed_BTD if self._norm_before_residual else feature_BTD
-        # [B, T, 2 D], the embedding first. The other order has the same shapes, and would fail
+        # [B, T, 2 D] with the embedding first. The other order has the same shapes and would fail
         # silently.
         attended = self.self_attn(
             torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory
@@ -99,8 +99,8 @@ class Eagle3(nn.Module):
     ) -> None:
         """Make an untrained head with the target's embeddings and a copy of its output head.
 
-        `draft_ids_W` are the target ids to propose, ascending; None means all. `shape` defaults to
-        that of the target's layers.
+        `draft_ids_W` are the target ids to propose, ascending; None means all ids. `shape` defaults
+        to that of the target's layers.
 
         Raises:
             ValueError: the target does not have these layers or ids.
@@ -118,7 +118,8 @@ class Eagle3(nn.Module):
         if draft_ids_W is not None:
             check_ids(draft_ids_W, self.shape.vocab_size)
         self._draft_ids_W: Tensor | None
-        # not in the state dict: a checkpoint stores the differences `d2t`, which `export` makes
+        # Not in the state dict, because a checkpoint stores the offsets `d2t`, which `export`
+        # computes.
         self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
         if config.norm_before_fc:
@@ -126,8 +127,8 @@ class Eagle3(nn.Module):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
         self.midlayer = Layer(self.shape, config.norm_before_residual)
-        # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
-        # Each reads the output of the layer before only.
+        # They are named by their index among all layers, as in a checkpoint, where the first layer
+        # is `midlayer`. Each reads only the previous layer's output.
         self.layers = nn.ModuleDict(
             {
                 str(i): PreNormLayer(self.shape, Attention(self.shape, hidden))
@@ -144,7 +145,7 @@ class Eagle3(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The rows of the output head, [W, D]."""
+        """Return the rows of the output head, [W, D]."""
         return self.lm_head.weight if self.config.own_head else self._frozen_head_WD
 
     def embed(self, ids_BT: Tensor) -> Tensor:
@@ -173,19 +174,20 @@ class Eagle3(nn.Module):
             ValueError: the signal has different aux layers.
         """
         is_normed = self.config.norm_before_fc or self.config.fc_norm
-        # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy
-        # again.
+        # Without a norm, `fc` reads the streams directly. Under autocast, a copy in a wider dtype
+        # would be narrowed again.
         dtype = self.fc.weight.dtype if is_normed else product_dtype(self.fc.weight)
         return self.mix(aux_streams(signal, self.aux_layer_ids).to(dtype))
 
     def mix(self, aux_BTLD: Tensor) -> Tensor:
-        """fc(concat of the streams), [B, T, D]."""
+        """Return fc(concat of the streams), [B, T, D]."""
         out: Tensor = self.fc(self.concat(aux_BTLD))
         return out
 
     def concat(self, aux_BTLD: Tensor) -> Tensor:
-        """Lay the streams end to end, [B, T, L D], with the norms that the options enable."""
-        # One norm over all L * D numbers, or one for each stream. vLLM has the same order.
+        """Concatenate the streams, [B, T, L D], with the norms that the options enable."""
+        # There is one norm over all L * D numbers, or one for each stream. vLLM uses the same
+        # order.
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
@@ -226,7 +228,7 @@ class Eagle3(nn.Module):
             )
         layer, *others = layers
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
-        # The target's layer norms the state, as `hidden_norm` here; OLMo 2 has no such norm.
+        # The target's layer norms this state as `hidden_norm` does here. OLMo 2 has no such norm.
         norm = theirs.pop("midlayer.input_layernorm.weight", None)
         if norm is not None:
             theirs["midlayer.hidden_norm.weight"] = norm
@@ -243,7 +245,7 @@ class Eagle3(nn.Module):
                     value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden)
                 ):
                     own[:, hidden:].copy_(value)
-            # [0 ... 0 I]: g starts as the stream of the highest layer.
+            # [0 ... 0 I]: g starts as the highest layer's stream.
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
 
     def export(
@@ -257,11 +259,11 @@ class Eagle3(nn.Module):
         target_name: str = "",
         num_speculative_tokens: int = 3,
     ) -> None:
-        """Write a folder for vLLM's `method: eagle3`; `like`, if given, decides the layout.
+        """Write a folder for vLLM's `method: eagle3`; `like`, if given, determines the layout.
 
-        The layout "vllm" leaves out the embeddings, and also the head unless it was trained,
-        because vLLM shares the target's. The layout "speculators", of the package with this name,
-        contains both. It also names the target and `num_speculative_tokens`.
+        The layout "vllm" omits the embeddings, and also the head unless it was trained, because
+        vLLM shares the target's. The layout "speculators" of the package with this name contains
+        both. It also contains the target's name and `num_speculative_tokens`.
         """
         tensors = self._tensors(weights or self.state_dict())
         if layout == "speculators" or (like and speculators.MARK in read_config(like)):
@@ -269,8 +271,8 @@ class Eagle3(nn.Module):
             tensors = {
                 name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
             }
-            # speculators 0.9 leaves absent ones as uninitialised memory; vLLM shares copies equal
-            # to the target's
+            # speculators 0.9 leaves absent tensors uninitialised. vLLM shares copies that equal the
+            # target's.
             tensors = {
                 "embed_tokens.weight": self._embed_VD,
                 "lm_head.weight": self.head,
@@ -281,10 +283,10 @@ class Eagle3(nn.Module):
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
 
     def _tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add the maps for a reduced vocabulary and the matching head rows to the weights."""
+        """Add a reduced vocabulary's maps, and its rows of the target's head, to the weights."""
         if self._draft_ids_W is None:
             return dict(weights)
-        # the weights come last: if they contain a trained head, it replaces the target's rows
+        # The weights come last: if they contain a trained head, it replaces the target's rows.
         maps = id_maps(self._draft_ids_W, self.shape.vocab_size)
         return {"lm_head.weight": self.head, **weights, **maps}
 
@@ -295,8 +297,8 @@ class Eagle3(nn.Module):
             "architectures": [
                 "Eagle3Qwen3ForCausalLM" if self.shape.qk_norm else "LlamaForCausalLMEagle3"
             ],
-            # vLLM counts the layers by this key; if only the ids at the top level are given, it
-            # assumes 3
+            # vLLM counts the layers by this key. If only the ids at the top level are given, it
+            # assumes 3.
             "num_aux_hidden_states": len(self.aux_layer_ids),
             "redraft": self._training(),
         }
@@ -309,7 +311,7 @@ class Eagle3(nn.Module):
             target_name=target_name,
             target_architectures=["LlamaForCausalLM"],
         )
-        # vLLM builds its config from this inner section, so the number of layers must be here
+        # vLLM builds its config from this inner section, so the number of layers must be here too.
         layer = {**self._layer_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
         return {
             **self._architecture(),
@@ -362,7 +364,7 @@ class Eagle3(nn.Module):
 
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Any:
-        """Read a checkpoint's options: the engine's keys for architecture, ours for training."""
+        """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys)."""
         known = {field.name for field in fields(Config)}
         training = {
             name: value for name, value in config.get("redraft", {}).items() if name in known
@@ -373,12 +375,13 @@ class Eagle3(nn.Module):
         return Config(
             aux_layer_ids=tuple(ids),
             norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
-            # as vLLM reads them: an absent key means true in a config of speculators, and false in
-            # others
+            # Read it as vLLM does: an absent key means true in a speculators config, and false in
+            # others.
             norm_before_residual=config.get("norm_before_residual", is_speculators),
             fc_norm=config.get("fc_norm", False),
             norm_output=config.get("norm_output", False),
-            # Our record decides: a reduced vocabulary puts a frozen head into the file too.
+            # redraft's own record decides, because a reduced vocabulary puts even a frozen head
+            # into the file.
             **{"own_head": own_head, **training},
         )
 
@@ -389,14 +392,14 @@ class Checkpoint:
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    """Tensors by name. The first layer is `midlayer`; embeddings and vocabulary maps are not
+    """Tensors by name. The first layer is `midlayer`; Embeddings and vocabulary maps are not
     included.
     """
     draft_ids_W: Tensor | None
     shape: LlamaShape
 
     def load_into(self, head: Eagle3, folder: Path) -> None:
-        """Copy the weights into `head`, with the same errors as `files.tensors.load_into`."""
+        """Copy the weights into `head`. Raises the same errors as `files.tensors.load_into`."""
         unused = () if head.config.own_head else ("lm_head.weight",)
         load_into(
             head,
@@ -413,12 +416,12 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
             be read.
     """
     config = read_config(folder)
-    # raises an error with the cause, which transformers would shorten
+    # This raises an error with the cause, which transformers would truncate.
     trained_views(config, folder)
     tensors = read_tensors(folder, tensor_files(folder))
-    # speculators' name for the layer. vLLM renames in the other direction.
+    # This is speculators' name for the layer. vLLM renames it in the other direction.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    # SGLang's and TensorRT-LLM's name in the layers after it
+    # SGLang and TensorRT-LLM use this name in all later layers.
     tensors = {
         re.sub(r"^(layers\.\d+)\.hidden_norm\b", r"\1.input_layernorm", name): tensor
         for name, tensor in tensors.items()
@@ -427,7 +430,8 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
     if not target.is_copy(embed_VD, target.embed_VD):
         raise ValueError(
-            f"{folder} has embeddings that differ from the target's: they are leftovers, or belong to another target"
+            f"{folder} has embeddings that differ from the target's: they are leftovers, or "
+            f"belong to a different target"
         )
     shape = LlamaShape.from_head_config(
         config.get("transformer_layer_config", config), target.config

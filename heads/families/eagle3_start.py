@@ -1,19 +1,18 @@
-"""Weights of an EAGLE-3 head before its first training step.
+"""Initial weights of an EAGLE-3 head before its first training step.
 
-They are fitted by least squares on the target's hidden states.
+They are fitted by least squares to the target's hidden states.
 
-    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t]
-      A -> fc
-      B -> attention heads that look at their own row
-      C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token that followed there
+    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t] A -> fc B -> attention heads that
+        attend to their own row C -> attention heads that attend to earlier rows whose token was
+        x[t+1] and copy the token that followed it
 
 `hidden` is the state from which the target predicts x[t+2]. Training finds these maps slowly. The
 last one, attention that copies (an "induction head", Olsson et al., arXiv 2209.11895), forms late
-even in a large model. Here they take a few passes of matrix products over some thousands of tokens,
-and no gradient. The MLP starts at zero.
+even in large models. Here, all three take a few passes of matrix products over some thousands of
+tokens, without a gradient. The MLP starts at zero.
 
-S = sampled rows, F = the streams of a row end to end, D = hidden, E = size of an attention head, R
-= rank of B.
+S = sampled rows, F = size of a row's concatenated streams, D = hidden, E = attention head size, R =
+rank of B.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from redraft.heads.draft import Batch, TargetSignal, aux_streams, final_hidden
 from redraft.heads.families.eagle3 import Eagle3
 
 RIDGE = 1e-3  # Penalty of squared weights, as a share of the inputs' mean square.
-# score of a row with itself, which dominates the softmax even among thousands of tokens
+# Attention score of a row with itself. It dominates the softmax even among thousands of tokens.
 OWN_ROW = 32.0
 SAME_TOKEN = 16.0  # of an earlier row of the same token; lower, because keys are estimates
 
@@ -44,17 +43,19 @@ def start_by_least_squares(
     """Set the weights of an untrained head by least squares.
 
     The output head and the final norm stay the target's (`Eagle3.init_from_layers`). `known`
-    contains batches with the target's hidden states, with several times as many tokens as F + D.
-    `stream_scales` contains, for each stream, the factors of the norm in the target layer that
-    reads it, [D]. They become the factors of `fc_norm`, because they shrink the entries that are
-    hundreds of times as large as the others.
+    contains batches with the target's hidden states, with several times F + D tokens in total.
+    `stream_scales` contains, for each stream, the norm weights [D] of the target layer that reads
+    it. They become the weights of `fc_norm`, because they shrink the entries that are hundreds of
+    times larger than the others.
 
     Raises:
-        ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature
-            (`norm_before_residual`).
+        ValueError: the head has no norm for each stream (`fc_norm`), or uses the normed feature as
+            residual         (`norm_before_residual`).
     """
     if not head.config.fc_norm or head.config.norm_before_residual:
-        raise ValueError("least squares start a head with fc_norm and without norm_before_residual")
+        raise ValueError(
+            "a start by least squares needs a head with fc_norm and without norm_before_residual"
+        )
     layer, size = head.midlayer, head.shape.hidden_size
     own_norms: Any = head.fc_norm
     for mine, scale in zip(own_norms, stream_scales, strict=True):
@@ -65,7 +66,7 @@ def start_by_least_squares(
     def rows() -> Iterator[Rows]:
         """Compute the rows again on each call.
 
-        In float32 they take several times the memory of `known`.
+        In float32, they would take several times the memory of `known`.
         """
         return (Rows.of(head, batch, signal) for batch, signal in known)
 
@@ -76,7 +77,7 @@ def start_by_least_squares(
     a_DF, b_DD = solved.mT[:, :width], solved.mT[:, width:]
     head.fc.weight.copy_(a_DF)
 
-    # 2. Attention. Its keys are the row's own token, read from the feature A streams.
+    # 2. Attention. Its keys encode the row's own token, read from the feature A streams.
     own_FD = gram((r.streams_SF, r.own_SD) for r in rows())
     token_of_DD = solve_ridge(a_DF @ squares[:width, :width] @ a_DF.mT, a_DF @ own_FD).mT
     roles = Roles.of(head)
@@ -89,7 +90,7 @@ def start_by_least_squares(
             head.fc.weight
         )
 
-    # 3. B, and C fitted to the rest.
+    # 3. B, and C fitted to the remainder.
     out_DO = layer.self_attn.o_proj.weight.zero_()
     for place, (query, _) in enumerate(roles.own_row):
         out_DO[:, roles.slot(query)] = left_DR[:, roles.slot(place)].to(out_DO)
@@ -112,31 +113,32 @@ def start_by_least_squares(
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows t of a batch that have a preceding and a following row in their document.
+    """The rows t of a batch that have a previous and a next row in their document.
 
-    The first row of a document is left out, because in many targets its streams are a thousand
-    times as long. Row t + 1 must have a state, which is zero if no server was asked for it.
+    The first row of a document is excluded, because in many targets its streams are a thousand
+    times larger. Row t + 1 must have a state; a state that was not requested from the server is
+    zero.
     """
 
     kept_BT: Tensor
     streams_SF: Tensor
     own_SD: Tensor
-    """Embedding of x[t], normed."""
+    """Normed embedding of x[t]."""
     next_SD: Tensor
-    """Embedding of x[t+1], normed."""
+    """Normed embedding of x[t+1]."""
     hidden_SD: Tensor
-    """State on row t+1, before the weights of the final norm."""
+    """State of row t + 1, divided by the weights of the final norm."""
 
     @property
     def inputs(self) -> Tensor:
-        """Streams and next embeddings side by side, [S, F + D]."""
+        """Return streams and next embeddings, concatenated, [S, F + D]."""
         return torch.cat([self.streams_SF, self.next_SD], dim=1)
 
     @staticmethod
     def of(head: Eagle3, batch: Batch, signal: TargetSignal) -> Rows:
         embed_BTD = head.midlayer.input_layernorm(head.embed(batch.input_ids_BT).to(head.fc.weight))
         streams_BTF = head.concat(aux_streams(signal, head.aux_layer_ids).to(head.fc.weight))
-        # A weight of zero leaves a state of zero, whatever was there.
+        # Where the weight is zero, the normed state is zero regardless of the value before.
         hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight.where(
             head.norm.weight != 0, 1
         )
@@ -155,7 +157,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The tasks of the attention heads, as pairs (query head, key head)."""
+    """The roles of the attention heads, as pairs (query head, key head)."""
 
     own_row: list[tuple[int, int]]
     same_token: list[tuple[int, int]]
@@ -182,11 +184,11 @@ class Roles:
 
 
 def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
-    """Set queries and keys for their tasks, and clear the values.
+    """Set the query and key weights for their roles, and clear the values.
 
-    A key encodes the token of its row's embedding in the fast half of the rotary pairs, which
-    distinguish near from far. It encodes the token of its row's feature in the slow half, which
-    hardly turns within some hundreds of tokens.
+    In the fast half of the rotary pairs, which distinguishes near from far rows, a key encodes the
+    token of its row's embedding. In the slow half, which hardly rotates within some hundreds of
+    tokens, it encodes the token of its row's feature.
     """
     attention, size, width = head.midlayer.self_attn, head.shape.hidden_size, roles.head_size
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -207,11 +209,11 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
         k_OI[key * width + slow, size:] = look_ED @ token_of_DD.to(k_OI)
     busy = {query for query, _ in (*roles.own_row, *roles.same_token)}
     for idle in set(range(head.shape.num_attention_heads)) - busy:
-        # Not zero: heads that are equal would stay so.
+        # Small random values instead of zero, because equal heads would stay equal.
         q_OI[roles.slot(idle)].normal_(0, 0.02)
     if head.shape.qk_norm:
-        # Normed queries and keys have a length of sqrt(E), and own-row queries overlap with the
-        # larger part of the key.
+        # Normed queries and keys have a length of sqrt(E), and own-row queries match the larger
+        # part of the key.
         sharpness = math.sqrt(OWN_ROW / math.sqrt(width))
         attention.q_norm.weight.fill_(sharpness)
         attention.k_norm.weight.fill_(sharpness)
@@ -245,7 +247,7 @@ def attend(
 
 
 def gram(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The mean of left^T right over the rows of all pairs, in float64."""
+    """Return the mean of left^T right over the rows of all pairs, in float64."""
     total, count = torch.zeros(()), 0
     for left, right in pairs:
         total, count = (left.mT @ right).double() + total.to(left.device), count + len(left)
@@ -263,7 +265,7 @@ def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
 def factor(matrix_DD: Tensor, squares_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factor a matrix into (left [D, R], right [R, D]).
 
-    Their product is the nearest to the matrix on inputs with these second moments.
+    Among all such products, theirs is closest to the matrix on inputs with these second moments.
     """
     values, vectors = torch.linalg.eigh(squares_DD)
     root = values.clamp_min(values.max() * 1e-9).sqrt()

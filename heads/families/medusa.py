@@ -54,7 +54,7 @@ class Medusa(nn.Module):
     engine_output = 0
 
     def __init__(self, config: Config, target: Target) -> None:
-        """Start every head as the target's: the blocks are zero and the `lm_heads` are copies."""
+        """Initialise every head to the target's: zero blocks, and copies of its lm_head."""
         super().__init__()
         self.config = config
         self.vocab_size, self.hidden_size = target.head_VD.shape
@@ -66,7 +66,7 @@ class Medusa(nn.Module):
             nn.Linear(self.hidden_size, self.vocab_size, bias=False)
             for _ in range(config.num_heads)
         )
-        # h + silu(0) = h: with zero blocks every head proposes the target's next token again.
+        # h + silu(0) = h, so with zero blocks, every head proposes the target's next token again.
         for parameter in self.blocks.parameters():
             nn.init.zeros_(parameter)
         for parameter in self.lm_heads.parameters():
@@ -81,7 +81,7 @@ class Medusa(nn.Module):
         return self.get_parameter("lm_heads.0.weight").dtype
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """The target's last hidden state, [B, T, D]."""
+        """Return the target's last hidden state, [B, T, D]."""
         return final_hidden(signal)
 
     def draft_steps(
@@ -97,7 +97,7 @@ class Medusa(nn.Module):
                 mask_BT=label_rows(batch, i + 1),
                 weight=self.config.step_decay**i,
             )
-            # `[:None]` is all of them.
+            # `[:None]` selects all heads.
             for i, block in enumerate(self.blocks[:num_steps])
         ]
 
@@ -116,7 +116,7 @@ class Medusa(nn.Module):
             "vocab_size": self.vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
-            # without this key vLLM silently drops the biases
+            # Without this key, vLLM silently drops the biases.
             "medusa_fc_bias": self.config.bias,
             "redraft": {
                 "family": "medusa",
@@ -140,7 +140,7 @@ class Medusa(nn.Module):
 
 
 def _our_name(name: str) -> str:
-    """Translate a tensor name from the authors' layout, which numbers a head's modules.
+    """Translate a tensor name from the authors' layout, which numbers the modules of each head.
 
     `0.0.linear` is the first block of head 0, and `0.1` is its `lm_head`.
     """
@@ -153,8 +153,8 @@ def _read(config: Mapping[str, Any]) -> Config:
     return Config(
         num_heads=config.get("num_heads") or config["medusa_num_heads"],
         num_layers=config.get("num_hidden_layers") or config["medusa_num_layers"],
-        # vLLM's default. Without the key, vLLM drops the biases of a checkpoint; here it is
-        # refused.
+        # This is vLLM's default. Without the key, vLLM drops the biases of a checkpoint, so such a
+        # checkpoint is refused here.
         bias=config.get("medusa_fc_bias", False),
         step_decay=config.get("redraft", {}).get("step_decay", Config.step_decay),
     )

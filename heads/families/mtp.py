@@ -1,6 +1,6 @@
 """MTP: a target's multi-token-prediction layer, fine-tuned or new.
 
-It is applied once for every draft token.
+The layer is applied once for every draft token.
 
     combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by
     the target's head
@@ -51,14 +51,14 @@ def attend_memory(
     memory: Memory,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers, [B, T, H, E].
+    """Attention function for transformers, [B, T, H, E].
 
-    The memory decides which keys a query attends to.
+    The memory determines which keys a query attends to.
     """
     return memory.attend(query, key, value, scaling).transpose(1, 2), None
 
 
-# A layer finds it by the name that `Layout.block` writes into the config.
+# Layers find the function by the name that `Layout.block` writes into the config.
 AttentionInterface.register(MEMORY_ATTENTION, attend_memory)
 
 
@@ -79,7 +79,7 @@ class Mtp(nn.Module):
         self.layout = detect_layout(target.config)
         self._target_config = target.config
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
-        # the state before the final norm is the stream after the last layer
+        # The state before the final norm is the stream after the last layer.
         self.aux_layer_ids: tuple[int, ...] = (
             () if self.layout.reads_normed else (target.config.num_hidden_layers,)
         )
@@ -95,7 +95,7 @@ class Mtp(nn.Module):
             norm(hidden, eps=target.config.rms_norm_eps) for _ in range(3)
         )
         for parameter in self.parameters():
-            # norms keep the ones or zeros they are made with
+            # Norms keep the ones or zeros with which they were created.
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=target.config.initializer_range)
 
@@ -109,8 +109,8 @@ class Mtp(nn.Module):
         """Return the normed output, [B, T, D], twice: as the head's input and as feedback."""
         dtype = self.combine.weight.dtype
         embed_BTD = F.embedding(ids_BT, self._embed_VD).to(dtype)
-        # By position, not by row: a packed batch contains several documents, and vLLM tests the
-        # position too.
+        # Check the position, not the row: a packed batch contains several documents, and vLLM
+        # checks the position too.
         if self.layout.zero_at_start:
             embed_BTD = embed_BTD.masked_fill((position_ids_BT == 0)[..., None], 0)
         parts = [self.embed_norm(embed_BTD), self.hidden_norm(feature_BTD.to(dtype))]
@@ -125,7 +125,7 @@ class Mtp(nn.Module):
         return out_BTD, out_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """The target's feature for step 0, [B, T, D]."""
+        """Return the target's feature for step 0, [B, T, D]."""
         if self.layout.reads_normed:
             return final_hidden(signal)
         if signal.aux_BTLD is None or signal.aux_BTLD.shape[2] != 1:
@@ -144,26 +144,26 @@ class Mtp(nn.Module):
         )
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start from one layer of the target, with the feature as its input.
+        """Start from a layer of the target, with the feature as its input.
 
-        The weights for the embedding stay random.
+        The weights that read the embedding stay random.
         """
         (layer,) = layers
         mine = self.block.state_dict()
         same = {
             n: t for n, t in layer.state_dict().items() if n in mine and t.shape == mine[n].shape
         }
-        # Tensors of another name or shape keep the random weights.
+        # Tensors with different names or shapes keep their random weights.
         self.block.load_state_dict({**mine, **same})
         self.final_norm.load_state_dict(final_norm.state_dict())
         hidden = self.combine.out_features
-        # columns of `combine` that read the feature
+        # The columns of `combine` that read the feature.
         start = hidden if self.layout.embedding_first else 0
         with torch.no_grad():
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
 
     def checkpoint_tensors(self, weights: Weights = None) -> dict[str, Tensor]:
-        """The layer's tensors, or `weights`, under the names used in the target's checkpoint."""
+        """Return the layer's tensors, or `weights`, under the names of the target's checkpoint."""
         return self.layout.to_checkpoint(
             weights or self.state_dict(), self._target_config.num_hidden_layers
         )
@@ -190,7 +190,7 @@ class Mtp(nn.Module):
         )
 
     def record(self) -> dict[str, Any]:
-        """The `redraft` section for a config.json.
+        """Return the `redraft` section for config.json.
 
         It records how the layer was trained and which inputs it received.
         """
@@ -209,7 +209,7 @@ class Mtp(nn.Module):
             ValueError: there is no such layer, or a tensor is missing or has the wrong shape.
         """
         training = read_config(folder).get("redraft", {})
-        # a target may have been converted to make room for the layer; the converted config is here
+        # A target may have been converted to make room for the layer. The converted config is here.
         target = replace(target, config=load_text_config(folder))
         head = Mtp(
             Config(**{k: v for k, v in training.items() if k not in ("family", TRAINED_WITH)}),

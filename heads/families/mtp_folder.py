@@ -1,4 +1,4 @@
-"""Target folders with an MTP layer: read the layer, put a tuned one back, or make room for one."""
+"""Target folders with an MTP layer: read the layer, write it back, or make room for one."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def stitch(
     """
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
-    # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the
-    #    new folder.
+    # 1. Copy tokenizer, templates and so on, but not the target's manifest and provenance, which do
+    # not describe the new folder.
     files = list_tensors(target_folder)
     shards = set(files.values())
     for path in target_folder.iterdir():
@@ -56,13 +56,13 @@ def stitch(
             and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE)
         ):
             link(path, out / path.name)
-    # 2. The target's shards, without the tensors to replace.
+    # 2. Keep the target's shards, without the tensors to replace.
     kept: dict[str, str] = {}
     for path in sorted(shards):
         kept |= _keep_shard(
             path, {name for name, file in files.items() if file == path}, set(tensors), out
         )
-    # 3. The new tensors, in a file with another name than an earlier stitch used.
+    # 3. Write the new tensors, into a file whose name no earlier stitch used.
     added = next(
         name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values()
     )
@@ -71,7 +71,7 @@ def stitch(
         out / added,
         {"format": "pt"},
     )
-    # 4. Index and config last: they name files that are there.
+    # 4. Write index and config last, because they name files that must already exist.
     weight_map = {**kept, **dict.fromkeys(tensors, added)}
     _write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
     _write_json(out / CONFIG, {**read_config(target_folder), **config})
@@ -82,8 +82,8 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 
     The file is a link, or a new file without the replaced tensors.
     """
-    # if there is a model.safetensors, transformers treats it as the whole model and never reads the
-    # index
+    # If there is a model.safetensors, transformers reads it as the whole model and never reads the
+    # index.
     name = "model-target.safetensors" if path.name == WEIGHTS else f"{path.stem}.safetensors"
     left = names - replaced
     if left == names and path.suffix == ".safetensors":
@@ -94,16 +94,17 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 
 
 def link(source: Path, copy: Path) -> None:
-    """Make `copy` a hard link to the file behind `source`, or a copy on another disk."""
+    """Make `copy` a hard link to the file behind `source`, or a copy on a different disk."""
     try:
-        # Both names share bytes and mode. The hub's cache contains symbolic links, so resolve them.
+        # Both names share contents and mode. Resolve symbolic links, because the hub's cache
+        # consists of them.
         os.link(source.resolve(), copy)
     except OSError:
         shutil.copy2(source, copy)
 
 
 def as_mimo(llama_folder: Path, out: Path) -> None:
-    """Write the same target to `out` in the MiMo layout, which has room for an MTP layer.
+    """Write the target to `out` in the MiMo layout, which has room for an MTP layer.
 
     In this layout, the target is a Llama with zero biases on q, k and v.
 
@@ -123,8 +124,8 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or hidden // heads) * heads != hidden:
         raise ValueError(
-            f"{llama_folder}: MiMo's head size is hidden_size / num_attention_heads, this target's "
-            "is not"
+            f"{llama_folder}: MiMo needs a head size of hidden_size / num_attention_heads, "
+            f"which this target does not have"
         )
     weights = [
         name
@@ -135,7 +136,7 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
         name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
         for name, weight in read_tensors(llama_folder, weights).items()
     }
-    # vLLM recognises MiMo by the architecture; transformers opens the rest as a Qwen2.
+    # vLLM recognises MiMo by the architecture. transformers opens the folder as a Qwen2.
     mimo = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",

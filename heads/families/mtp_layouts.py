@@ -1,12 +1,12 @@
-"""The MTP layers of released targets: names of tensors, and differences in the mathematics.
+"""MTP layers of released targets: their tensor names, and the differences in their arithmetic.
 
             concatenated         embedding at position 0   the target's feature        decoder layer
 MiMo        [hidden, embedding]  zero                      before its final norm       Qwen2's
 Qwen3-Next  [embedding, hidden]  as it is                  after its final norm        its own, full attention
 DeepSeek    [embedding, hidden]  zero                      after its final norm        its own
 
-In all of them the output of the layer's final norm is fed back, and is the input of the target's
-head.
+In all of them, the output of the layer's final norm is fed back, and is the input of the target's
+output head.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     model: str
-    """Module in `transformers.models` and prefix of its class names: "module:Prefix"."""
+    """"module:Prefix": a module in `transformers.models` and the prefix of its class names."""
     prefix: str
     """Prefix of the layer's tensor names. {n} stands for the target's number of layers."""
     names: Mapping[str, str]
-    """Checkpoint names by the names of our modules."""
+    """Checkpoint names by the names of redraft's modules."""
     embedding_first: bool
     """Whether the embedding comes before the hidden state in the concatenation."""
     zero_at_start: bool
@@ -38,7 +38,7 @@ class Layout:
     count_key: str = "num_nextn_predict_layers"
     """Config key for the number of MTP layers."""
     engine_output: int = 0
-    """Index of the output of vLLM's drafter that is taken after the final norm."""
+    """Index of the output of vLLM's drafter that follows the final norm."""
 
     def block(self, config: Any) -> nn.Module:
         """Build the decoder layer, which uses a `Memory` for attention."""
@@ -46,10 +46,11 @@ class Layout:
         config = copy.deepcopy(config)
         config._attn_implementation = MEMORY_ATTENTION
         config._experts_implementation = config._experts_implementation or "grouped_mm"
-        # DeepSeek: past `first_k_dense_replace`, so the layer has experts, as in the checkpoint.
+        # For DeepSeek, use an index past `first_k_dense_replace`, so that the layer has experts, as
+        # in the checkpoint.
         index = config.num_hidden_layers
         if getattr(config, "layer_types", None):
-            # engines build it as layer 0 with full attention, whatever the target's first layer is
+            # Engines build it as layer 0 with full attention, whatever the target's first layer is.
             config.layer_types, index = ["full_attention"], 0
         block: nn.Module = getattr(module, f"{prefix}DecoderLayer")(config, index)
         return block
@@ -77,7 +78,7 @@ class Layout:
     def from_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
         """Return the checkpoint's tensors for this layer, under redraft's names.
 
-        Copies of the embeddings and the head are left out.
+        Copies of the embeddings and the head are omitted.
         """
         prefix = self.prefix.format(n=num_layers)
         mine = {
@@ -88,7 +89,7 @@ class Layout:
         return join_experts({self._inner(name): tensor for name, tensor in mine.items()})
 
     def holds(self, name: str, num_layers: int) -> bool:
-        """Whether a tensor is the MTP layer's, and not a copy of the embeddings or the head."""
+        """Whether a tensor belongs to the MTP layer and is not a copy of embeddings or head."""
         shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         return name.startswith(self.prefix.format(n=num_layers)) and not shared
 
@@ -97,7 +98,7 @@ class Layout:
         return self.names[module] + name.removeprefix(f"{module}.")
 
     def _inner(self, name: str) -> str:
-        # "block" is last and may be "", which every name starts with
+        # "block" comes last: its prefix may be "", with which every name starts.
         module = next(m for m, theirs in self.names.items() if name.startswith(theirs))
         return f"{module}.{name.removeprefix(self.names[module])}"
 
@@ -168,8 +169,8 @@ def detect_layout(config: Any) -> Layout:
     if layout is None:
         known = ", ".join(BY_MODEL_TYPE)
         raise ValueError(
-            f"model type {config.model_type} has no MTP layout here ({known}); as_mimo converts a "
-            "Llama"
+            f"redraft has no MTP layout for the model type {config.model_type} (only for "
+            f"{known}); as_mimo converts a Llama"
         )
     if (getattr(config, layout.count_key, None) or 1) > 1:
         raise ValueError(
@@ -179,15 +180,15 @@ def detect_layout(config: Any) -> Layout:
 
 
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split experts as in checkpoints, with one gate, up and down projection each.
+    """Split stacked experts as in checkpoints, with one gate, up and down projection each.
 
-    The transformers library stacks them.
+    The transformers library stacks them in one tensor.
     """
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
             for i, expert in enumerate(tensor):
-                # [2 I, D] with the gate first; I is the size of an expert.
+                # [2 I, D] with the gate first, where I is the size of an expert.
                 gate, up = expert.chunk(2)
                 stem = f"{name.removesuffix('gate_up_proj')}{i}."
                 split |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
@@ -200,7 +201,7 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Invert `split_experts`; experts that are stacked in the checkpoint stay as they are."""
+    """Invert `split_experts`. Experts that are already stacked stay unchanged."""
     joined = dict(tensors)
     for first in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
         stem = first.removesuffix("0.gate_proj.weight")
@@ -209,6 +210,6 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             torch.stack([joined.pop(f"{stem}{i}.{kind}_proj.weight") for i in range(count)])
             for kind in ("gate", "up", "down")
         )
-        # gate and up [experts, I, D] become [experts, 2 I, D], down is [experts, D, I].
+        # gate and up [experts, I, D] become [experts, 2 I, D]; down is [experts, D, I].
         joined |= {f"{stem}gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}down_proj": down}
     return joined

@@ -4,9 +4,9 @@
     row t, draft step k     a mask token and a learned feature at position t + k; predicts x[t+2+k]
     step k of row t reads   step 0 of the rows up to t in its document, and steps 1..k of row t
 
-No step reads the output of another, so an engine computes all of them in one pass over the prefix
-and the masks. In training, step k takes a part of the rows of step k - 1: the later a token, the
-less often it is reached ("conditional on distribution" sampling).
+No step reads the output of another step, so an engine computes all of them in one pass over the
+prefix and the masks. In training, step k uses a part of the rows of step k - 1, because later
+tokens are reached less often ("conditional on distribution" sampling).
 
 B = batch, T = tokens, N = rows of a step, L = aux layers, D = hidden.
 """
@@ -44,7 +44,7 @@ class PEagle(Eagle3):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """Make an untrained head as `Eagle3` does; the default mask token is the last row."""
+        """Make an untrained head as `Eagle3` does. By default, the mask token is the last row."""
         super().__init__(config.as_eagle3(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = (
@@ -52,7 +52,7 @@ class PEagle(Eagle3):
         )
         self.options = replace(config, mask_token_id=self._mask_token_id)
         self.max_tokens = config.num_steps
-        # As wide as the streams, not as a feature: engines send it through `fc` too.
+        # It is as wide as the streams, not as a feature, because engines send it through `fc` too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def draft_steps(
@@ -63,15 +63,15 @@ class PEagle(Eagle3):
         In training, later steps have fewer rows (`keep_ratio`).
         """
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
-        # a sample is enough for a gradient; a metric or a forecast needs every row
+        # A sample is enough for a gradient. A metric or a forecast needs every row.
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
-        # One per layer. Every pass adds a step to all of them, so their order matters. Layers with
-        # the same window share the rows that they attend to.
+        # One memory per layer. Every pass adds a step to all of them, so the order of passes
+        # matters. Layers with the same window share the rows that they attend to.
         windows = [view.window for view in self.views]
         first = {window: StepMemory(batch, rows_BN, window) for window in windows}
         memories = [first[window].after([]) for window in windows]
-        # the last rows of a document read the tokens of the next one; their labels are masked, and
-        # no other row attends to them
+        # The last rows of a document read tokens of the next document. Their labels are masked, and
+        # no other row attends to them.
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
         hidden_BTD = self._pass(ids_BT, self.feature(signal), batch.position_ids_BT, memories)
         steps = [self._draft_step(hidden_BTD, 0, label_rows(batch, 1))]
@@ -96,28 +96,28 @@ class PEagle(Eagle3):
         return steps
 
     def _sample_rows(self, batch: Batch) -> Tensor:
-        """The rows that step 1 could train, in the order in which they are kept, int64 [B, N]."""
+        """Return the rows that step 1 could train, in the order of keeping them, int64 [B, N]."""
         has_label_BT = label_rows(batch, 2)
-        # `int` waits for the device, once a batch.
+        # `int` waits for the device, once per batch.
         return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
 
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Choose the rows for step k, and mark those that are trained: int64 and bool, [B, n] each.
+        """Choose the rows for step k, and mark those to train: int64 and bool, each [B, n].
 
-        The rows are the first ones of `_sample_rows`. Every row of the batch keeps a fraction of
-        its own labels, independently of the other rows: two processes with half of the batch each
-        train the same rows as one process with all of it.
+        They are the first rows of `_sample_rows`. Every row of the batch keeps a fraction of its
+        own labels, independently of the other rows. So two processes with half of the batch each
+        train the same rows as one process with the whole batch.
         """
-        # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
+        # With the defaults 0.7 and 0.2, steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
         # labels.
         share = max(self.options.keep_ratio**k, self.options.min_share)
-        # In float64, which rounds as Python's product does two lines below.
+        # Use float64, which rounds as Python's product two lines below does.
         count_B = (label_rows(batch, 2).sum(1).double() * share).long()
         rows_Bn = rows_BN[:, : max(int(rows_BN.shape[1] * share), 1)]
         return rows_Bn, torch.arange(rows_Bn.shape[1], device=rows_Bn.device) < count_B[:, None]
 
     def _draft_step(self, hidden_BTD: Tensor, k: int, mask_BT: Tensor) -> DraftStep:
-        # Every trained row weighs the same: a later step weighs less because it has fewer of them.
+        # Every trained row has the same weight. A later step weighs less because it has fewer rows.
         return DraftStep(
             hidden_BTD=hidden_BTD,
             head_WD=self.head,
@@ -128,7 +128,7 @@ class PEagle(Eagle3):
         )
 
     def _mask_feature(self) -> Tensor:
-        """The learned feature for all steps but the first, [1, 1, D]."""
+        """Return the learned feature for all steps but the first, [1, 1, D]."""
         streams_11LD = self.mask_hidden.view(1, 1, len(self.aux_layer_ids), -1)
         return self.mix(streams_11LD.to(self.fc.weight.dtype))
 
@@ -139,7 +139,7 @@ class PEagle(Eagle3):
         position_ids_BN: Tensor,
         memories: Sequence[Memory],
     ) -> Tensor:
-        """The input of the output head, [B, N, D]."""
+        """Return the input of the output head, [B, N, D]."""
         cos_sin = self._rotary(position_ids_BN, feature_BND)
         embed_BND = F.embedding(ids_BN, self._embed_VD).to(feature_BND.dtype)
         x_BND = self._run(self.midlayer, memories[0], cos_sin, embed_BND, feature_BND)
@@ -160,15 +160,15 @@ class PEagle(Eagle3):
 
     def _vllm_config(self) -> dict[str, Any]:
         return {
-            # with EAGLE-3's architecture: the engine has one class for both
+            # It has EAGLE-3's architecture, because the engine uses one class for both.
             **super()._vllm_config(),
-            # the engine's name for the mask token of every parallel drafter
+            # This is the engine's name for the mask token of every parallel drafter.
             "pard_token": self._mask_token_id,
         }
 
     def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
         config = super()._speculators_config(target_name, num_speculative_tokens)
-        # vLLM's `update_peagle` copies the other options from the top level, and not `fc_norm`.
+        # vLLM's `update_peagle` copies the other options from the top level, but not `fc_norm`.
         inner = {"fc_norm": self.options.fc_norm}
         return {
             **config,
@@ -188,7 +188,7 @@ class PEagle(Eagle3):
 
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
-        """Read a checkpoint's options: the engine's keys for architecture, ours for training."""
+        """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys)."""
         known = asdict(Config())
         training = {
             name: value for name, value in config.get("redraft", {}).items() if name in known
@@ -196,7 +196,8 @@ class PEagle(Eagle3):
         return Config(
             aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
             mask_token_id=config.get("mask_token_id", config.get("pard_token")),
-            # False in both layouts, unlike EAGLE-3: vLLM reads speculators' P-EAGLE configs so.
+            # The default is false in both layouts, unlike for EAGLE-3, because vLLM reads
+            # speculators' P-EAGLE configs this way.
             norm_before_residual=config.get("norm_before_residual", False),
             norm_before_fc=config.get("norm_before_fc", False),
             fc_norm=config.get("fc_norm", False),

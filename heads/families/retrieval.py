@@ -1,14 +1,14 @@
-"""A draft without a network.
+"""A draft without a neural network.
 
-The next token is one that followed the same tokens before (He et al., arXiv 2311.08252).
+It proposes a token that followed the same tokens before (He et al., arXiv 2311.08252).
 
     ... a b c ─┬─► the longest run of last tokens that occurs earlier in the request ─► the token after it ─┐
                └─► the longest run that occurs in the target's answers ─► the majority-vote token after it ─┴─► the more
                                                                                     probable of the two is drafted
 
-The same is repeated after that token, as long as the probability that all tokens so far are
-accepted pays for verifying one more row. Answers are counted beforehand, or while serving. Nothing
-is trained, and no model drafts.
+This is repeated after that token, as long as the probability that all tokens so far are accepted is
+worth verifying one more row. Answers are counted beforehand, or while serving. Nothing is trained,
+and no model drafts.
 
 R = entries of the table, N = longest run.
 """
@@ -42,14 +42,15 @@ FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft, o
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
-# maximum number of token ids that `as_text` can distinguish, a power of 2 minus 1
+# Maximum number of token ids that `as_text` can distinguish: a power of 2 minus 1.
 MOST_IDS = (1 << 20) - 1
 WINDOW = 10_000
-"""Default number of newest answers in live counts."""
+"""Default number of newest answers that live counts keep."""
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
 SHARD = 1 << 12  # maximum number of runs to drop, or to move in memory, at once
-# number of live predictions of a kind after which both sums are halved, to follow the traffic
+# Number of live predictions of one kind after which both sums are halved, so that the rates follow
+# the traffic.
 REMEMBERED = 4096
 EXPECTED = (
     0.2,
@@ -62,12 +63,14 @@ NOTHING = (-1, 0.0)  # No token, and its probability.
 @dataclass(frozen=True, kw_only=True)
 class Config:
     max_run: int = 6
-    """Longest run of tokens to look up."""
+    """Maximum length of a run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Maximum number of runs to keep. Each takes 44 bytes of server memory; in live counts, 16."""
+    """Maximum number of runs to keep. Each takes 44 bytes of server memory, or 16 bytes in live
+    counts.
+    """
     min_texts: int = 1
     """Minimum number of conversations in which a run must be followed by its token. With 2 or more,
-    runs that occur in only one conversation are left out.
+    runs that occur in only one conversation are omitted.
     """
     verify_cost: float = 0.05
     """Cost of verifying one more token, in target steps of one request. At batch size n, a token is
@@ -91,7 +94,9 @@ class Text:
     is_label: NDArray[np.bool_]
     """Whether the target wrote each token."""
     owner: bytes = b""
-    """Name of the owner. All names have the same length; drafts never use another owner's text."""
+    """Name of the text's owner. All names have the same length. Drafts never use another owner's
+    text.
+    """
 
 
 class Retrieval:
@@ -123,18 +128,17 @@ class Retrieval:
 
         The step has `num_requests` requests.
 
-        Live counts draft only this `owner`'s text, and none if it is None. A request's own text is
-        always drafted.
+        Live counts propose only text of this `owner`, and none if `owner` is None. A request's own
+        text is always used.
         """
-        # Every request of the step pays for a row of this one, so a busy server drafts only likely
-        # tokens.
+        # Every request in the step waits for this row, so a busy server drafts only likely tokens.
         floor = min(1.0, self.config.verify_cost * num_requests)
-        # The machine's order of bytes is taken to be little-endian.
+        # The machine's byte order is assumed to be little-endian.
         last_bytes = TOKEN_BYTES * self.config.max_run
         last = ids[-self.config.max_run :].tobytes()
         text, drafted, probability = as_text(ids), list[int](), 1.0
         while len(drafted) < most:
-            # The first of equals, so the request wins a tie.
+            # `max` returns the first of equal values, so the request wins a tie.
             found = self._in_request(text), self._in_answers(last, owner)
             token, its = max(found, key=itemgetter(1))
             probability *= its
@@ -169,7 +173,7 @@ class Retrieval:
     ) -> dict[str, Any]:
         """Build vLLM's speculative config, without num_speculative_tokens.
 
-        The last keys are for the plugin; vLLM does not use them.
+        The last keys are for redraft's plugin; vLLM ignores them.
 
         Raises:
             ValueError: an option is out of bounds.
@@ -204,7 +208,8 @@ class Retrieval:
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: the folder contains another kind of draft, or an option is out of bounds.
+            ValueError: the folder contains a different kind of draft, or an option is out of
+                bounds.
         """
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
@@ -226,7 +231,7 @@ def is_retrieval(folder: str | Path) -> bool:
 
 
 def require_answers(folder: Path) -> None:
-    """Raise ValueError if the header of a folder's table shows no counted answers."""
+    """Raise ValueError if the header of a folder's table shows that it is empty."""
     table = folder / WEIGHTS
     if table.is_file():
         runs = safetensors_header(table).get("ngrams.runs", {"shape": (0,)})
@@ -241,10 +246,10 @@ def require_answers(folder: Path) -> None:
 def as_text(ids: Ids) -> str:
     """Encode each token as one character, whose code point is the token's id + 1.
 
-    `str.find` searches such text in C, whatever the tokens. In bytes, it would stop at every match
-    that straddles two tokens, and a client controls how many of these there are.
+    `str.find` searches such text in C. In bytes, it would stop at every match that straddles two
+    tokens, and a client could cause many such matches.
     """
-    # numpy's strings end before a last 0, so no token is 0; ids above MOST_IDS wrap around
+    # numpy's strings end at trailing zeros, so no token may be 0. Ids above MOST_IDS wrap around.
     return str(((ids & MOST_IDS) + 1).view(f"<U{len(ids)}").item()) if len(ids) else ""
 
 
@@ -257,7 +262,8 @@ def find_run(text: str, max_run: int, end: int | None = None) -> tuple[int, int]
     end = len(text) if end is None else end
     found, start = (0, 0), 0
     for length in range(1, min(max_run, end) + 1):
-        # a longer run ends at the same place as a shorter one, or later; a token must follow it
+        # A longer run ends at the same position as a shorter one or later, and a token must follow
+        # it.
         start = text.find(text[end - length : end], max(start - 1, 0), end - 1)
         if start < 0:
             break
@@ -285,24 +291,24 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
 
 
 class Counts:
-    """Counts of the runs in the answers, made text by text at about 10 us per token.
+    """Counts of the runs in the answers, updated text by text at about 10 us per token.
 
-    Each text first tests the predictions from earlier texts. The hit rates by length and votes are
-    the probabilities.
+    Each text first tests the predictions made from earlier texts. The hit rates by length and votes
+    become the probabilities.
     """
 
     def __init__(
         self, config: Config, runs: RunVotes | RunTable, remembered: float = float("inf")
     ) -> None:
         self.config, self.runs, self.remembered = config, runs, remembered
-        # Key: length of a run in the request, or `_kind` of one in the answers.
+        # The key is the length of a run in the request, or the `_kind` of a run in the answers.
         self.hits: dict[int | tuple[int, int], list[float]] = {
             length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10]
             for length in range(1, config.max_run + 1)
         }
 
     def learn(self, text: Text) -> Iterator[None]:
-        """Count a text, yielding between steps."""
+        """Count a text, yielding between steps so that the caller can pause."""
         labels, most = np.flatnonzero(text.is_label).tolist(), self.config.max_run
         ids, data, chars = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), as_text(text.ids)
         if labels:
@@ -334,7 +340,7 @@ class Counts:
 
     def probability(self, kind: int | tuple[int, int]) -> float:
         hits, total = self.hits.get(kind, (0, 0))
-        # Half a hit in one more trial: an unseen kind gets 0.5, not 0 / 0.
+        # Add half a hit in one more trial, so that an unseen kind gets 0.5 instead of 0 / 0.
         return (hits + 0.5) / (total + 1)
 
     def _note(self, kind: int | tuple[int, int], is_hit: bool) -> None:
@@ -346,10 +352,10 @@ class Counts:
 
 
 class RunVotes:
-    """The runs in a data set with their tokens, in a form that can be written.
+    """The runs in a data set with their tokens, in a form that can be written to a file.
 
-    Beyond `max_entries` runs, those counted least recently are dropped. Live counts use `RunTable`,
-    which needs a twentieth of the memory.
+    If there are more than `max_entries` runs, those counted least recently are dropped. Live counts
+    use `RunTable`, which needs a twentieth of the memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -406,7 +412,7 @@ class RunVotes:
     def _vote(self, row: Row, token: int) -> Row:
         """Return the row after one more `token`, by the majority vote of Boyer and Moore (1981).
 
-        It keeps one token per run, and new text displaces old text.
+        The vote keeps one token per run, and new text displaces old text.
         """
         if row >> 5 == token:
             return row + 1 if row & VOTES < MOST_VOTES else row
@@ -427,10 +433,10 @@ def _kind(found: Found) -> tuple[int, int]:
 
 
 class Live(Retrieval):
-    """Counts that learn while serving, from the answers in a window.
+    """Counts that learn while serving, from a window of answers.
 
-    Each owner has its own runs, unless tenants share them. Hit rates, which are only numbers, cover
-    all texts.
+    Each owner has its own runs, unless tenants share them. Hit rates cover all texts, because they
+    are only numbers.
     """
 
     def __init__(self, config: Config, *, window: int = WINDOW, shares: bool = False) -> None:
@@ -450,7 +456,7 @@ class Live(Retrieval):
         return tensors, {**numbers, "max_run": self.config.max_run, "hits": hits}
 
     def restore(self, tensors: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> bool:
-        """Restore the result of `read_state`; return False if other settings produced it."""
+        """Restore the result of `read_state`. Return False if different settings produced it."""
         if numbers["max_run"] != self.config.max_run or not self.runs.restore(tensors, numbers):
             return False
         self.counts.hits = {

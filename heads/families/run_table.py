@@ -1,16 +1,16 @@
-"""Runs of tokens and the token that followed each, in little memory.
+"""Runs of tokens and the token that followed each run, in little memory.
 
 `Entries` are the runs in a folder, which no longer change. `RunTable` has the runs of live counts,
 16 bytes each, in a table of bounded size:
 
     hash of (owner, run) ─► a bucket of eight slots ─► epoch | votes | owner | token
 
-A lookup on the GPU has a copy of the slots (`redraft/engine/device_runs.py`).
+A lookup on the GPU uses a copy of the slots (`redraft/engine/device_runs.py`).
 
-A full bucket drops the run that was confirmed least recently, and among equally old ones the run
-with the fewest votes. A run is valid while its token was confirmed in the window, which is counted
-in answers: two epochs. The hash is the same in all processes, so the ranks of a server have the
-same counts.
+A full bucket drops the run that was confirmed least recently; among equally old runs, it drops the
+one with the fewest votes. A run is valid if its token was confirmed within the window, which spans
+two epochs and is counted in answers. The hash is the same in all processes, so the ranks of a
+server have the same counts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 WAYS = 8
-"""Slots of a bucket: 64 bytes of hashes."""
+"""Number of slots in a bucket, whose hashes take 64 bytes."""
 
 HASH_BYTES = 8
 BUCKET_BYTES = WAYS * HASH_BYTES
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = 26, 16, 5
-"""A row has them in this order from its lowest bit, and the epoch above."""
+"""Bits of a row's fields, in this order from the lowest bit. The epoch is above them."""
 
 VOTES_AT, EPOCH_AT = TOKEN_BITS + OWNER_BITS, TOKEN_BITS + OWNER_BITS + VOTE_BITS
 TOKENS, OWNERS, VOTES = (1 << TOKEN_BITS) - 1, (1 << OWNER_BITS) - 1, (1 << VOTE_BITS) - 1
@@ -40,7 +40,7 @@ MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
 BIN_BITS = 16
 FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 NOBODY = 0xD1B54A32D192ED03
-"""Hash of no owner. From 0 on, runs of token 0 would be alike."""
+"""Start value of a hash without an owner. With 0, all runs of token 0 would have the same hash."""
 
 ANYONE = -1
 """Replaces an owner's number if runs of all owners may be found."""
@@ -59,18 +59,19 @@ class RunTable:
     """The runs in the answers of the window, by owner.
 
     All owner names have the same length, and their first half is the tenant's name. With `shares`,
-    the tenants look runs up in common. A run still belongs to the owner who confirmed it last,
+    all tenants look up the same runs. A run still belongs to the owner who confirmed it last,
     because it is that owner's text.
     """
 
     def __init__(self, *, max_entries: int, window: int, shares: bool = False) -> None:
-        """Make an empty table; `window` is a number of answers."""
+        """Make an empty table. `window` is a number of answers."""
         self.window, self.shares = window, shares
         self.num_texts = 0
         self._epoch = 0
         self._num_buckets = max(1, max_entries // WAYS)
         size = self._num_buckets * WAYS
-        # Bytes and integers in two blocks, so the garbage collector finds nothing to look through.
+        # Store bytes and integers in two blocks, so that the garbage collector has no objects to
+        # traverse.
         self._hashes = bytearray(HASH_BYTES * size)
         self._rows = array("Q", bytes(8 * size))
         self._owners: dict[bytes, tuple[int, int]] = {}
@@ -98,7 +99,10 @@ class RunTable:
         return self._epoch - 1
 
     def take_changes(self) -> NDArray[np.int64] | None:
-        """The slots changed since the last call, in any order; None if all may have changed."""
+        """Return the slots that changed since the last call, in any order.
+
+        None if all may have changed.
+        """
         changed, self._changed = self._changed, set()
         return None if changed is None else np.fromiter(changed, np.int64, len(changed))
 
@@ -134,7 +138,10 @@ class RunTable:
         return None
 
     def find_owner(self, owner: bytes) -> tuple[int, int] | None:
-        """The number of an owner in the rows, and the hash of no run; None for an unknown owner."""
+        """Return an owner's number in the rows, and the hash of its empty run.
+
+        None for an unknown owner.
+        """
         known = self._owners.get(owner)
         if self.shares:
             return ANYONE, self._hash_owner(owner) if known is None else known[1]
@@ -192,12 +199,12 @@ class RunTable:
             "rows": rows[places],
             "hashes": hashes[places],
         }
-        # a thread reads while the engine counts: the list is made at once
+        # A thread reads while the engine counts, so copy the list at once.
         names = {name.hex(): number for name, (number, _) in list(self._owners.items())}
         return tensors, {**self._shape(), "num_texts": self.num_texts, "owners": names}
 
     def restore(self, tensors: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> bool:
-        """Restore the result of `read`; return False if the table now has another shape."""
+        """Restore the result of `read`. Return False if the table now has a different shape."""
         if {name: numbers[name] for name in self._shape()} != self._shape():
             return False
         places = tensors["places"]
@@ -262,7 +269,7 @@ class RunTable:
         return at // HASH_BYTES  # -1 stays -1
 
     def _take_slot(self, hashed: int) -> int:
-        """Return a slot for a new run, replacing the least recent run if no slot is free."""
+        """Return a slot for a new run. If no slot is free, replace the least recent run."""
         first = hashed % self._num_buckets * WAYS
         place = self._find_aligned(bytes(HASH_BYTES), first * HASH_BYTES)
         if place < 0:
@@ -284,7 +291,7 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
     def __init__(
         self, runs_RN: NDArray[np.int32], token_R: NDArray[Any], probability_R: NDArray[Any]
     ) -> None:
-        """Sort the runs by hash; `runs_RN` is padded in front with -1."""
+        """Sort the runs by hash. `runs_RN` is padded in front with -1."""
         hashes_R = _hash_rows(runs_RN)
         order_R = np.argsort(hashes_R, kind="stable")
         self._runs_RN = np.ascontiguousarray(runs_RN[order_R], np.int32)
@@ -306,10 +313,10 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
         return Entries(runs_RN, found[:, 0], found[:, 1])
 
     def spread(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64], int]:
-        """A half-full hash table: rows and hashes of its slots, probabilities, maximum probes.
+        """Return a half-full hash table: its slots' rows and hashes, probabilities, maximum probes.
 
-        A row has the token and, from bit `VOTES_AT` on, the place of its probability. A full bucket
-        of `WAYS` slots overflows into the next one.
+        A row contains the token and, from bit `VOTES_AT` on, the index of its probability. A full
+        bucket of `WAYS` slots overflows into the next one.
         """
         probabilities, kinds_R = np.unique(self._probabilities, return_inverse=True)
         rows_R = kinds_R.astype(np.uint64) << np.uint64(VOTES_AT) | np.array(
@@ -384,7 +391,7 @@ def _hash_rows(runs_RN: NDArray[np.int32]) -> NDArray[np.uint64]:
 
 
 def _hash_runs(last: bytes, start: int) -> list[int]:
-    """Compute a hash for each run at the end of `last`, the shortest first; no hash is 0."""
+    """Compute a hash for each run at the end of `last`, the shortest first. Hashes are never 0."""
     found, hashed = [], start
     for token in reversed(memoryview(last).cast("I").tolist()):
         hashed = (hashed ^ token) * FACTOR & MASK

@@ -1,6 +1,6 @@
-"""The standalone draft.
+"""The standalone draft: a small causal LM with the target's vocabulary.
 
-A small causal LM with the target's vocabulary, which any engine serves as a draft model.
+Any engine can serve it as a draft model.
 
 See Leviathan et al., arXiv 2211.17192. It starts from a checkpoint, from layers of the target, or
 from random weights.
@@ -49,7 +49,7 @@ LAYER_NUMBERS, FIRST_LAYERS = (
     ("mlp_only_layers", "moe_layers"),
     ("first_k_dense_replace", "num_dense_layers"),
 )
-"""Keys of MoE configs: layers by their numbers, and how many at the beginning are dense."""
+"""Keys of MoE configs: lists of layer numbers, and the number of dense layers at the beginning."""
 
 Init = options.Standalone
 
@@ -79,8 +79,8 @@ class StandaloneDraft(nn.Module):
         self._takes_prefixes = not getattr(self._config, "attention_dropout", 0) and take_prefixes(
             model
         )
-        # A new module is in training mode, a loaded model in evaluation mode: the wrapper follows
-        # the model.
+        # A new module is in training mode, but a loaded model is in evaluation mode. The wrapper
+        # copies the model's mode.
         self.train(model.training)
 
     @classmethod
@@ -89,7 +89,7 @@ class StandaloneDraft(nn.Module):
     ) -> StandaloneDraft:
         """Load the draft from a model folder or hub name, in `dtype` (None: as stored).
 
-        It borrows nothing from a target, and raises the same errors as `load_causal_lm` and
+        The draft borrows nothing from a target. Raises the same errors as `load_causal_lm` and
         `make_draft`.
         """
         model = load_causal_lm(folder, dtype)
@@ -105,7 +105,7 @@ class StandaloneDraft(nn.Module):
         like: Path | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Write a folder for vLLM and transformers, with `tokenizer` or that of `like`.
+        """Write a folder for vLLM and transformers, with `tokenizer` or the tokenizer of `like`.
 
         Raises:
             ValueError: both are missing. Without a tokenizer, draft and target cannot be compared.
@@ -113,7 +113,7 @@ class StandaloneDraft(nn.Module):
         if tokenizer is None:
             if like is None:
                 raise ValueError(
-                    "a standalone draft is exported with its tokenizer: give tokenizer or like"
+                    "a standalone draft must be exported with its tokenizer: give tokenizer or like"
                 )
             tokenizer = load_tokenizer(like)
         dtype = dtype or self.model.dtype
@@ -152,9 +152,9 @@ class StandaloneDraft(nn.Module):
     def draft_steps(
         self, batch: Batch, signal: TargetSignal | None = None, num_steps: int | None = None
     ) -> list[DraftStep]:
-        """Return one step with shift 0, which serves for any number of tokens.
+        """Return one step with shift 0, which covers any number of draft tokens.
 
-        The signal is not read.
+        It does not read the signal.
         """
         output = language_model(self.model)(
             input_ids=batch.input_ids_BT,
@@ -175,7 +175,7 @@ class StandaloneDraft(nn.Module):
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """Make the arguments that confine attention to each document.
 
-        They are ranges of keys if the model accepts them, and otherwise a mask.
+        They are ranges of keys if the model accepts these, and otherwise a mask.
         """
         if self._takes_prefixes:
             return prefix_arguments(batch)
@@ -186,8 +186,8 @@ class StandaloneDraft(nn.Module):
         mask_B1TT, window = attention_mask(batch), getattr(self._config, "sliding_window", None)
         if not window or window >= batch.input_ids_BT.shape[1]:
             return self._for_scores(mask_B1TT)
-        # a window of w keys contains the row itself and the w - 1 before it. E.g. for a window of 3
-        # at row 5, tril(-3) contains keys 0..2, so 3, 4 and 5 stay.
+        # A window of w keys contains the row itself and the w - 1 rows before it. E.g. for a window
+        # of 3 at row 5, tril(-3) contains keys 0..2, so 3, 4 and 5 stay.
         sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
         if not hasattr(self._config, "layer_types"):
             return self._for_scores(sliding_B1TT)
@@ -207,12 +207,12 @@ class StandaloneDraft(nn.Module):
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
     """Make the draft described by `init`, identical at every call and on every rank.
 
-    It is in float32, because the 8 bits of bf16 lose a small step of AdamW. `tokenizer` is the
+    It is in float32, because bf16's 8 bits are too few for AdamW's small steps. `tokenizer` is the
     target's, and `seed` determines random weights.
 
     Raises:
-        ValueError: the checkpoint has another tokenizer, recurrent layers, attention with sinks, or
-            logits that do not follow its config.
+        ValueError: the checkpoint has a different tokenizer, recurrent layers, attention with
+            sinks, or logits that do not follow its config.
     """
     draft = _make_initial(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
@@ -228,7 +228,7 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 def _require_exact(model: Any) -> None:
     """Reject a draft whose attention accepts no document mask, or whose logits break the rule.
 
-    The logits must follow the rule of `find_rule`.
+    `find_rule` returns this rule.
 
     Raises:
         ValueError: the draft fails one of these conditions.
@@ -247,7 +247,8 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
     target_config = target.config.get_text_config()
     if init.layers and any(p.is_meta or isinstance(p, DTensor) for p in target.parameters()):
         raise ValueError(
-            "a draft of the target's layers needs its weights, which the endpoint does not provide: "
+            "a draft made of the target's layers needs the target's weights, which the endpoint "
+            "does not provide: "
             "start from draft.checkpoint or draft.num_layers, or read the target from its folder "
             "(--signal.kind model or cache)"
         )
@@ -265,11 +266,11 @@ def from_checkpoint(
     """Load the draft from a model folder or hub name, with as many vocabulary rows as the target.
 
     Raises:
-        ValueError: the draft has another tokenizer.
+        ValueError: the draft has a different tokenizer.
     """
     model = load_causal_lm(name_or_path)
     check_same_tokenizer(target_tokenizer, load_tokenizer(name_or_path))
-    # Tokenizers are equal: only the padding of the table may differ.
+    # The tokenizers are equal, so only the padding of the table may differ.
     fit_vocabulary(model, vocab_size)
     return StandaloneDraft(model)
 
@@ -280,8 +281,8 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     All weights are copied.
 
     Raises:
-        ValueError: `layers` is empty, out of range or not ascending, the layers would be of other
-            kinds at their new places, or the target also reads images.
+        ValueError: `layers` is empty, out of range or not ascending, the layers would have
+            different         kinds at their new positions, or the target also reads images.
     """
     if target.config.get_text_config() is not target.config:
         raise ValueError(
@@ -324,7 +325,9 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
             f"layers {list(layers)} of {type(target).__name__} are of other kinds at their new "
             "places"
         )
-        raise ValueError(f"{kinds}: choose others, or start from draft.num_layers") from None
+        raise ValueError(
+            f"{kinds}: choose different layers, or start from draft.num_layers"
+        ) from None
     draft.generation_config = copy.deepcopy(target.generation_config)
     return StandaloneDraft(draft.to(target.device).train(target.training))
 
@@ -358,9 +361,10 @@ def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> Sta
 
 
 def _find_layers(model: Any) -> tuple[str, int]:
-    """The prefix of the decoder layers in the state dict, and the number of layers."""
+    """Return the prefix of the decoder layers in the state dict, and the number of layers."""
     total = model.config.num_hidden_layers
-    # known by its length, because architectures name it differently (model.layers, transformer.h)
+    # Find the list by its length, because its name depends on the architecture (model.layers,
+    # transformer.h).
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == total:
             return name, total

@@ -1,1 +1,1 @@
-"""Layers for several families."""
+"""Layers that several families use."""

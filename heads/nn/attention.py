@@ -1,11 +1,11 @@
 """Attention of a recurrent head.
 
-Exact for all draft steps at once, and no mask of rows by keys in memory.
+It is exact for all draft steps at once, without a mask of rows by keys in memory.
 
 Step 0 is a pass over the target's features, causal within each document. At step k, row t is at
-position t + k of a continuation that starts at row t. It sees the step-0 rows up to t, and the keys
-of row t at steps 1..k: the diagonal of each step. Serving does the same with a KV cache: first the
-prefix, then one token after another.
+position t + k of a continuation that starts at row t. It attends to the step-0 rows up to t, and to
+the keys of row t at steps 1..k, i.e. the diagonal of each step. Serving does the same with a KV
+cache: first the prefix, then token by token.
 
 B = batch, H = query heads, G = key heads, T = tokens, E = head size, J = steps after step 0.
 """
@@ -30,16 +30,16 @@ class Memory(Protocol):
     """The keys and values computed so far. Every call first adds new ones."""
 
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
-        """softmax(scale * q k) v over the keys visible to each query, [B, H, T, size of v]."""
+        """Return softmax(scale * q k) v over each query's visible keys, [B, H, T, size of v]."""
         ...
 
 
 class StepMemory:
-    """A memory for training: call j, from 0, is draft step j for every row of the batch.
+    """A memory for training. Call j, counted from 0, is draft step j for every row of the batch.
 
     With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a
     call with n rows continues the first n of `rows_BN`. No call may have more rows than the
-    previous one. With a `window`, a row attends to the keys fewer than `window` positions before
+    previous one. With a `window`, a row attends only to keys less than `window` positions before
     its own.
     """
 
@@ -54,8 +54,8 @@ class StepMemory:
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:
         """Return a memory for the same rows, with these pairs as its earlier calls."""
-        # A shallow copy shares prefixes and rows. The list is new, so a call adds to one memory
-        # only.
+        # A shallow copy shares prefixes and rows. The list is new, so a call adds to only one
+        # memory.
         other = copy(self)
         other.pairs = list(pairs)
         return other
@@ -65,7 +65,7 @@ class StepMemory:
         if not self.pairs:  # later keys are of the row itself
             k, v = gather_keys(self._shared, k, v)
         self.pairs.append((k, v))
-        # The first pair contains the keys of every row, [B, G, T, E]. A later one contains one key
+        # The first pair contains the keys of every row, [B, G, T, E]. A later pair contains one key
         # for each row that it continues.
         context, *own = self.pairs
         if self._rows_BN is not None and own:
@@ -79,8 +79,8 @@ class StepMemory:
     def _seen(self, step: int, n: int) -> Prefixes:
         """The keys of step 0 that the first n rows of a step attend to.
 
-        Row t is at position t + step there, so its window has moved on by `step`. The row's own
-        keys from earlier steps are nearer, and always within the window.
+        Row t is then at position t + step, so its window has moved by `step`. The row's own keys
+        from earlier steps are closer, and always within the window.
         """
         prefixes = self._prefixes
         if self._rows_BN is not None and step:
@@ -93,15 +93,15 @@ class StepMemory:
 def compute_again(
     run: Callable[..., tuple[Tensor, ...]], memories: Sequence[StepMemory], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run run(*inputs, *memories), and compute it again in the backward pass.
+    """Call run(*inputs, *memories), and call it again in the backward pass.
 
-    Only the inputs, the outputs, and the keys and values from its one call to each memory are kept.
-    All memories must have had the same number of calls before.
+    Only the inputs, the outputs, and the keys and values from its single call to each memory are
+    kept. All memories must have had the same number of calls before.
     """
     num_tensors = 2 * len(memories[0].pairs)  # of each memory
 
     def once(*flat: Tensor) -> tuple[Tensor, ...]:
-        # a second run must not add its keys to the memory of later steps
+        # The second run must not add its keys to the memory of later steps.
         before = []
         for i, memory in enumerate(memories):
             keys = flat[len(inputs) + i * num_tensors :][:num_tensors]
@@ -109,7 +109,7 @@ def compute_again(
         out = run(*flat[: len(inputs)], *before)
         return *out, *(x for memory in before for x in memory.pairs[-1])
 
-    # [key 0, value 0, key 1, value 1, ...] of each memory; `once` makes pairs of them again.
+    # The list is [key 0, value 0, key 1, value 1, ...] for each memory. `once` pairs them again.
     flat = [x for memory in memories for pair in memory.pairs for x in pair]
     found = checkpoint(once, *inputs, *flat, use_reentrant=False)
     new = found[-2 * len(memories) :]
@@ -121,7 +121,7 @@ def compute_again(
 def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v to one dtype, and pad v with zeros to the size of k."""
     dtype = product_dtype(v_BGTE)
-    # DeepSeek's values are narrower than its keys, and the kernels take one size
-    # The callers cut the zeros off the output again.
+    # DeepSeek's values are smaller than its keys, but the kernels accept only one size. The callers
+    # remove the zeros from the output.
     v_BGTE = F.pad(v_BGTE, (0, k_BGTE.shape[-1] - v_BGTE.shape[-1]))
     return q_BHTE.to(dtype), k_BGTE.to(dtype), v_BGTE.to(dtype)

@@ -1,6 +1,6 @@
 """Attention of a block drafter.
 
-Every block reads the context before its anchor, and itself, in both directions or causally.
+Every block attends to the context before its anchor and to itself, bidirectionally or causally.
 
 B = batch, H = query heads, G = key heads, T = tokens of the context, A = blocks, S = slots of a
 block, N = A * S, E = head size.
@@ -38,16 +38,16 @@ class BlockMask:
     ) -> BlockMask:
         """Make the mask for blocks that read the context up to row `rows_BA`, ascending.
 
-        They read within the document of that row and the window of `view`. The first slot is
+        The context is limited to that row's document and to the window of `view`. The first slot is
         `first_ahead` positions after the row.
         """
-        # `rows_BA` is the row before the anchor, the last one that the target has computed, so it
-        # is included. No other block is, because the anchor of a later one is a token that this
+        # `rows_BA` is the row before the anchor, i.e. the last row that the target has computed, so
+        # it is included. Other blocks are not, because a later block's anchor is a token that this
         # block must predict.
         rows_BN = rows_BA.repeat_interleave(num_slots, dim=1)
         prefixes = Prefixes.of(document_BT).rows(rows_BN, ascending=True)
-        # The window is relative to the position, as in an engine: it moves with the slot, and the
-        # last slot attends to the fewest rows of the context.
+        # As in an engine, the window moves with the slot's position, so the last slot attends to
+        # the fewest rows of the context.
         slots_S = torch.arange(first_ahead, first_ahead + num_slots, device=rows_BA.device)
         prefixes = prefixes.within(view.window, slots_S.repeat(rows_BA.shape[1]))
         return BlockMask(prefixes, num_slots, view.is_causal)
@@ -62,8 +62,8 @@ def attend_blocks(
 ) -> Tensor:
     """Compute softmax(scale * q k) v for every block's rows, [B, H, N, E].
 
-    The blocks' queries are laid end to end. `context` has keys and values, [B, G, T, E] each, and
-    `block` has the blocks' own, [B, G, N, E]. `mask` has the keys that each query attends to.
+    The blocks' queries are concatenated. `context` has keys and values, each [B, G, T, E], and
+    `block` has the blocks' own, each [B, G, N, E]. `mask` has the keys that each query attends to.
     """
     # Under autocast, projections return bfloat16, but norms and rotation may return float32. The
     # kernel accepts a single dtype.

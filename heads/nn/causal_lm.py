@@ -1,12 +1,13 @@
-"""Causal LMs of `transformers` on packed rows.
+"""Run causal LMs of `transformers` on packed rows.
 
-Each token attends to its own document, in ranges of keys.
+Each token attends only to its own document, given as a range of keys.
 
     from outside, once          take_prefixes(model)
     each pass                   model(ids, positions, **prefix_arguments(batch))
     a pass without arguments    SDPA, as before
 
-SDPA would get a mask [B, 1, T, T], compute the scores of all pairs, and repeat the key heads.
+With SDPA alone, transformers would build a mask [B, 1, T, T], compute the scores of all pairs, and
+repeat the key heads.
 
 B = batch, T = tokens, H = query heads, E = head size.
 """
@@ -34,29 +35,29 @@ PLAIN_ATTENTION = (
     "glm4", "glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2",
     "starcoder2",
 )  # fmt: skip
-"""Model types whose layers hand further arguments on to attention, and compute nothing but
-softmax(q k) v there.
+"""Model types whose layers pass additional arguments on to attention, and compute only softmax(q k)
+v there.
 """
 
 
 FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
-"""Names of the final norm: for most models, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2, and
-RecurrentGemma.
+"""Names of the final norm in most models, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2, and
+RecurrentGemma, in this order.
 """
 
 LOGITS_WITHIN = 1e-2
 """Maximum relative difference between a class's logits and those of the rule. Both compute the same
-product, and any scale or cap changes it by more.
+product, and any scale or cap makes a larger difference.
 """
 
 
 def language_model(model: Any) -> Any:
     """The decoder of a causal LM, which contains the layers.
 
-    In a model for text and images, it is the part for text.
+    In a model for text and images, it is the decoder for text.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    # Llama 4's class names an attribute that it does not have, and is its own decoder.
+    # Llama 4's class declares an attribute that it does not have, and is its own decoder.
     return model.model if decoder is model else decoder
 
 
@@ -64,14 +65,15 @@ def decoder_layers(model: Any) -> Any:
     """The layers of a causal LM's decoder, an nn.ModuleList.
 
     Raises:
-        ValueError: the decoder has no layers of this name, as in older architectures (GPT-2, BLOOM,
-            OPT) or encoders.
+        ValueError: the decoder has no layers under this name, as in older architectures (GPT-2,
+            BLOOM, OPT) or encoders.
     """
     layers = getattr(language_model(model), "layers", None)
     if layers is None:
         raise ValueError(
-            f"{type(model).__name__} ({model.config.model_type}) has no `layers` in its decoder, "
-            "from which a draft reads: choose another target, or train a draft that reads only its "
+            f"{type(model).__name__} ({model.config.model_type}) has no `layers` in its "
+            f"decoder, from which a draft reads: choose a different target, or train a draft "
+            f"that reads only its "
             "last states (medusa or standalone)"
         )
     return layers
@@ -98,17 +100,17 @@ def final_norm(model: Any) -> nn.Module:
 def find_rule(model: Any) -> LogitRule:
     """Return the rule for a causal LM's logits.
 
-    It is compared with the model's class at large hidden states, where no cap or scale goes
-    unnoticed.
+    The rule is compared with the model's class on large hidden states, which reveal any cap or
+    scale.
 
     Raises:
-        ValueError: the class computes other logits.
+        ValueError: the class computes different logits.
     """
     rule, head_VD = LogitRule.of(model.config), model.get_output_embeddings().weight
     hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(
         1, 8, -1
     )
-    # Up to 100, where a cap of 30 or 50 changes every logit.
+    # Values up to 100, where a cap of 30 or 50 changes every logit.
     hidden_1TD *= 100 / (hidden_1TD @ head_VD.float().T * rule.scale).abs().max().clamp(min=1e-6)
     hidden_1TD = hidden_1TD.to(head_VD.dtype)
 
@@ -135,7 +137,7 @@ def find_rule(model: Any) -> LogitRule:
 def take_prefixes(model: Any) -> bool:
     """Make a causal LM accept `prefix_arguments` from now on, and return whether it can.
 
-    It can if it uses SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes, no dropout
+    It can if it uses SDPA attention and its type is in `PLAIN_ATTENTION`. With prefixes, no dropout
     is applied.
     """
     config = model.config.get_text_config()
@@ -145,7 +147,7 @@ def take_prefixes(model: Any) -> bool:
 
 
 def require_shared_passes(model: Any) -> None:
-    """Raise ValueError unless ranks can share the rows of a pass of this causal LM."""
+    """Raise ValueError unless ranks can share the rows of this causal LM's pass."""
     if not take_prefixes(model):
         raise ValueError(
             f"processes cannot share rows of {type(model).__name__} "
@@ -158,9 +160,9 @@ def prefix_arguments(batch: Batch) -> dict[str, Any]:
     """Arguments that confine attention to each document, for a model that accepts prefixes.
 
     A sliding layer attends within its window. If ranks share the batch, each layer gathers the keys
-    of all of its rows.
+    of all the batch's rows.
     """
-    # If the model is given a mask, however small, it makes none itself.
+    # If the model is given a mask, even a tiny one, it does not build one.
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=batch.document_BT.device)
     return {
         "attention_mask": unread,
@@ -181,7 +183,7 @@ def attend_prefixes(
 ) -> tuple[Tensor, None]:
     """An attention function for transformers, [B, T, H, E]."""
     if prefixes is None:
-        # A layer that does not hand `prefixes` on would get the mask of `prefix_arguments`, which
+        # A layer that does not pass `prefixes` on would use the mask of `prefix_arguments`, which
         # hides every key.
         assert attention_mask is None or attention_mask.shape[-1] == key.shape[2], (
             "the layers dropped `prefixes`"
@@ -190,7 +192,8 @@ def attend_prefixes(
             tuple[Tensor, None],
             sdpa_attention_forward(module, query, key, value, attention_mask, **options),
         )
-    # Most models pass a layer's window on. Qwen 2 MoE stores it in the layer, and uses 0 for none.
+    # Most models pass a layer's window as an argument. Qwen 2 MoE stores it in the layer, and uses
+    # 0 for none.
     window = options.get("sliding_window") or getattr(module, "sliding_window", None) or None
     dtype = product_dtype(value)
     keys, values = gather_keys(shared_rows, key.to(dtype), value.to(dtype))
@@ -198,7 +201,7 @@ def attend_prefixes(
     return out_BHTE.transpose(1, 2), None
 
 
-# transformers makes a mask only for a name registered here too. Otherwise a mask of padding would
-# be dropped.
+# transformers builds a mask only for names registered here too. Otherwise, a padding mask would be
+# dropped.
 AttentionInterface.register(PREFIX_ATTENTION, attend_prefixes)
 AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)

@@ -1,4 +1,4 @@
-"""`torch.compile` on CPUs whose cache of compiled code may come from another processor."""
+"""`torch.compile` on CPUs that may share a cache of compiled code with a different processor."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 def compile_here(
     function: Callable[..., Any], *, dynamic: bool | None = None
 ) -> Callable[..., Any]:
-    """Compile the function, with code made for this processor.
+    """Compile the function with code for this processor.
 
-    If two processors share an Inductor cache, one may run vector instructions made for the other
+    If two processors share an Inductor cache, one may run vector instructions meant for the other
     and compute nonsense.
     """
     config = torch.compiler.config

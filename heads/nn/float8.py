@@ -1,8 +1,9 @@
 """Hidden states in 8 bits.
 
-D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D.
+A state has D one-byte codes (e4m3fn, arXiv 2209.05433), followed by a float32 scale, which is a
+factor of all D.
 
-The same bytes as in records (`online.records.states`, which decodes without torch). X = D +
+Records use the same bytes (`online.records.states` decodes them without torch). X = D +
 SCALE_BYTES.
 """
 
@@ -20,8 +21,8 @@ PIECE_ROWS = 4096  # States decoded at a time, so the copy in float32 stays smal
 def encode_float8(states_HLD: Tensor) -> Tensor:
     """Encode states [..., D] in 8 bits, as uint8 [..., D + SCALE_BYTES].
 
-    A scale maps each state's largest number to the largest of e4m3fn. The scale is not finite if a
-    number of the state is not.
+    The scale maps each state's largest value to the largest value of e4m3fn. If a value of the
+    state is not finite, neither is the scale.
     """
     values_HLD = states_HLD.float()
     scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
@@ -34,7 +35,7 @@ def encode_float8(states_HLD: Tensor) -> Tensor:
 def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode the states from `encode_float8`, [..., D], rounding once to `dtype`.
 
-    Bytes of zeros decode to a state of zeros.
+    Zero bytes decode to a zero state.
     """
     codes_NX = codes_HLX.flatten(0, -2)
     states_ND = codes_NX.new_empty(len(codes_NX), codes_NX.shape[1] - SCALE_BYTES, dtype=dtype)
@@ -47,7 +48,7 @@ def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scales(codes_HLX: Tensor) -> Tensor:
     """The scales of encoded states, float32 [..., 1]."""
-    # A copy, because torch rejects a float32 address that is not divisible by 4.
+    # Copy, because torch rejects a float32 address that is not divisible by 4.
     return (
         codes_HLX[..., -SCALE_BYTES:]
         .clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The blocks of a Llama layer, for heads made of one.
+"""The building blocks of a Llama layer, for heads made of such layers.
 
 B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size."""
 
@@ -19,7 +19,7 @@ from redraft.heads.shape import LlamaShape, read_layer_config
 class Rotary:
     """Cosines and sines at given positions, for any rule of `transformers`.
 
-    Not a module: a cast to bfloat16 would round the frequencies too.
+    It is not a module, because a cast to bfloat16 would also round the frequencies.
     """
 
     def __init__(self, embedding: Any) -> None:
@@ -27,7 +27,7 @@ class Rotary:
 
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
-        # Llama's class serves a Qwen3 layer too: both rotate alike.
+        # Llama's class also serves Qwen3 layers, because both rotate in the same way.
         return Rotary(
             LlamaRotaryEmbedding(read_layer_config({**shape.hf_config(), "model_type": "llama"}))
         )
@@ -37,7 +37,7 @@ class Rotary:
 
         The second half of E repeats the first.
         """
-        # `like` gives device and type only. The angles are computed in float32 and then rounded.
+        # `like` only gives device and dtype. The angles are computed in float32 and then rounded.
         cos, sin = self._embedding.to(like.device)(like, position_ids_BT)
         return cos, sin
 
@@ -45,7 +45,8 @@ class Rotary:
 def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x by position, with the two halves of E as real and imaginary parts."""
     cos_B1TE, sin_B1TE = (table[:, None] for table in cos_sin)
-    # Element i turns with i + E / 2 (vLLM: `is_neox_style`); neighbours would load, and be wrong.
+    # Element i is paired with i + E / 2 (vLLM: `is_neox_style`). Pairs of neighbours would load
+    # without an error but be wrong.
     real, imaginary = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat([-imaginary, real], dim=-1) * sin_B1TE
 
@@ -53,7 +54,7 @@ def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 class Projections(nn.Module):
     """The projections of grouped-query attention.
 
-    Inputs may be wider than outputs. With `qk_norm`, q and k are normed as in Qwen3.
+    Inputs may be larger than outputs. With `qk_norm`, q and k are normed as in Qwen3.
     """
 
     def __init__(self, shape: LlamaShape, input_size: int) -> None:
@@ -65,7 +66,8 @@ class Projections(nn.Module):
         self.q_proj = nn.Linear(input_size, query_size, bias=shape.attention_bias)
         self.k_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
         self.v_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
-        # engines give a Llama layer's output projection the bias too, a Qwen3 layer's not
+        # In engines, a Llama layer's output projection has the bias too, but a Qwen3 layer's does
+        # not.
         self.o_proj = nn.Linear(
             query_size, shape.hidden_size, bias=shape.attention_bias and not shape.qk_norm
         )
@@ -86,8 +88,8 @@ class Attention(Projections):
         q, k, v = (
             self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # Before the rotation, as in Qwen3: the weights differ by element, so the two steps do not
-        # commute.
+        # The norms come before the rotation, as in Qwen3. Their weights differ by element, so the
+        # two steps do not commute.
         if self._qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out_BHTE = memory.attend(rotate(q, cos_sin), rotate(k, cos_sin), v, self._head_dim**-0.5)
@@ -110,7 +112,7 @@ class GatedMLP(nn.Module):
 
 
 class PreNormLayer(nn.Module):
-    """A Llama layer, with a norm before attention and another before the MLP."""
+    """A Llama layer, with one norm before attention and one before the MLP."""
 
     def __init__(self, shape: LlamaShape, attention: nn.Module) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class PreNormLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, x_BTD: Tensor, *attended: Any) -> Tensor:
-        """Apply the layer; `attended` contains the additional arguments for attention."""
+        """Apply the layer. `attended` contains additional arguments for attention."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), *attended)
         out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
         return out
@@ -129,9 +131,8 @@ class PreNormLayer(nn.Module):
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in the dtype of x, as in the server and on a CPU.
 
-    On a GPU, autocast would make input and output float32, and with them the residual stream, which
-    doubles the bytes. Moreover, a weight whose dtype differs from that of x keeps PyTorch from
-    using its single kernel for norms.
+    On a GPU, autocast would make input, output and residual stream float32, with twice the bytes.
+    Also, PyTorch cannot use its fused norm kernel if the weight's dtype differs from that of x.
     """
 
     def forward(self, x: Tensor) -> Tensor:

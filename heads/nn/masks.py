@@ -1,4 +1,4 @@
-"""Parallel drafters: the token in the slots to fill, and the rows of a batch to train on.
+"""Functions for parallel drafters: choose the mask token and the rows of a batch to train on.
 
 B = batch, T = tokens, N = chosen rows.
 """
@@ -27,8 +27,8 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     """Choose a token for the empty slots.
 
-    It is the first row that the tokenizer does not use, or else the padding token. `num_embeddings`
-    is the number of rows in the target's table.
+    It is the token of the first row that the tokenizer does not use, or else the padding token.
+    `num_embeddings` is the number of rows in the target's table.
 
     Raises:
         ValueError: neither is available.
@@ -37,11 +37,11 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)
     pad_id: int | None = tokenizer.pad_token_id
-    # A token that ends answers is not free, and one that was added later has no row.
+    # A token that ends answers cannot be used, and a token that was added later has no row.
     if pad_id is None or pad_id in target.end_ids or pad_id >= num_embeddings:
         raise ValueError(
-            "every row of the target's embeddings is a token, and there is no padding token that "
-            "ends no answer: set --head.mask-token-id to a token that never occurs in text"
+            "the tokenizer uses every row of the target's embeddings, and the padding token is "
+            "missing or ends answers: set --head.mask-token-id to a token that never occurs in text"
         )
     return pad_id
 
@@ -53,17 +53,18 @@ def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     """Choose `count` distinct rows in random order, those with a label first, int64 [B, N].
 
     The choice depends only on the batch, so a resumed run or a run on more processes makes the same
-    choice. Each `batch.salt` leads to another choice: after five epochs that each choose a quarter
-    of the rows, almost every row has been chosen. The function does not wait for the device, unlike
-    a caller that counts the labels there to determine `count`.
+    choice. Each `batch.salt` gives a different choice: after five epochs that each choose a quarter
+    of the rows, almost every row has been chosen. The function does not wait for the device. A
+    caller that counts labels there to determine `count` does.
     """
-    # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt
+    # The keys lie on a circle. A choice takes the rows downwards from one point, and each salt
     # rotates the circle.
     turn = batch.salt * TURN % (1 << 31)
-    # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
+    # A hash of all tokens up to the row, with the multiplier of Knuth's multiplicative hashing.
     mixed_BT = (
         batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503 + turn
     ) % (1 << 31)
-    # int64 may wrap; the remainder has the sign of the divisor. -1 sorts rows without a label last.
+    # int64 may wrap around, but the remainder has the divisor's sign. -1 sorts rows without a label
+    # last.
     key_BT = torch.where(has_label_BT, mixed_BT, -1)
     return key_BT.topk(min(count, key_BT.shape[1]), dim=1).indices

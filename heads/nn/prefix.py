@@ -1,13 +1,14 @@
 """Attention of every row over a range of keys and a few keys of its own.
 
-A mask of rows by keys never exists in memory.
+It never builds a mask of rows by keys.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
                            and its own ones: those of the same row at other draft steps, or those of its block
     total                  one softmax over both: the parts are merged by log sum exp
 
-The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows)
-and one for GPUs (FlexAttention). The first is an operation, which `redraft plan` counts by size.
+The range has one form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows)
+and one for GPUs (FlexAttention). The form for CPUs is a PyTorch operation, so `redraft plan` can
+count it by size.
 
 B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
 """
@@ -31,29 +32,30 @@ ROWS_A_BLOCK = 256  # on a CPU, if rows are not whole documents; as many in the 
 FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
-"""Number of compiled graphs of a kernel per process: PyTorch's limit for the graphs of one
-function, whose default is 8. Forward, backward, each dtype, each head size, one row in the batch,
-one block of rows or keys, and each number of own keys need separate graphs: about twenty in the
-training of one draft.
+"""Maximum number of compiled graphs per function and process (PyTorch's recompile limit, whose
+default is 8). Forward, backward, each dtype, each head size, a batch of one row, a single block of
+rows or keys, and each number of own keys need separate graphs: about twenty in one training run.
 """
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The keys that each row attends to."""
+    """The range of keys that each row attends to."""
 
     start_BN: Tensor
-    """Int64, the first one."""
+    """int64, the first key of each row."""
     end_BN: Tensor
     """int64, the position after the last key. Every row has at least one key."""
     is_whole: bool
-    """Whether row n is key n's row and attends to its document up to itself: causal kernels."""
+    """Whether row n is key n's row and attends to its document up to itself, so that causal kernels
+    can be used.
+    """
     uses_flex: bool
-    """The form for GPUs."""
+    """Whether to use the form for GPUs."""
     order_BN: Tensor | None = None
-    """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n.
-    Rows that follow each other in the text share blocks of keys, and a kernel computes a block
-    for all of its rows.
+    """int64. Entry n of the ranges belongs to query row `order_BN[n]`, or to row n if it is None.
+    Rows that are neighbours in the text share blocks of keys, and a kernel computes a block for all
+    of its rows.
     """
     _blocks: dict[int, BlockMask] = field(default_factory=dict, repr=False, compare=False)
     _within: dict[tuple[int, int], Prefixes] = field(
@@ -62,7 +64,7 @@ class Prefixes:
 
     @staticmethod
     def of(document_BT: Tensor) -> Prefixes:
-        """The prefixes for every row of packed documents, which are laid end to end.
+        """Return the prefixes for every row of packed documents, which are concatenated.
 
         Padding counts as one more document.
         """
@@ -79,20 +81,20 @@ class Prefixes:
         )
 
     def rows(self, rows_BN: Tensor, *, ascending: bool) -> Prefixes:
-        """The prefixes for some rows: in any order, or ascending, which avoids sorting them."""
+        """Return the prefixes of some rows, in any order. If they ascend, no sorting is needed."""
         order_BN = None if ascending else rows_BN.argsort(1)
         sorted_BN = rows_BN if order_BN is None else rows_BN.gather(1, order_BN)
         start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
-        # Never whole, even for all rows in order, because only `of` ensures that row n is key n's
-        # row.
+        # `is_whole` is false even for all rows in order, because only `of` ensures that row n is
+        # key n's row.
         return Prefixes(
             start_BN, end_BN, is_whole=False, uses_flex=self.uses_flex, order_BN=order_BN
         )
 
     def within(self, window: int | None, ahead: int | Tensor = 0) -> Prefixes:
-        """Narrow the keys to those that a row with a window attends to; all if `window` is None.
+        """Narrow the ranges to what rows with a window attend to. Unchanged without a window.
 
-        These are the keys fewer than `window` positions before the row's query, which is `ahead`
+        These are the keys less than `window` positions before the row's query, which is `ahead`
         positions after its last key. `ahead` is one number for all rows, or one per row, [N].
 
         Raises:
@@ -104,23 +106,23 @@ class Prefixes:
             return self._narrowed(window, ahead)
         if window <= ahead:
             raise ValueError(f"a window of {window} positions does not cover {ahead} draft tokens")
-        # The host has the length of the rows, not of their documents.
+        # The host knows the length of the rows, but not of their documents.
         if self.is_whole and window >= self.start_BN.shape[1] + ahead:
             return self
-        # Once for all layers with this window.
+        # Computed once for all layers with this window.
         if (window, ahead) not in self._within:
             self._within[window, ahead] = self._narrowed(window, ahead)
         return self._within[window, ahead]
 
     def _narrowed(self, window: int, ahead: int | Tensor) -> Prefixes:
-        # end is the position after the last key, so the query is at end - 1 + ahead.
+        # `end` is the position after the last key, so the query is at end - 1 + ahead.
         start_BN = torch.maximum(self.start_BN, self.end_BN + ahead - window)
         return replace(self, start_BN=start_BN, is_whole=False, _blocks={}, _within={})
 
     def blocks(self, num_keys: int) -> BlockMask:
-        """The blocks of keys that FlexAttention visits.
+        """Return the blocks of keys that FlexAttention visits.
 
-        They are computed once, for all layers and both passes.
+        They are computed once, for all layers and for both passes.
         """
         if num_keys not in self._blocks:
             self._blocks[num_keys] = block_mask(self.start_BN, self.end_BN, num_keys)
@@ -140,14 +142,15 @@ def attend(
 ) -> Tensor:
     """Compute softmax(scale * q k) v over the keys of each row, [B, H, N, E].
 
-    `context` has the keys and values for the range, [B, G, T, E] each, with equal head sizes. `own`
-    has pairs of keys and values, [B, G, N, E]: row n attends to all rows in the same block of
-    `num_slots`, or with `is_causal` to those up to itself. A `window` narrows the range.
+    `context` has the keys and values for the range, each [B, G, T, E], with equal head sizes. `own`
+    has pairs of keys and values, each [B, G, N, E]. There, row n attends to all rows in the same
+    block of `num_slots` rows, or, with `is_causal`, to those up to itself. A `window` narrows the
+    range.
     """
     prefixes = prefixes.within(window)
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
-    # Autocast would narrow the products of blocks. The backward pass, which has no autocast, must
-    # compute the same scores.
+    # Switch autocast off, because it would cast the products of blocks to a narrower dtype. The
+    # backward pass, which runs without autocast, must compute the same scores.
     with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):
         out: Tensor = _Attention.apply(
             q_BHNE, prefixes, scale, (num_slots, is_causal), *keys, *values
@@ -158,9 +161,9 @@ def attend(
 class _Attention(torch.autograd.Function):
     """One softmax over the range and the row's own keys, with O(N) memory per head and step.
 
-    Backward: with p = exp(score - total) and delta = sum(grad * out) of the *joint* softmax, the
-    gradient of each score is p * (grad v - delta). So a flash kernel's backward is exact for the
-    range if it is given the joint `out` and `total`.
+    In the backward pass, with p = exp(score - total) and delta = sum(grad * out) of the *joint*
+    softmax, the gradient of each score is p * (grad v - delta). So a flash kernel's backward is
+    exact for the range if it gets the joint `out` and `total`.
     """
 
     @staticmethod
@@ -174,14 +177,15 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         order_BN, (forward, _) = prefixes.order_BN, _operations(prefixes)
-        # 1. Only the range: output and log sum exp of each row.
+        # 1. Compute the range alone: output and log sum exp of each row.
         found = forward(_sorted(q, order_BN), keys[0], values[0], prefixes, scale)
         out, total_BHN = (_put_back(x, order_BN) for x in found)
-        # 2. One softmax over the range and the few further keys.
+        # 2. Compute one softmax over the range and the few own keys.
         if len(keys) > 1:
             merge = as_kernel(add_own, q.device.type)
             out, total_BHN = merge(q, out, total_BHN, keys[1:], values[1:], scale, *block)
-        # No score and no probability is kept: the backward pass computes them again from these.
+        # No scores or probabilities are kept: the backward pass computes them again from these
+        # tensors.
         ctx.save_for_backward(q, out, total_BHN, *keys_values)
         ctx.prefixes, ctx.scale, ctx.block = prefixes, scale, block
         return out
@@ -192,7 +196,7 @@ class _Attention(torch.autograd.Function):
         q, out, total_BHN, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax only
-        # from `out` and `total`, so with the joint ones it returns the range's part.
+        # from `out` and `total`, so with the joint values, it returns the range's part.
         order_BN, (_, backward) = ctx.prefixes.order_BN, _operations(ctx.prefixes)
         sorted_grad, sorted_q, *joint = (
             _sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN)
@@ -224,15 +228,16 @@ def add_own(
 
     The inputs `out` and `range_BHN` are those of the range alone.
     """
-    # 1. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A recurrent
-    #    head has S = 1.
+    # 1. Compute the few own scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A
+    # recurrent head has S = 1.
     blocks = _Blocks(keys[0].shape[1], num_slots)
     wide_q = blocks.queries(q).to(range_BHN.dtype)
     scores = [_hide(blocks.products(wide_q, blocks.keys(k)) * scale, is_causal) for k in keys]
     sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
-    # 2. One softmax over both: its log sum exp is the log sum exp of the parts'.
+    # 2. Compute one softmax over both parts. Its log sum exp is the log sum exp over those of the
+    # parts.
     total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
-    # The output of the range shrinks to its share of the total.
+    # The range's output is scaled to its share of the total.
     wide, total = (
         out * (range_BHN - total_BHN).exp()[..., None],
         blocks.queries(total_BHN[..., None]),
@@ -259,7 +264,7 @@ def add_own_gradients(
     The input `grad_q` is the range's part of the gradient of q.
     """
     blocks, wide = _Blocks(keys[0].shape[1], num_slots), total_BHN.dtype
-    # delta = sum over E of grad * out: the same number for every key of a row.
+    # delta = sum over E of grad * out, which is the same for every key of a row.
     delta_BHN1 = (grad.to(wide) * out).sum(-1, keepdim=True)
     wide_q, wide_grad, total, delta = map(
         blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1)
@@ -275,7 +280,7 @@ def add_own_gradients(
 
 
 def _hide(score: Tensor, is_causal: bool) -> Tensor:
-    """Mask the scores of later slots in blocks, [..., S, S], if attention is causal."""
+    """If attention is causal, mask the scores of later slots in blocks, [..., S, S]."""
     later_SS = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).triu(1)
     return score.masked_fill(later_SS, -torch.inf) if is_causal else score
 
@@ -339,8 +344,8 @@ class _Blocks:
 
 def _operations(prefixes: Prefixes) -> tuple[Any, Any]:
     """The (forward, backward) operations for the range."""
-    # On a GPU this is not a PyTorch operation, because autograd, which FlexAttention needs, would
-    # record nothing inside it.
+    # On a GPU, this is not a PyTorch operation, because autograd, which FlexAttention needs, would
+    # record nothing inside an operation.
     return (_flex, _flex_backward) if prefixes.uses_flex else (_flash, _flash_backward)
 
 
@@ -360,13 +365,14 @@ def _flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return grad_q, grad_k, grad_v
 
 
-# One operation in each direction, because the loops inside depend on data. A compiler and the
-# counter of `benchmarks.training` then record one call, with the shapes of the fake version.
+# There is one operation in each direction, because the loops inside depend on data. A compiler, or
+# the counter of `benchmarks.training`, then records one call with the shapes of the fake
+# implementation.
 @torch.library.custom_op("redraft::prefix_attention", mutates_args=(), device_types="cpu")
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(softmax over the range [B, H, N, E], log sum exp of the scores [B, H, N])."""
+    """Return (softmax over the range [B, H, N, E], log sum exp of the scores [B, H, N])."""
     out, total = _results(q)
     k, v = _repeated(q, k), _repeated(q, v)
     for piece in _pieces(start_BN, end_BN, is_whole, q.dtype):
@@ -383,7 +389,8 @@ def prefix_attention(
 
 @torch.library.register_fake("redraft::prefix_attention")  # type: ignore[untyped-decorator]
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    # However narrow q is, the log sum exp is float32 or wider: parts are merged by the exponential.
+    # Whatever q's dtype, the log sum exp is float32 or wider, because parts are merged with its
+    # exponential.
     return torch.empty_like(q), q.new_empty(
         q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
     )
@@ -408,7 +415,7 @@ def prefix_attention_backward(
     """
     key_heads, dtype = k.shape[1], k.dtype
     k, v = _repeated(q, k), _repeated(q, v)
-    # blocks of rows share keys, so their gradients are added up in float32
+    # Blocks of rows share keys, so their gradients are summed in float32.
     wide = dtype if is_whole else torch.promote_types(dtype, torch.float32)
     grad_q, grad_k, grad_v = (
         torch.empty_like(q),
@@ -453,9 +460,9 @@ def _gradients(
 @dataclass(frozen=True)
 class _Piece:
     at: tuple[Any, ...]
-    """The rows, as an index of [B, H, N]; the batch dimension stays."""
+    """The rows, as an index into [B, H, N] that keeps the batch dimension."""
     seen: tuple[slice, ...]
-    """The keys, as an index of [B, H, T]."""
+    """The keys, as an index into [B, H, T]."""
     mask: Tensor | None
 
 
@@ -475,12 +482,12 @@ def _pieces(
         for first in range(0, len(start_N), ROWS_A_BLOCK):
             rows = slice(first, first + ROWS_A_BLOCK)
             start_n, end_n = start_N[rows, None], end_N[rows, None]
-            # `int` would wait for a GPU. These pieces are for CPUs only.
+            # `int` would wait for a GPU, but these pieces are only for CPUs.
             low, high = int(start_n.min()), int(end_n.max())
             key = torch.arange(low, high)
             hidden = (key < start_n) | (key >= end_n)
-            # Added to the scores, [1, 1, n, high - low]. Every row has a key, because a row of only
-            # -inf is NaN.
+            # Bias that is added to the scores, [1, 1, n, high - low]. Every row has a key, because
+            # a row with only -inf would give NaN.
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[
                 None, None
             ]
@@ -490,10 +497,10 @@ def _pieces(
 
 
 def _documents(start_BT: Tensor) -> Iterator[_Piece]:
-    """Yield the documents; rows of the batch with the same bounds form one piece."""
+    """Yield the documents. Rows of the batch with the same bounds form one piece."""
     length = start_BT.shape[1]
     bounds = [[*start_T.unique().tolist(), length] for start_T in start_BT]
-    # Rows of the batch that are packed alike, e.g. one document each, share the calls.
+    # Rows of the batch with the same packing, e.g. one document each, share the calls.
     if all(each == bounds[0] for each in bounds):
         bounds, batch = bounds[:1], [slice(None)]
     else:
@@ -511,8 +518,8 @@ def _documents(start_BT: Tensor) -> Iterator[_Piece]:
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # Detached, because a graph is for tensors that require gradients, or for others: training and
-    # evaluation share one.
+    # Detach them, so that training and evaluation share a graph: tensors that require gradients
+    # would need a separate one.
     return _kernel(q.detach(), k.detach(), v.detach(), prefixes, scale)
 
 
@@ -526,15 +533,16 @@ def _flex_backward(
     prefixes: Prefixes,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the range again, because FlexAttention's backward accepts no joint `out`."""
+    """Compute the range again, because FlexAttention's backward does not accept a joint `out`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
         range_out, range_BHN = _kernel(q, k, v, prefixes, scale)
     wide = total_BHN.dtype
-    # out = share * range_out + the part of the other keys, with share = exp(range - total).
+    # out = share * range_out + the own keys' part, with share = exp(range - total).
     share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
     grad_range = (share_BHN1 * grad.to(wide)).to(q.dtype)
-    # d total / d range's log sum exp is the share, and so is d out / d range's out
+    # The derivative of total with respect to the range's log sum exp is `share`, and so is that of
+    # out with respect to range_out.
     grad_BHN = (share_BHN1 * grad.to(wide) * (range_out.detach().to(wide) - out.to(wide))).sum(-1)
     return torch.autograd.grad(
         (range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype))
@@ -558,13 +566,13 @@ def _kernel(
 
 @functools.cache
 def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return the function as it is on a CPU, or compiled on a GPU.
+    """Return the function unchanged on a CPU, or compiled on a GPU.
 
-    On a GPU, FlexAttention is a kernel.
+    Compilation turns FlexAttention into a kernel.
     """
     if device != "cuda":
         return function
-    # Without `fullgraph`, PyTorch runs the function uncompiled if it cannot compile it, or has
+    # Without `fullgraph`, PyTorch would run the function uncompiled if it cannot compile it or has
     # reached its limit.
     compiled = torch.compile(function, fullgraph=True)
 
@@ -576,8 +584,8 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
             raise RuntimeError(
                 f"{function.__name__} can be compiled at most {MAX_GRAPHS} times in a process, and "
                 "this limit was reached "
-                f"before queries of shape {list(args[0].shape)} in {args[0].dtype}: start the "
-                "process again"
+                f"before queries of shape {list(args[0].shape)} in {args[0].dtype}: restart the "
+                f"process"
             ) from error
 
     return run
@@ -586,17 +594,17 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
     """Find the blocks of keys that each block of rows attends to, from the ranges.
 
-    No mask of rows by keys is made on the way.
+    It builds no mask of rows by keys.
     """
     last = -start_BN.shape[1] % FLEX_BLOCK
     start, end = (  # the last block is filled up with the last row
         torch.cat([x, x[:, -1:].expand(-1, last)], 1).reshape(len(x), 1, -1, 1, FLEX_BLOCK)
         for x in (start_BN, end_BN)
     )
-    # [B, 1, blocks of rows, blocks of keys] from here on.
+    # The shape is [B, 1, blocks of rows, blocks of keys] from here on.
     first_key = torch.arange(0, num_keys, FLEX_BLOCK, device=start.device)
-    # Touched: some row may attend to some key of the block. Full: every row attends to all keys, so
-    # `sees` is not evaluated.
+    # A block is touched if some row may attend to some of its keys, and full if every row attends
+    # to all of its keys. For full blocks, `sees` is not evaluated.
     touched = (first_key < end.amax(-1)) & (first_key + FLEX_BLOCK > start.amin(-1))
     full = (first_key >= start.amax(-1)) & (first_key + FLEX_BLOCK <= end.amin(-1))
 
@@ -609,7 +617,7 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the chosen along the last dimension, and list all places, the chosen ones first."""
-    # [0, 1, 1] becomes (2, [1, 2, 0]). FlexAttention reads the first two places and no more.
+    """Count the chosen entries in the last dimension, and list all indices, chosen ones first."""
+    # E.g. [0, 1, 1] becomes (2, [1, 2, 0]). FlexAttention reads only the first two indices.
     places = chosen.byte().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), places.int()

@@ -1,15 +1,15 @@
-"""Recurrent heads, which read the output of the step before.
+"""Recurrent heads, which read the previous step's output.
 
-Unrolled for training, decoded as in an engine.
+They are unrolled for training, and decoded as in an engine.
 
     row t, step k   reads token x[t+1+k] at position t+k, and a feature: the target's at k = 0, later the output
                     of step k-1; predicts x[t+2+k]
 
 Training feeds the true tokens (Li et al., EAGLE-3, arXiv 2503.01840, "training-time test"),
-decoding the drafted ones. If the target's answers to refused drafts are known, training feeds these
-drafts too.
+decoding feeds the drafted ones. If the target's answers to rejected drafts are known, training
+feeds these drafts too.
 
-B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W = draft vocabulary.
+B = batch, T = tokens, N = rejected drafts, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
 from __future__ import annotations
@@ -50,27 +50,28 @@ def unroll(
     rule: LogitRule = PLAIN,
     windows: Sequence[int | None] = (None,),
 ) -> list[DraftStep]:
-    """Return teacher-forced draft steps with shifts 1..num_steps, by default all that are trained.
+    """Return teacher-forced draft steps with shifts 1..num_steps, by default all trained steps.
 
-    Step k, from 0, has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the
-    options of `Unrolled`. If the draft `recomputes`, the backward pass computes each step's
+    Step k, counted from 0, has weight step_decay^k. `draft.step` is a `Step`, and `draft.config`
+    has the options of `Unrolled`. If `draft.recomputes`, the backward pass computes each step's
     activations again. `windows` has one entry per layer.
     """
     memories, step = [StepMemory(batch, window=window) for window in windows], draft.step
     run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
     steps = []
     for k in range(num_steps or draft.config.num_steps):
-        # the last rows of a document read the tokens of the next one; their labels are masked, and
-        # no other row attends to them
+        # The last rows of a document read tokens of the next document. Their labels are masked, and
+        # no other row attends to them.
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
-        # Fed back into the next step, not detached: the loss of step k trains all passes before.
+        # The feature is fed back into the next step without detaching it, so the loss of step k
+        # trains all earlier passes.
         hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, *memories)
         steps.append(
             DraftStep(
                 hidden_BTD=hidden_BTD,
                 head_WD=head_WD,
-                # Step 0 has read x[t + 1] and predicts x[t + 2], the content of the target's row t
-                # + 1.
+                # Step 0 has read x[t + 1] and predicts x[t + 2], which the target's row t + 1
+                # predicts.
                 shift=k + 1,
                 mask_BT=label_rows(batch, k + 1),
                 weight=draft.config.step_decay**k,
@@ -84,7 +85,7 @@ def unroll(
 def _run_again(
     step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: StepMemory
 ) -> tuple[Tensor, Tensor]:
-    """Run the step, keeping only its input, its output and its keys and values."""
+    """Run the step, and keep only its input, its output, and its keys and values."""
 
     def once(feature_BTD: Tensor, *memories: StepMemory) -> tuple[Tensor, Tensor]:
         return step(ids_BT, feature_BTD, position_ids_BT, *memories)

@@ -1,11 +1,11 @@
-"""Rows of a batch shared by ranks: context parallelism.
+"""Ranks share the rows of a batch (context parallelism).
 
-    rows of the whole batch    | 0 | 1 | 2 | 3 |      2 pieces of equal length a rank, here of 2 ranks
+    rows of the whole batch    | 0 | 1 | 2 | 3 |      2 equal pieces per rank, here for 2 ranks
     rank 0 computes            | 0 |+| 3 |+|          causal attention costs each rank the same
     rank 1 computes            | 1 |+| 2 |+|          +: the rows after a piece, which contain its labels
 
-Every rank has the token ids of all rows, and computes states for its own. Only attention reads
-those of other ranks: it gathers their keys and values, and the backward pass adds up the gradients
+Every rank has the token ids of all rows, and computes states for its own rows. Only attention reads
+states of other ranks: it gathers their keys and values, and the backward pass sums the gradients
 (all-gather and reduce-scatter). The rows after a piece belong to another rank, which trains them.
 PyTorch's `context_parallel` replaces SDPA, for one document without windows; the attention here is
 not SDPA.
@@ -29,7 +29,7 @@ from redraft.heads.draft import Batch, SharedRows
 from redraft.heads.nn.prefix import Prefixes
 
 PIECES = 2
-"""Pieces of a rank: number r from the front and number r from the back."""
+"""Number of pieces per rank: rank r gets piece r from the front and piece r from the back."""
 
 
 def require_even(num_rows: int, num_ranks: int) -> None:
@@ -42,9 +42,9 @@ def require_even(num_rows: int, num_ranks: int) -> None:
 
 
 def share_rows(batch: Batch, rank: int, ranks: int, ahead: int, group: Any = None) -> Batch:
-    """The part of a batch for one of the ranks that share it, which are a process group.
+    """Return one rank's part of a batch that the ranks of a process group share.
 
-    `ahead` is the largest distance from a row to a token that it reads or learns. Without a group,
+    `ahead` is the maximum distance from a row to a token that it reads or learns. Without a group,
     the keys of other ranks cannot be gathered.
 
     Raises:
@@ -80,10 +80,9 @@ def share_rows(batch: Batch, rank: int, ranks: int, ahead: int, group: Any = Non
 
 
 def parts_here(batch: Batch, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """The parts of a document that are rows here.
+    """Yield the parts of a document that this rank has: (flat rows here, rows of the document).
 
-    The document begins at flat row `first` of the whole batch, and has `count` rows. Yields (flat
-    rows here, rows of the document).
+    The document begins at flat row `first` of the whole batch, and has `count` rows.
     """
     shared = batch.shared
     if shared is None:
@@ -99,9 +98,9 @@ def parts_here(batch: Batch, first: int, count: int) -> Iterator[tuple[slice, sl
 
 
 def most_of_ranks(shared: SharedRows, mask_BT: Tensor) -> int:
-    """The largest number of marked rows in one row of the whole batch on one rank.
+    """Return the largest number of marked rows that any rank has in one row of the whole batch.
 
-    It waits for the device.
+    This waits for the device.
     """
     count_BP = mask_BT.reshape(len(mask_BT), PIECES * shared.num_ranks, -1).sum(-1)
     front_BR, back_BR = count_BP.chunk(2, dim=1)
@@ -109,7 +108,7 @@ def most_of_ranks(shared: SharedRows, mask_BT: Tensor) -> int:
 
 
 def prefixes_of(batch: Batch) -> Prefixes:
-    """The keys, among those of all ranks, that each row of a batch here attends to."""
+    """Return the keys, among those of all ranks, that each row of this rank's batch attends to."""
     shared = batch.shared
     if shared is None:
         return Prefixes.of(batch.document_BT)
@@ -118,7 +117,7 @@ def prefixes_of(batch: Batch) -> Prefixes:
 
 
 def in_whole(batch: Batch, rows_BA: Tensor) -> tuple[Tensor, Tensor]:
-    """(these rows of a batch as rows of the whole batch, the documents of the whole batch)."""
+    """Return (these rows as rows of the whole batch, the documents of the whole batch)."""
     shared = batch.shared
     if shared is None:
         return rows_BA, batch.document_BT
@@ -126,9 +125,9 @@ def in_whole(batch: Batch, rows_BA: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_keys(shared: SharedRows | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Keys or values of the whole batch, [B, H, T, E], from those of the rows here.
+    """Gather keys or values of the whole batch, [B, H, T, E], from those of this rank's rows.
 
-    All ranks that share the batch must call this. The gradients of all are added up.
+    All ranks that share the batch must call this. Their gradients are summed.
     """
     if shared is None:
         return tensors
@@ -139,14 +138,14 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BHtE: Tensor, shared: SharedRows) -> Tensor:
         ctx.shared, ctx.rows = shared, x_BHtE.shape[2]
-        # [P, B, H, n, E] from each rank
+        # [P, B, H, n, E] from each rank.
         B, H, _, E = x_BHtE.shape
         pieces = x_BHtE.reshape(B, H, PIECES, -1, E).movedim(2, 0)[:, :, :, : _piece(shared)]
         found = pieces.new_empty(shared.num_ranks * PIECES, *pieces.shape[1:])
         dist.all_gather_single(found, pieces.contiguous(), group=shared.group)
         found = found.reshape(-1, PIECES, *found.shape[1:])
-        # Ranks 0 and 1 have the pieces 0, 3 and 1, 2: the first ones in order, then the others in
-        # reverse.
+        # With two ranks, rank 0 has pieces 0 and 3, and rank 1 has pieces 1 and 2: join the first
+        # pieces in order, then the second ones in reverse.
         ordered = torch.cat([found[:, 0], found[:, 1].flip(0)])
         return ordered.movedim(0, 2).flatten(2, 3)
 
@@ -154,7 +153,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_BHTE: Tensor) -> tuple[Tensor, None]:
         shared: SharedRows = ctx.shared
-        # Sums over ranks in float32 or wider, as over blocks of rows.
+        # Sum over ranks in float32 or wider, as for blocks of rows.
         wide = grad_BHTE.to(torch.promote_types(grad_BHTE.dtype, torch.float32))
         B, H, _, E = wide.shape
         pieces = wide.reshape(B, H, PIECES * shared.num_ranks, -1, E)
@@ -162,7 +161,7 @@ class _Gathered(torch.autograd.Function):
         sent = torch.stack([front, back.flip(0)], dim=1).flatten(0, 1)
         own = torch.empty_like(sent[:PIECES])
         dist.reduce_scatter_single(own, sent, group=shared.group)
-        # Rows after a piece are keys of another rank.
+        # The rows after a piece are keys of another rank.
         behind = ctx.rows // PIECES - _piece(shared)
         own = torch.nn.functional.pad(own, (0, 0, 0, behind)).movedim(0, 2).flatten(2, 3)
         return own.to(grad_BHTE.dtype), None

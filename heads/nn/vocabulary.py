@@ -1,6 +1,6 @@
 """A reduced draft vocabulary.
 
-Which of the target's ids a head proposes, and how a checkpoint stores them.
+The module defines which of the target's ids a head proposes, and how a checkpoint stores them.
 
 V = target vocabulary, W = draft vocabulary.
 """
@@ -19,15 +19,16 @@ def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
         raise ValueError(
             f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}"
         )
-    # Ascending, because the loss and the metrics find a label's draft id by `searchsorted`.
+    # They must ascend, because the loss and the metrics find a label's draft id with
+    # `searchsorted`.
     if (
         not bool((draft_ids_W.diff() > 0).all())
         or draft_ids_W[0] < 0
         or draft_ids_W[-1] >= vocab_size
     ):
         raise ValueError(
-            f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's "
-            "id?"
+            f"draft ids must ascend within 0..{vocab_size - 1}: d2t must hold offsets, not "
+            f"target ids"
         )
 
 
@@ -38,7 +39,7 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
     """
     if offset_W is None:
         return None
-    # d2t [0, 0, 3] represents the target's ids [0, 1, 5].
+    # E.g. d2t [0, 0, 3] stands for the target's ids [0, 1, 5].
     ids_W = offset_W + torch.arange(len(offset_W))
     if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
         raise ValueError(

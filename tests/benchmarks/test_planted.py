@@ -33,7 +33,7 @@ BY_ACCEPTANCE = {  # needs the target's answers; all others are seen in the fold
     "8 heads of 32 for 4 of 64",
     "rope theta",
     "rope scaling",
-    "trained for another revision of the target",
+    "trained for a different revision of the target",
     "tied embeddings claimed",
 }
 

@@ -269,7 +269,7 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
         (("--draft", "TARGET", "--num-speculative-tokens", "0"), "at least 1"),
         (("--draft", "TARGET", "--baseline", "nowhere.json"), "does not exist"),
         (("--draft", "OTHER"), "logits"),
-        (("--draft", "HEAD"), "was trained for another target"),
+        (("--draft", "HEAD"), "was trained for a different target"),
         (
             ("--draft", "ngram", "--no-forecast"),
             "--no-forecast and --no-engine leave nothing to measure",

@@ -883,7 +883,7 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
     assert written == [0, 1, 1], "the file is written after every family"
     (mtp, eagle1) = report["left_out"]
     assert (mtp["family"], mtp["target"]) == ("mtp", tiny_target)
-    assert mtp["reason"].startswith("model type llama has no MTP layout here")
+    assert mtp["reason"].startswith("redraft has no MTP layout for the model type llama")
     assert eagle1["reason"] == "RuntimeError: no kernel image"
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 5
