@@ -284,7 +284,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="a left-over embedding", plant=lambda folder: add_tensor(folder, "embed_tokens.weight", 4096),
           ours="embed_tokens.weight differs from the target's", theirs="embed_tokens.weight differs from the target's"),
     Fault(name="lm_head of another revision", plant=change_tensor("lm_head.weight", noisy(1.0)),
-          ours="lm_head does not belong to this target", theirs="lm_head does not belong to this target"),
+          ours="lm_head is not this target's", theirs="lm_head is not this target's"),
     Fault(name="layer of another run or revision", plant=age_layer, ours=MISSED, theirs="",
           unseen="the head is worse but consistent; only its forecast shows that it was better"),
     Fault(name="trained for a different revision of the target", plant=claim_other_target,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from redraft.heads.target import Target
 
 Reads = Literal["nothing", "layers", "last"]
-"""Input that a draft reads from the target: nothing, the streams after some layers, or the last hidden
-state after the final norm.
+"""Input that a draft reads from the target: nothing, the streams after some layers, or the last
+hidden state after the final norm.
 """
 
 Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and_masks"]

@@ -1,15 +1,15 @@
-"""Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
+"""Adapt a draft to a different version of the target: a fine-tune, or a later checkpoint.
 
 $ redraft adapt outputs/eagle3/draft --target models/finetuned --data.source answers.jsonl
 $ redraft adapt outputs/eagle3/draft --target models/finetuned             # the fine-tune answers OLD's questions
 
-Two starts are compared on held-out answers of the new target: the old draft, and a new one. The
-better start is trained, until acceptance stops rising (--loop.stop-by, --loop.minutes). The
-result is published in --output/draft if its gain over the old draft is proven: the 95% interval,
-over held-out prompts, is above 0. Otherwise the old draft stays. --output/adapt.json has the
-verdict, the forecasts and the interval. The best data are answers of the new target; without
---data.source it answers the questions of OLD's training data first. All other settings are those of
-`redraft train`. A killed run continues with the same command.
+The old draft and a new one are compared on held-out answers of the new target. The better of the
+two is trained until acceptance stops rising (--loop.stop-by, --loop.minutes). The result is
+published in --output/draft if its gain over the old draft is proven: the 95% interval, over
+held-out prompts, is above 0. Otherwise, the old draft stays. --output/adapt.json contains the
+verdict, the forecasts and the interval. The best data are answers of the new target. Without
+--data.source, the new target first answers the questions of OLD's training data. All other settings
+are those of `redraft train`. After a kill, run the same command again to continue.
 """
 
 import functools
@@ -31,11 +31,11 @@ EVAL_EVERY = 50  # Steps between two evaluations: an adapted draft needs a fract
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe for the draft named by the first argument, and the other arguments.
+    """Return the recipe for the draft that the first argument names, and the other arguments.
 
     Raises:
         FileNotFoundError, ValueError: the first argument is not a trained draft.
-        SystemExit: after the help.
+        SystemExit: the help was printed.
     """
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} OLD --target TARGET [--data.source DATA] [flags]\n\n{__doc__}")
@@ -55,8 +55,8 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     family = detect_family(old)
     if family.training is None:
         raise ValueError(
-            f"{old} contains {family.title}, which are not trained: create them again from the target's "
-            "answers"
+            f"{old} contains {family.title}, which are not trained: recreate them from the "
+            f"target's answers"
         )
     recipe = Recipe(
         main=functools.partial(main, family, old),
@@ -96,8 +96,8 @@ def _count_vocabulary(old: Path) -> int:
 def main(family: Family, old: Path, cfg: Any) -> None:
     """Adapt the draft `old`.
 
-    Raises the same errors as `adapt`, and ValueError if there is no target, or no data and `old`
-    does not name its own.
+    Raises the same errors as `adapt`, and ValueError if there is no target, or if there are no data
+    and `old` does not name its own data.
     """
     from redraft.distill.run.adaptation import adapt  # here, because they import torch
     from redraft.distill.run.training_run import refuse
@@ -115,7 +115,7 @@ def main(family: Family, old: Path, cfg: Any) -> None:
 def _answer(old: Path, cfg: Any) -> Path:
     """Have the new target answer the questions that `old` was trained on.
 
-    A killed run continues with the answers that it already has.
+    After a kill, the answers that exist are kept.
     """
     from redraft.files.kept import hash_key
     from redraft.recipes.data import regenerate
@@ -130,7 +130,8 @@ def _answer(old: Path, cfg: Any) -> Path:
     asking = RegenerateConfig(
         prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output
     )
-    # By target and questions: answers of another fine-tune are stored next to it.
+    # The folder is named by target and questions, so answers of different fine-tunes are stored
+    # side by side.
     who = hash_key([regenerate.identify(asking), asked.source, asked.split])[:8]
     asking = replace(asking, output=cfg.output.with_name(f"{cfg.output.name}-answers-{who}.jsonl"))
     print(f"{cfg.target} answers the questions of {asked.source}")

@@ -5,8 +5,8 @@ It needs eight GPUs of 80 GB.
 $ recipes=$(python -c 'from redraft import recipes; print(*recipes.__path__)')
 $ accelerate launch --config_file $recipes/accelerate/zero2.yaml -m redraft.recipes.distill_llama3b
 
-A preset of `redraft train standalone`: every flag of it works here. The target is sharded over
-the devices, which leaves no room for an engine: run `redraft eval` afterwards.
+This is a preset of `redraft train standalone`, so every flag of that command works here. The target
+is sharded over the devices, which leaves no room for an engine: run `redraft eval` afterwards.
 """
 
 from dataclasses import replace

@@ -7,9 +7,9 @@ $ redraft serve TARGET --registry registry --targets outputs/grpo --token-file t
       --capture.spool spool -- --port 8000 --logprobs-mode processed_logprobs &
 $ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --prompts questions.jsonl
 
-After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`):
-on any device, and without vLLM's development mode. The learner swaps drafts meanwhile. Replace
-`reward` with the reward of your task.
+After each update, the policy is saved in --output, and the server loads it (`POST
+/redraft/target`). This works on any device and without vLLM's development mode. Meanwhile, the
+learner swaps drafts. Replace `reward` with the reward of your task.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from redraft.recipes.cli.run import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     target: str
-    """Folder or hub name of the policy at the start, which the server has loaded."""
+    """Folder or hub name of the initial policy, which the server has loaded."""
     token_file: Path
     """The server's --token-file."""
     prompts: str
@@ -39,9 +39,9 @@ class GrpoConfig:
     url: str = "http://127.0.0.1:8000"
     """Address of the server."""
     output: Path = Path("outputs/grpo")
-    """Folder for policies, which the server sees under the same name."""
+    """Folder for policies. The server must see it under the same name."""
     updates: int = 100
-    """Training length in updates of the policy."""
+    """Training length in policy updates."""
     lr: float = 1e-6
     """Learning rate."""
     max_tokens: int = 256
@@ -49,21 +49,24 @@ class GrpoConfig:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of distinct tokens in each answer."""
+    """Return the share of distinct tokens in each answer."""
     return [len({*ids}) / max(1, len(ids)) for ids in completion_ids]
 
 
 def main(cfg: GrpoConfig) -> None:
     """Train the policy.
 
-    Raises the errors of TRL, httpx and the loaders, and ValueError, with the server's answer, if it
-    refuses a policy.
+    Raises the errors of TRL, httpx and the loaders, and ValueError with the server's answer if the
+    server refuses a policy.
     """
     make_trainer(cfg).train()
 
 
 def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
-    """TRL's trainer. `training` are further settings of GRPOConfig. The server must be ready."""
+    """Make TRL's trainer.
+
+    `training` has additional settings of GRPOConfig. The server must be ready.
+    """
     import httpx
     import torch
     import trl.generation.vllm_generation as vllm_generation
@@ -86,7 +89,7 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
     ]
 
     class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
-        """TRL's client, with checkpoints instead of NCCL. The server empties its own cache."""
+        """TRL's client with checkpoints instead of NCCL. The server empties its own cache."""
 
         def init_communicator(self, device: Any = 0) -> None:
             self.num_pushes = 0
@@ -105,14 +108,14 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
             for path in small:
                 shutil.copy(path, folder)
             (folder / INDEX).unlink(missing_ok=True)  # of the target's shards
-            # copied, because weights that share memory cannot be saved
+            # Copy the weights, because weights that share memory cannot be saved.
             tensors = {
                 name: x.detach().to("cpu", dtype, copy=True).contiguous()
                 for name, x in named_params
             }
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
             body = {"version": folder.name, "path": str(folder)}
-            # not by TRL's session, which repeats a request that the server has refused
+            # Do not use TRL's session, which repeats a request that the server has refused.
             answer = httpx.post(
                 f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None
             )
@@ -130,7 +133,7 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
         use_vllm=True, vllm_mode="server", vllm_server_base_url=cfg.url, max_completion_length=cfg.max_tokens,
         max_steps=cfg.updates, learning_rate=cfg.lr, **settings | training,
     )  # fmt: skip
-    # In float32: bfloat16 weights would swallow updates of 1e-6.
+    # Use float32, because bfloat16 weights would swallow updates of 1e-6.
     model = AutoModelForCausalLM.from_pretrained(
         target.folder, dtype=torch.float32, trust_remote_code=False
     )

@@ -42,15 +42,14 @@ COMMON = frozenset(
         "Prove.num_speculative_tokens",
     }
 )
-"""Flags that `--help` prints; `--help-all` prints all."""
+"""Flags that `--help` prints. `--help-all` prints all flags."""
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe for the family that the first argument names, and the other arguments.
+    """Return the recipe for the family that the first argument names, and the other arguments.
 
-    Raises:
-        ValueError: the first argument names no family.
-        SystemExit: after the help without a family.
+    Raises:     ValueError: the first argument names no family.     SystemExit: the help without a
+        family was printed.
     """
     names = list_trained()
     if not args or args[0] in ("-h", "--help", "--help-all"):

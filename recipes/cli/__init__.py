@@ -1,3 +1,3 @@
-"""The `redraft` command. Quick to start: nothing here loads torch or vLLM."""
+"""The `redraft` command. It starts quickly, because nothing here imports torch or vLLM."""
 
 from redraft.recipes.cli.run import main as main

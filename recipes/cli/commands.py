@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Group(Enum):
-    """The headings of `redraft --help`, in the order in which a new user needs them."""
+    """A group of commands in `redraft --help`, in the order in which a new user needs them."""
 
     TRAIN = "Train a draft"
     DECIDE = "Decide which draft, and how many tokens"
@@ -31,12 +31,12 @@ class Command:
 
     group: Group
     module: str
-    """The recipe; empty for a command of parts."""
+    """Module of the recipe. Empty for a command with parts."""
     summary: str
     example: str
     parts: Mapping[str, Part] = field(default_factory=dict)
     default: str = ""
-    """The part to run if the first argument names none; empty if it has to."""
+    """The part to run if the first argument names none. Empty if it must name one."""
 
 
 COMMANDS = {
@@ -217,7 +217,7 @@ COMMANDS = {
 
 
 def list_recipes() -> Iterator[tuple[str, str]]:
-    """(words after `redraft`, module) for every recipe.
+    """Return (words after `redraft`, module) for every recipe.
 
     For example, ("fleet swap", "redraft.recipes.operate.swap").
     """

@@ -2,8 +2,8 @@
 
     redraft train eagle3 --config eagle3.toml --optim.lr 3e-4
 
-Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. What the file leaves out
-keeps its default. TOML has no null: the text "None" stands for it, as on the command line.
+Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. Keys that the file omits
+keep their defaults. TOML has no null, so the text "None" stands for it, as on the command line.
 """
 
 import copy
@@ -18,11 +18,11 @@ Config = TypeVar("Config")
 
 
 def read_config(path: Path, default: Config) -> Config:
-    """`default`, changed by the TOML file at `path`.
+    """Return `default` with the changes from the TOML file at `path`.
 
     Raises:
         FileNotFoundError
-        ValueError: it is not TOML, a key is unknown, or a value does not fit.
+        ValueError: the file is not TOML, a key is unknown, or a value has the wrong type.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}: create one with --print-config")
@@ -41,7 +41,7 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
         before = getattr(default, name)
         if dataclasses.is_dataclass(before):
             if not isinstance(value, Mapping):
-                raise ValueError(f"{path}: {prefix}{key} is a table: write [{prefix}{key}]")
+                raise ValueError(f"{path}: {prefix}{key} must be a table: write [{prefix}{key}]")
             changes[name] = _change(before, value, path, f"{prefix}{key}.")
         else:
             is_none = value == NONE and type(None) in get_args(hints[name])

@@ -1,8 +1,7 @@
-"""Read a dataclass from the command line, with every field's docstring as whole lines of help.
+"""Read a dataclass from the command line, with every field's docstring as flowing help text.
 
-By itself, tyro keeps a line break of a docstring if the next line is indented, which breaks
-sentences in the middle, and shows the default of an empty tuple as `(default: )`. The rule below
-gives it the same fields without these two.
+By itself, tyro keeps a docstring's line break if the next line is indented, which breaks sentences,
+and shows the default of an empty tuple as `(default: )`. The rule below avoids both.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from redraft.files.settings import read_field_docs
 class RefusedConfigError(Exception):
     """A config refused its values for `reason`.
 
-    tyro would catch the ValueError itself, and print it in a box.
+    tyro would catch a ValueError and print it in a box.
     """
 
     def __init__(self, reason: ValueError) -> None:
@@ -47,9 +46,9 @@ class RefusedConfigError(Exception):
 
 
 def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
-    """A registry with `describe_dataclass` as tyro's rule for dataclasses.
+    """Return a registry with `describe_dataclass` as tyro's rule for dataclasses.
 
-    The help omits flags whose "Class.field" is not in `common`; if it is None, no flag is omitted.
+    The help omits flags whose "Class.field" is not in `common`. If `common` is None, it omits none.
     """
     registry = ConstructorRegistry()
     registry.struct_rule(functools.partial(describe_dataclass, common=common))
@@ -59,7 +58,7 @@ def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
 def describe_dataclass(
     info: StructTypeInfo, *, common: Container[str] | None = None
 ) -> StructConstructorSpec | None:
-    """The fields of a dataclass, with folded help; a refused value raises RefusedConfigError."""
+    """Return a dataclass's fields with folded help. A refused value raises RefusedConfigError."""
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
@@ -68,7 +67,7 @@ def describe_dataclass(
     for field in dataclasses.fields(info.type):
         if not field.init:
             continue
-        # tyro takes the hint for the type of the flag: changes of the help text are annotations.
+        # tyro takes the hint as the flag's type, so changes of the help text are annotations.
         hint, default = hints[field.name], _find_default(field, info.default)
         if isinstance(hint, TypeVar):  # the options of a family: the default has their class
             hint = type(default)
@@ -99,7 +98,7 @@ def describe_dataclass(
 
 
 def _describe_default(hint: Any, default: Any, text: str) -> str | None:
-    """The note on a flag's default in the help; None for tyro's own note."""
+    """Return the note on a flag's default in the help. None for tyro's own note."""
     if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
         return None  # tyro calls the flag repeatable
     if default is None and "default" in text.lower():
@@ -108,12 +107,12 @@ def _describe_default(hint: Any, default: Any, text: str) -> str | None:
         return "(default: none)"
     if default is True:
         return "(default: on)"
-    # A required positional argument, for which tyro would accept no value.
+    # This is a required positional argument, for which tyro would otherwise accept an empty value.
     return "(required)" if default is tyro.MISSING_NONPROP else None
 
 
 def choose_metavar(name: str, hint: Any) -> str | None:
-    """The word for a value in the help, e.g. TARGET; None for tyro's own (INT, or the choices).
+    """Return the word for a value in the help, e.g. TARGET. None for tyro's own (INT, or choices).
 
     Text and paths are named after their field. An optional value is shown without its `None`, and
     a tuple with the name of one of its elements.
@@ -157,7 +156,7 @@ def _repeatable(config_type: type[Any], prefix: str) -> Iterator[str]:
 
 
 def make_unchecked(config_type: type[Any]) -> Any:
-    """An unchecked config with the defaults, in which values without a default are missing."""
+    """Return an unchecked config with the defaults. Values without a default are missing."""
     config = object.__new__(config_type)
     vars(config).update(
         {field.name: _find_default(field, None) for field in dataclasses.fields(config_type)}
@@ -166,14 +165,15 @@ def make_unchecked(config_type: type[Any]) -> Any:
 
 
 def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
-    """The field's value in `owner`, if this default for the whole dataclass exists.
+    """Return a field's default: its value in `owner`, if there is one for the whole dataclass.
 
-    Otherwise, the field's own default.
+    Otherwise, it is the field's own default.
     """
     if dataclasses.is_dataclass(owner):
         return getattr(owner, field.name)
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    # MISSING makes all fields below required, defaults or not; MISSING_NONPROP this one.
+    # MISSING makes all fields below required, even those with defaults. MISSING_NONPROP makes only
+    # this one required.
     missing = tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
     return missing if field.default is dataclasses.MISSING else field.default

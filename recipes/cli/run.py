@@ -1,9 +1,9 @@
 """Run the `redraft` command.
 
-Find the recipe, parse its flags, turn an error into one line for the user.
+The module finds the recipe, parses its flags, and turns an error into one line for the user.
 
-Importing this module loads neither torch nor vLLM, and nor does the module of a command: `--help`
-reads its config.
+Importing this module loads neither torch nor vLLM. For `--help`, a command's settings are imported
+without them too.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
 
 def choose_environment(*, has_terminal: bool) -> dict[str, str]:
-    """Environment variables for libraries that read them at import.
+    """Return environment variables for libraries that read them at import.
 
-    Variables that the user has set are not replaced.
+    They do not replace variables that the user has set.
     """
-    # An OpenMP thread that waits for the others spins, and takes the core that a preempted one
-    # needs: on two cores with other work, a training step took ten times as long as with threads
-    # that sleep. Only libgomp, which torch uses, reads this variable. OMP_WAIT_POLICY would reach
-    # vLLM's workers (libiomp5) too, which have measured speeds.
+    # A waiting OpenMP thread spins, and may take the core that a preempted thread needs. On two
+    # cores with other work, a training step took ten times as long as with sleeping threads. Only
+    # libgomp, which torch uses, reads this variable. OMP_WAIT_POLICY would also affect vLLM's
+    # workers (libiomp5), whose speed was measured without it.
     chosen = {"GOMP_SPINCOUNT": "0"}
     if not has_terminal:
-        # seconds; the bars of transformers and datasets, which are not ours
+        # Time in seconds, for the progress bars of transformers and datasets, which are not ours.
         chosen["TQDM_MININTERVAL"] = "10"
     return chosen
 
@@ -71,7 +71,7 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let this process continue if its output closes: a closed pipe or terminal, or a full disk."""
+    """Let this process continue if its output fails: a closed pipe or terminal, or a full disk."""
     for name in ("stdout", "stderr"):
         now = getattr(sys, name)
         raw = _Outliving(now.fileno(), "w", closefd=False)
@@ -103,9 +103,9 @@ class Recipe:
     description: str | None
     presets: Mapping[str, Any] = field(default_factory=dict)
     default: Any = None
-    """The config without any flag; None if `config_type` has defaults for all."""
+    """The config without any flag. None if `config_type` has defaults for all fields."""
     common: Container[str] | None = None
-    """"Class.field" of the flags in `--help`; None for all."""
+    """"Class.field" of the flags in `--help`. None for all flags."""
     prog: str
 
 
@@ -117,7 +117,7 @@ def run_recipe(
     *,
     default: Any = None,
 ) -> None:
-    """Run the `main` of a recipe started as a file, with the config of the command line.
+    """Run the `main` of a recipe that was started as a file, with the config from the command line.
 
     An error that the user can fix ends the process with one line and exit status 2.
     """
@@ -129,7 +129,7 @@ def run_recipe(
 
 
 def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str]]]) -> None:
-    """The same as `run_recipe`, for a file whose first argument chooses the recipe."""
+    """Do the same as `run_recipe` for a file whose first argument chooses the recipe."""
 
     if status := run_guarded(lambda: _run(*choose(sys.argv[1:], sys.argv[0]))):
         sys.exit(status)
@@ -140,15 +140,14 @@ def _run(recipe: Recipe, args: Sequence[str]) -> None:
 
 
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
-    """The config of a recipe from command-line arguments.
+    """Parse a recipe's config from command-line arguments.
 
     The sources are, lowest priority first: the defaults, `--preset NAME`, the TOML file given by
-    `--config FILE`, and the flags. `--print-config` prints the result as such a file, and ends.
+    `--config FILE`, and the flags. `--print-config` prints the result as such a file, and exits.
 
-    Raises:
-        ValueError: for an unknown preset, a bad file, a flag given twice or a value that the config
-            refuses.
-        SystemExit: 2 from tyro for anything unreadable; 0 after `--help` and `--print-config`.
+    Raises:     ValueError: a preset is unknown, a file is invalid, a flag is given twice, or the
+        config         refuses a value.     SystemExit: 2 from tyro for arguments it cannot read; 0
+        after `--help` and `--print-config`.
     """
     import tyro  # a tenth of a second, too long for `redraft --help`
 
@@ -161,8 +160,8 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     )
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
-    # tyro knows neither presets nor files: the flags are taken out, and become the default of the
-    # whole config.
+    # tyro knows neither presets nor files, so these flags are removed, and their values become the
+    # default of the whole config.
     end = args.index("--") if "--" in args else len(args)
     rest, others = list(args[:end]), args[end:]
     refuse_repeated(rest, recipe.config_type)
@@ -187,11 +186,12 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
         if path is not None:
             default = read_config(Path(path), default or make_unchecked(recipe.config_type))
     asks = every or not {"--help", "-h"}.isdisjoint(rest)
-    # Only for help: tyro does not parse a boolean flag that it hides.
+    # This is only for the help: tyro does not parse a boolean flag that it hides.
     common = recipe.common if asks and not every else None
     if common is not None:
         notes += ["--help-all prints all flags."]
-    # Help prints the form of a boolean flag that changes the default; the parser takes both.
+    # Help prints the form of a boolean flag that changes the default. The parser accepts both
+    # forms.
     markers = (tyro.conf.FlagCreatePairsOff,) if asks else ()
     try:
         config = tyro.cli(
@@ -212,9 +212,9 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
 
 def run_guarded(run: Callable[[], object]) -> int:
-    """Call `run` and return 0; or print a user's error in one line, and return 2.
+    """Call `run` and return 0, or print a user's error in one line and return 2.
 
-    With REDRAFT_TRACEBACK=1 the error is raised instead, as defects of redraft always are.
+    With REDRAFT_TRACEBACK=1, the error is raised instead, as defects of redraft always are.
     """
     reach_loopback(os.environ)
     if isinstance(sys.stdout, io.TextIOWrapper):  # not where a test captures it
@@ -234,14 +234,14 @@ def run_guarded(run: Callable[[], object]) -> int:
 
 
 def describe_error(error: BaseException) -> str | None:
-    """The line to show the user, or None for a defect of redraft, which needs a traceback."""
+    """Return the line to show the user. None for a defect of redraft, which needs a traceback."""
     httpx = sys.modules.get("httpx")  # if nothing has imported it, the error cannot come from it
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}; `redraft doctor` says what to install"
-    # The system's errors have a `strerror`. Ours are raised with one sentence: ConnectionError,
-    # ChildProcessError and TimeoutError are OSErrors too, and fall through to the line below.
+    # The system's errors have a `strerror`. Our own ConnectionError, ChildProcessError and
+    # TimeoutError are OSErrors too, but have only one sentence, so they reach the line below.
     if isinstance(error, OSError) and error.strerror:
         # Of a rename, the second name is the one that the user gave.
         name = error.filename2 or error.filename
@@ -290,17 +290,16 @@ def _choices(name: str, known: Mapping[str, object]) -> str:
 
 
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
-    """A command's recipe, and the arguments left for it.
+    """Return a command's recipe, and the remaining arguments for it.
 
-    Raises:
-        ValueError: there is no such part.
-        SystemExit: after the help of several parts.
+    Raises:     ValueError: there is no such part.     SystemExit: the help for several parts was
+        printed.
     """
     command, path = COMMANDS[name], COMMANDS[name].module
     if command.parts:
         name, path, args = _choose_part(name, command, args)
-    # A module that loads torch has its config in another: help and the flags of a mistyped command
-    # do not wait for it.
+    # A module that imports torch has its config in a separate module, so that help and mistyped
+    # flags do not wait for torch.
     config = f"{path}_config"
     module = importlib.import_module(config if importlib.util.find_spec(config) else path)
     if hasattr(module, "choose_recipe"):
@@ -320,9 +319,9 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
 
 
 def find_config_type(module: ModuleType) -> type:
-    """The type of a command's settings: the dataclass of its module whose name ends in `Config`.
+    """Return the type of a command's settings: its module's dataclass whose name ends in `Config`.
 
-    It may be in a module of its own (`MODULE_config`), next to other commands' settings.
+    It may be in a separate module (`MODULE_config`), next to other commands' settings.
     """
     (found,) = (
         value
@@ -338,7 +337,7 @@ def find_config_type(module: ModuleType) -> type:
 def _choose_part(
     name: str, command: Command, args: Sequence[str]
 ) -> tuple[str, str, Sequence[str]]:
-    """(words of the part, its module, the arguments after its name)."""
+    """Return (words of the part, its module, the arguments after its name)."""
     first = args[0] if args else "--help"
     if first in command.parts:
         return f"{name} {first}", command.parts[first].module, args[1:]
@@ -362,7 +361,7 @@ def format_parts(name: str, command: Command) -> str:
 
 
 def _take_value(args: list[str], flag: str) -> str | None:
-    """Remove a flag from the arguments; returns its value, or None if it is not given."""
+    """Remove a flag from the arguments, and return its value, or None if it is not given."""
     for index, argument in enumerate(args):
         if argument.startswith(f"{flag}="):
             return args.pop(index).removeprefix(f"{flag}=")
@@ -375,7 +374,7 @@ def _take_value(args: list[str], flag: str) -> str | None:
 
 
 def _take_switch(args: list[str], flag: str) -> bool:
-    """Remove a flag without a value from the arguments; returns whether it was given."""
+    """Remove a flag without a value from the arguments, and return whether it was given."""
     found = flag in args
     args[:] = [word for word in args if word != flag]
     return found

@@ -1,1 +1,1 @@
-"""Commands that prepare what drafts are trained on."""
+"""Commands that prepare training data for drafts."""

@@ -1,10 +1,10 @@
-"""Count the target's answers.
+"""Count the target's answers, as a draft.
 
-A draft that needs no training, no GPU and no pass of a model to propose tokens.
+This draft needs no training and no GPU, and proposes tokens without running a model.
 
     $ redraft regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl     # or logged answers
     $ redraft data count --target TARGET --data answers.jsonl --output drafts/answers
-    $ redraft eval --target TARGET --draft drafts/answers --draft ngram                    # how much is accepted?
+    $ redraft eval --target TARGET --draft drafts/answers --draft ngram                   # acceptance
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
     $ redraft serve TARGET --draft drafts/answers+HEAD:2 --num-speculative-tokens 6
 
@@ -47,7 +47,7 @@ def main(cfg: CountConfig) -> None:
         FileNotFoundError: there is no such target.
         ValueError: there are no data, no tokenizer or no answers.
     """
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     from redraft.distill.data.conversations import load_conversations
     from redraft.distill.data.day import choose_day
     from redraft.distill.data.samples import build_samples

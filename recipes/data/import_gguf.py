@@ -1,13 +1,13 @@
-"""Turn a GGUF file into a model folder in bfloat16.
+"""Convert a GGUF file into a model folder in bfloat16.
 
-transformers, vLLM and every redraft command load it.
+transformers, vLLM and every redraft command can load the folder.
 
     $ redraft data import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
     $ redraft train standalone --target models/smollm2 --data.source answers.jsonl
 
 The folder has the tokenizer and the chat template of the file, both checked, and a manifest of
-SHA-256 sums. Quantised weights become the bfloat16 numbers nearest to them; the folder is the size
-of the model in bfloat16.
+SHA-256 sums. Quantised weights are rounded to the nearest bfloat16 numbers, so the folder is as
+large as the model in bfloat16.
 """
 
 from dataclasses import asdict, dataclass
@@ -34,11 +34,11 @@ def main(cfg: ImportConfig) -> None:
     Raises:
         FileExistsError: the output is not empty.
         FileNotFoundError: there is no such file.
-        OSError: the disk has no room.
+        OSError: the disk is full.
         ValueError: the file is not GGUF, is corrupt, or has an architecture that transformers does
             not read; or the `gguf` package is not installed.
     """
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     from redraft.files.artifact import publish, sha256
     from redraft.files.gguf import (
         check_gguf,
@@ -65,5 +65,5 @@ def main(cfg: ImportConfig) -> None:
     }
     publish(cfg.output, partial(save, model, tokenizer), provenance, overwrite=cfg.overwrite)
     if tokenizer.chat_template is None:
-        print("note: the file has no chat template, as base models have none")
+        print("note: the file has no chat template, which is normal for base models")
     print(f"{model.num_parameters():,} parameters in bfloat16 -> {cfg.output}")

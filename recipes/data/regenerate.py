@@ -33,7 +33,7 @@ def main(cfg: RegenerateConfig) -> None:
 
     Raises:
         ChildProcessError, ConnectionError: the engine did not start, or did not answer.
-        ValueError: the settings do not fit together.
+        ValueError: the settings contradict each other.
     """
     if cfg.target is not None and cfg.url is not None:
         raise ValueError(
@@ -47,10 +47,11 @@ def main(cfg: RegenerateConfig) -> None:
     states = (Storage(cfg.storage), Storage(cfg.keep_states)) if cfg.keep_states else None
     if cfg.output.suffix != ".jsonl":
         raise ValueError(
-            f"answers are written as JSON Lines, uncompressed: name --output {cfg.output} *.jsonl"
+            f"answers are written as uncompressed JSON Lines: give --output a name that ends in "
+            f".jsonl, not {cfg.output}"
         )
     if obstacle := find_obstacle([cfg.output, previous_answers(cfg.output)], cfg, lambda _: None):
-        raise ValueError(f"{obstacle}: choose another --output")
+        raise ValueError(f"{obstacle}: choose a different --output")
     # Two commands with one output would answer everything twice, and with --overwrite one of them
     # would remove the answers of the other.
     lock = cfg.output.with_name(f".{cfg.output.name}.lock")
@@ -93,7 +94,7 @@ def require_parser(conversations: Sequence[Conversation], cfg: RegenerateConfig)
     """Print a warning if a server started here could not parse the target's tool calls.
 
     Raises:
-        ValueError: the same, but all conversations have tools.
+        ValueError: the server could not parse them, and all conversations have tools.
     """
     num_with_tools = sum("tools" in conversation for conversation in conversations)
     has_parser = any(argument.startswith("--tool-call-parser") for argument in cfg.vllm_args)
@@ -110,7 +111,7 @@ def require_parser(conversations: Sequence[Conversation], cfg: RegenerateConfig)
 
 
 def identify(cfg: RegenerateConfig) -> str:
-    """A hash of everything that a target's answers depend on, except the sampling.
+    """Return a hash of everything that a target's answers depend on, except the sampling.
 
     It covers weights, chat template, generation_config.json and vLLM's arguments. It is empty for a
     running server.
@@ -128,22 +129,23 @@ def identify(cfg: RegenerateConfig) -> str:
 
 @contextmanager
 def serve_answers(cfg: RegenerateConfig) -> Iterator[tuple[str, str | None]]:
-    """(URL, model name) of the server to ask.
+    """Yield (URL, model name) of the server to ask.
 
-    It is a new vLLM server for the target, which is stopped on exit, or the running server.
+    It is either a new vLLM server for the target, which is stopped on exit, or the running server.
     """
     if cfg.target is None:
         yield cfg.url or DEFAULT_URL, cfg.model
         return
     limit = load_text_config(cfg.target).max_position_embeddings
     log = cfg.output.with_suffix(".vllm.log")
-    print(f"vLLM serves {cfg.target}, log in {log}")
+    print(f"vLLM serves {cfg.target}; its log is {log}")
     with vllm_server(
         cfg.target,
         log=log,
         max_model_len=min(limit, MAX_MODEL_LEN),
         max_num_seqs=cfg.concurrency,
-        # Of a CPU's memory. `vllm_server` ignores this number on a GPU, which vLLM fills by itself.
+        # Share of a CPU's memory. `vllm_server` ignores this number on a GPU, which vLLM fills by
+        # itself.
         kv_cache_bytes=psutil.virtual_memory().available // 4,
         extra_args=cfg.vllm_args,
     ) as server:

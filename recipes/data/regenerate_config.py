@@ -26,37 +26,37 @@ from redraft.distill.train.run_config import require_least
 class RegenerateConfig(Sampling):
     prompts: str
     """Conversations to answer: a hub name, a .jsonl or .parquet file, `stdlib`, or
-    `stdlib-functions` (functions to complete). The answers in them are dropped.
+    `stdlib-functions` (functions to complete). Their answers are ignored.
     """
     output: Path
     """JSONL file to write, one line per finished conversation. Existing lines are kept."""
     overwrite: bool = False
-    """Regenerate all answers. Existing answers in --output are kept aside from the first new one
-    until all new ones are complete.
+    """Regenerate all answers. Existing answers in --output are set aside until all new ones are
+    complete.
     """
     split: str = "train"
     """Split of the data set."""
     num_conversations: int | None = None
-    """Maximum number of conversations to use, from the start; by default all."""
+    """Maximum number of conversations to use, from the start. Default: all."""
     target: str | None = None
     """Folder or hub name of the target. The command starts a vLLM server for it, in the dtype in
     which drafts are trained; `-- --dtype=bfloat16` overrides it.
     """
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments for each vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
+    """Additional arguments for each vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     url: str | None = None
     """Address of a running server, instead of --target. Default without both:
     http://127.0.0.1:8000. If the variable OPENAI_API_KEY is set, it is sent as the API key of each
     request.
     """
     model: str | None = None
-    """Name of the target at --url; by default, the first model that the server lists."""
+    """Name of the target at --url. Default: the first model that the server lists."""
     keep_states: str | None = None
     """Folder or fsspec URL in which hidden states of prompts and answers are stored for `redraft
     train --signal.kept`. --url must then be a server of `redraft serve-features`.
     """
     storage: str = DEFAULT_STORAGE
-    """The `--storage` of that server."""
+    """The `--storage` setting of the server that sends the hidden states."""
     concurrency: int = 64
     """Maximum number of concurrent requests."""
 

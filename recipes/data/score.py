@@ -1,12 +1,12 @@
-"""Read recorded token ids again with the target, so that any engine's traffic can train a draft.
+"""Reread recorded token ids with the target, so that any engine's traffic can train a draft.
 
     $ redraft tap http://127.0.0.1:8080 --engine llama.cpp --target TARGET --spool ids --port 8001
     $ redraft data score ids --target TARGET --draft DRAFT --spool spool
     $ redraft learner --config learner.toml              # spool = "spool"
 
-One pass of the target over each record gives the distributions at every token of the answer, and the
-hidden states that `--draft` reads. It needs the target's full weights and no engine: run it offline,
-or on an idle server. Files leave `ids` as they are scored.
+One pass of the target over each record gives the distributions at every token of the answer, and
+the hidden states that `--draft` reads. It needs the target's full weights, but no engine: run it
+offline, or on an idle server. Files are removed from `ids` once they are scored.
 """
 
 import time
@@ -35,8 +35,8 @@ class ScoreConfig:
     that it reads.
     """
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
-    stored so and the CPU has instructions for bfloat16, else float32.
+    """Dtype for the target's computation. Default: on a GPU, the stored dtype; on a CPU, bfloat16
+    if the weights are stored in bfloat16 and the CPU has bfloat16 instructions, otherwise float32.
     """
     logprobs: int = 32
     """Number of token probabilities recorded per position."""
@@ -54,7 +54,7 @@ def main(cfg: ScoreConfig) -> None:
         FileNotFoundError: a folder is missing.
         ValueError: the target or the draft cannot be used.
     """
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     import torch
 
     from redraft.distill.run.inputs import load_target
@@ -72,7 +72,7 @@ def main(cfg: ScoreConfig) -> None:
         raise FileNotFoundError(f"the folder {cfg.records} does not exist: give the spool of a tap")
     if cfg.records.resolve() == cfg.spool.resolve():
         raise ValueError(
-            f"--spool {cfg.spool} is the input folder: choose another one for the output"
+            f"--spool {cfg.spool} is the input folder: choose a different one for the output"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=device.type == "cpu")

@@ -1,6 +1,6 @@
-"""Show a draft's training data before the training.
+"""Show a draft's training data before training.
 
-Sizes, losses, vocabulary, and labels in colour.
+The command prints sizes, losses of data, vocabulary, and labels in colour.
 """
 
 import functools
@@ -50,7 +50,7 @@ def main(cfg: ShowConfig) -> None:
     """Print the summary and the samples.
 
     Raises:
-        ValueError: nothing can be read, or nothing can be trained on.
+        ValueError: no data can be read, or none of them can be trained on.
     """
     require_apart(cfg.json, cfg)
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
@@ -108,7 +108,7 @@ def main(cfg: ShowConfig) -> None:
     print(
         f"duplicates: {overlap}"
         if overlap != Overlap()
-        else "duplicates: none; no long answer is held out"
+        else "duplicates: none, because no long answer is held out"
     )
     print("\n".join(describe_domains(conversations)))
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
@@ -142,7 +142,7 @@ def summarise(
 def held_out_part(
     conversations: Sequence[Conversation], build: Callable[..., tuple[list[Sample], SampleStats]]
 ) -> tuple[list[Sample], SampleStats | str]:
-    """The held-out samples with their counts, or no samples with the reason."""
+    """Return the held-out samples with their counts, or no samples and the reason."""
     try:
         return build(conversations, progress=False)
     except ValueError as error:
@@ -177,7 +177,7 @@ def describe_held_out(stats: SampleStats | str) -> Iterator[str]:
 def describe_training(
     samples: Sequence[Sample], stats: SampleStats, train: Sequence[Conversation]
 ) -> Iterator[str]:
-    """Lines about the training part: turns, tokens, and everything that is cut or left out."""
+    """Describe the training part: turns, tokens, and everything that is cut or omitted."""
     turns = [length for sample in samples for length in measure_answers(sample)]
     yield (
         f"turns: {len(turns):,}, of {statistics.median(turns):,.0f} labels in the median and "
@@ -198,7 +198,7 @@ def describe_training(
 
 
 def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
-    """Lines about the ends of turns, and the template arguments with which a server begins them."""
+    """Describe the ends of turns, and the template arguments with which a server begins them."""
     if not stats.ends:
         return
     ends = [
@@ -212,8 +212,8 @@ def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
 
 
 def measure_answers(sample: Sample) -> list[int]:
-    """The number of labels in each answer, i.e. the length of each run in the loss mask."""
-    # E.g. the mask 0 1 1 0 1: it flips at 1, 3, 4 and 5, so the runs have 3 - 1 = 2 and 5 - 4 = 1
+    """Return the number of labels in each answer, i.e. the length of each run in the loss mask."""
+    # E.g. the mask 0 1 1 0 1 flips at 1, 3, 4 and 5, so the runs have 3 - 1 = 2 and 5 - 4 = 1
     # labels.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(np.int8), [0]])))
     return [int(length) for length in edges[1::2] - edges[::2]]
@@ -232,9 +232,10 @@ def describe_domains(conversations: Sequence[Conversation]) -> Iterator[str]:
 def describe_vocabulary(
     train: Sequence[Sample], held_out: Sequence[Sample], vocab_size: int
 ) -> Iterator[str]:
-    """A line for each size of draft vocabulary.
+    """Return a line for each size of draft vocabulary.
 
-    It gives the share of the labels in the vocabulary, for the training and the held-out text.
+    The line has the share of labels that the vocabulary covers in the training and the held-out
+    text.
     """
     sizes = [size for size in VOCABULARY_SIZES if size < vocab_size]
     if not sizes or not held_out:
@@ -274,7 +275,10 @@ def possible_kinds(conversation: Conversation) -> set[str]:
 def find_kinds(
     sample: Sample, conversation: Conversation, tokenizer: Any, end_ids: Collection[int]
 ) -> set[str]:
-    """The kinds of turn among a sample's labels; other turns may be refused or in other samples."""
+    """Return the kinds of turn among a sample's labels.
+
+    Other turns may be unusable or in other samples.
+    """
     possible, messages = possible_kinds(conversation), conversation["messages"]
     if len(possible) == 1:
         return possible
@@ -298,7 +302,7 @@ def choose_samples(
     kinds_of: Callable[[Sample], set[str]],
     count: int,
 ) -> list[Sample]:
-    """One sample with each kind of turn, then samples from each domain in turn, up to `count`.
+    """Return a sample with each kind of turn, then samples from all domains in turn, up to `count`.
 
     `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` returns the kinds
     in a sample. Samples are in the order of their hashes, so the choice is random.
@@ -331,11 +335,11 @@ def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> st
     """The text of up to `max_tokens` tokens of a sample, with the labels marked."""
     opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
     ids, mask = sample.input_ids, sample.loss_mask
-    # Decoded in pieces between two flips of the mask, not token by token: a character may span
-    # several tokens.
+    # Decode the pieces between two flips of the mask, not token by token, because a character may
+    # span several tokens.
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-    # Of a long sample, the two ends of each piece: labels may follow thousands of tokens about
-    # tools.
+    # For a long sample, show both ends of each piece, because labels may follow thousands of tokens
+    # about tools.
     most = max_tokens if len(ids) <= max_tokens else max(MIN_RUN, max_tokens // (len(borders) - 1))
     parts, room = [], max_tokens
     for start, end in pairwise(borders):
@@ -356,5 +360,5 @@ def _show_ends(ids: list[int], size: int, tokenizer: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: data from the web must not steer the terminal."""
+    """Return `text` without control characters, by which web data could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -1,6 +1,6 @@
 """Show what a draft would learn from a data set, before any training.
 
-Sizes, losses, vocabulary, and labels in colour.
+The command prints sizes, losses of data, vocabulary, and labels in colour.
 
 $ redraft data answers.jsonl --target meta-llama/Llama-3.1-8B-Instruct
 $ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10 --no-color
@@ -34,7 +34,7 @@ class ShowConfig:
     on them.
     """
     sequence_length: int = 4096
-    """Maximum sample length in tokens. Use the training's --loop.sequence-length."""
+    """Maximum sample length in tokens. Use the training run's --loop.sequence-length."""
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that contain today's date. Default: today."""
     num_samples: int = 3
@@ -42,7 +42,9 @@ class ShowConfig:
     turn.
     """
     json: Path | None = None
-    """JSON file for the samples and for everything that was used, rejected and left out."""
+    """JSON file for the samples and for the counts of everything that was used, rejected or
+    omitted.
+    """
     sample_tokens: int = 300
     """Number of tokens to show per sample."""
     color: bool = True

@@ -1,6 +1,6 @@
-"""Which draft, how many tokens, at which load?
+"""Find the draft, the number of tokens and the loads at which speculation pays off.
 
-Take or make drafts for a target, measure each beside the plain server, and confirm the best.
+Take or make drafts for a target, measure each against the plain server, and confirm the best.
 """
 
 import functools
@@ -93,13 +93,14 @@ def main(cfg: BenchConfig) -> None:
     started = time.perf_counter()
     require_answers(cfg)
     name = cfg.target or str(make_target(PARTS))
-    # Before the trainings: what cannot be served must not be found out an hour later.
+    # Check before the training runs, so that a draft that cannot be served is not discovered an
+    # hour later.
     target = open_target(name, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
     _ = target.whole
     require_pace(cfg, name)
     sampling = choose_sampling(target.folder, **asked_sampling(cfg))
     require_served(sampling)
-    # Requests that name their sampling have no penalties (`measure`).
+    # Requests with their own sampling parameters have no penalties (`measure`).
     penalties = {} if names_sampling(cfg) else list_penalties(target.folder)
     finished = read_finished(cfg, target, sampling, has_penalties=bool(penalties))
     questions = load_questions(cfg)
@@ -108,17 +109,18 @@ def main(cfg: BenchConfig) -> None:
     if cfg.overwrite:
         start_over(cfg.output, ROUNDS, cfg)
 
-    # 1. the plain server to beat: compiled or eager, whichever is faster here
+    # 1. Measure the plain server to beat: compiled or eager, whichever is faster here.
     rounds = Rounds(cfg, target, sampling if names_sampling(cfg) else None)
     mode, modes = rounds.choose_mode(first)
     if cfg.pace == "adaptive" and mode == "eager":
         raise ValueError(
-            f"--pace adaptive {adaptive.GRAPHS.partition(':')[0]}, and eager is faster"
+            f"--pace adaptive {adaptive.GRAPHS.partition(':')[0]}, but on this machine eager "
+            f"mode is faster"
         )
     print(describe_modes(mode, modes), flush=True)
 
-    # 2. every draft with one number of tokens; what needs no training comes first, and each verdict
-    #    as it is known
+    # 2. Measure every draft with one number of tokens. Drafts that need no training come first, and
+    # each verdict is printed as soon as it is known.
     choices: list[Choice] = []
     for made in make_groups(cfg, [*make_lookups(making), *finished], making):
         candidates = [verify_adaptively(one) for one in made] if cfg.pace == "adaptive" else made
@@ -127,7 +129,7 @@ def main(cfg: BenchConfig) -> None:
             choices.append(predict(candidate, results, cfg.loads))
             print(verdict(choices[-1]), flush=True)
 
-    # 3. the best with their best numbers of tokens, on other prompts
+    # 3. Measure the best drafts with their best numbers of tokens, on different prompts.
     best = choose(choices, NUM_CONFIRMED)
     confirmed = rounds.confirm(
         [*best, *(c for c in choices if c.candidate.name == NGRAM and c not in best)], rest
@@ -177,7 +179,7 @@ def read_finished(
     """The drafts given by --draft, with the acceptance from --acceptance.
 
     Raises:
-        ValueError: that acceptance was measured without the target's penalties.
+        ValueError: this acceptance was measured without the target's penalties.
     """
     finished = list(finished_drafts(cfg))
     if cfg.acceptance is None:
@@ -205,13 +207,13 @@ def require_pace(cfg: BenchConfig, target: str) -> None:
 
 
 def drop_curve(candidate: Candidate, cfg: BenchConfig, target: str) -> Candidate:
-    """The same draft, without advice on adaptive verification if these servers cannot use it."""
+    """Return the draft, without advice on adaptive verification if these servers lack it."""
     obstacle = adaptive.find_obstacle(read_flags(cfg.vllm_args), target, candidate.config)
     return replace(candidate, curve=()) if obstacle else candidate
 
 
 def verify_adaptively(candidate: Candidate) -> Candidate:
-    """The same draft, verified adaptively unless it is looked up."""
+    """Return the same draft, with adaptive verification unless it is a lookup."""
     if candidate.chooses_length:
         return candidate
     config = {**candidate.config, adaptive.KEY: True}
@@ -224,8 +226,8 @@ def require_answers(cfg: BenchConfig) -> None:
     Raises:
         ValueError: there are no answers; the message has the command that writes them.
     """
-    # Not in the config: a message from there is broken into lines, and nobody could copy the
-    # command.
+    # Not checked in the config, because a message from there is broken into lines, so nobody could
+    # copy the command.
     if cfg.train and known_answers(cfg) is None:
         raise ValueError(
             f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate "
@@ -243,9 +245,9 @@ def names_sampling(cfg: BenchConfig) -> bool:
 
 
 def prepare(cfg: BenchConfig, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
-    """The settings for making drafts, with a file of the first rounds' conversations.
+    """Return the settings for making drafts, and write a file of the first rounds' conversations.
 
-    The training runs forecast on the conversations in this file.
+    The training runs make their forecasts on the conversations in this file.
     """
     prompts = cfg.output / "prompts.jsonl"
     text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROMPTS])
@@ -257,7 +259,7 @@ def prepare(cfg: BenchConfig, target: TargetFolder, questions: Sequence[Conversa
 def make_groups(
     cfg: BenchConfig, ready: Sequence[Candidate], making: Making
 ) -> Iterator[list[Candidate]]:
-    """Groups of drafts that share rounds.
+    """Yield groups of drafts that share rounds.
 
     The finished drafts come first, then those of --train, which are trained just before their
     group.
@@ -276,7 +278,7 @@ def make_groups(
 
 
 def load_questions(cfg: BenchConfig) -> list[Conversation]:
-    """The conversations whose last questions are the prompts.
+    """Return the conversations whose last questions are the prompts.
 
     Raises:
         ValueError: there are too few conversations.
@@ -299,7 +301,7 @@ def load_questions(cfg: BenchConfig) -> list[Conversation]:
 def render_prompts(
     cfg: BenchConfig, target: TargetFolder, questions: Sequence[Conversation]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """(prompts for the first rounds, prompts for the last rounds).
+    """Return (prompts for the first rounds, prompts for the last rounds).
 
     Raises:
         ValueError: no prompt is left.
@@ -312,15 +314,16 @@ def render_prompts(
     )
     first = render(questions[::FIRST_PROMPTS], num_prompts=cfg.first_rounds * cfg.most_prompts)
     rest = [c for number, c in enumerate(questions) if number % FIRST_PROMPTS]
-    # Not those of the first rounds: choosing on the prompts that confirm would favour luck.
+    # Use different prompts than in the first rounds, because choosing and confirming on the same
+    # prompts would favour luck.
     return first, render(rest, num_prompts=cfg.rounds * cfg.most_prompts, beside=first)
 
 
 class Rounds:
-    """The rounds of a benchmark: groups of servers in one mode, each with the target alone."""
+    """Runs a benchmark's rounds: groups of servers in one mode, each with the target alone."""
 
     def __init__(self, cfg: BenchConfig, target: TargetFolder, sampling: Sampling | None) -> None:
-        """`sampling` is that of the requests; None means that they set none."""
+        """`sampling` holds the requests' sampling parameters. None means that they set none."""
         self.cfg, self.target, self.sampling = cfg, target, sampling
         self.options: dict[str, Any] = {
             "vllm_defaults": True,
@@ -345,21 +348,22 @@ class Rounds:
         return mode, speeds
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
-        """Rounds of a group of drafts with the most draft tokens, beside the target alone.
+        """Measure a group of drafts with the maximum number of draft tokens, and the target alone.
 
         The target alone is also measured with as many requests at once as the drafts verify rows.
         """
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
-        # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
+        # 1 request with 3 draft tokens verifies 4 rows, and 8 requests verify 32, so time 4 and 32
+        # requests alone.
         rows = {4 * load for load in self.cfg.loads if 4 * load <= MOST_ROWS} - {*self.cfg.loads}
         alone = self._plan(2, sorted(rows), max_tokens=32) if rows else None
         plan = self._plan(self.cfg.first_rounds, self.cfg.loads)
         return self._measure(drafts, prompts, plan, "logs", alone)
 
     def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
-        """Rounds of the best drafts with the advised numbers of draft tokens, by draft.
+        """Measure the best drafts with the advised numbers of draft tokens, by draft.
 
-        The target alone is measured beside them.
+        The target alone is measured in the same rounds.
         """
         size, plan = group_size(self.cfg), self._plan(self.cfg.rounds, self.cfg.loads)
         results: dict[str, Results] = {}
@@ -367,7 +371,7 @@ class Rounds:
             for start in range(0, len(best), size):
                 group = best[start : start + size]
                 drafts = {choice.candidate.name: choice.speculative_config for choice in group}
-                # With the target's rounds of this group: a speed is a ratio within a round.
+                # Use the target's rounds of this group, because a speed is a ratio within a round.
                 results |= dict.fromkeys(
                     drafts, self._measure(drafts, prompts, plan, "logs-confirm")
                 )
@@ -377,7 +381,7 @@ class Rounds:
     def _plan(self, rounds: int, loads: Sequence[int], max_tokens: int | None = None) -> Plan:
         return Plan(
             rounds=rounds,
-            # Two for each request in flight: the second begins where the first ends.
+            # Two prompts for each request in flight: the second begins when the first ends.
             prompts={load: 2 * load for load in loads},
             max_tokens=max_tokens or self.cfg.max_tokens,
             sampling=self.sampling,
@@ -391,14 +395,13 @@ class Rounds:
         logs: str,
         alone: Plan | None = None,
     ) -> Results:
-        """The rounds of a group.
+        """Run the rounds of a group.
 
-        They are kept for later runs with the same files and settings. `alone` plans further loads
-        for the target alone.
+        The results are kept for later runs with the same files and settings. `alone` lists
+        additional loads for the target alone.
 
-        Raises:
-            ChildProcessError: a server did not start; the message has the cure if a draft's folder
-                shows one.
+        Raises:     ChildProcessError: a server did not start. If a check of the draft's folder
+            finds the cause,         the message names the cure.
         """
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
         files = [
@@ -426,23 +429,23 @@ class Rounds:
 
 
 def prove_lossless(target: str, results: Results, served: str, cfg: BenchConfig) -> LosslessReport:
-    """Compare the outputs with the draft to serve and those of the target alone.
+    """Compare the outputs with the draft to serve with those of the target alone.
 
-    Both are at the smallest load: in 16 bits, rounding makes the target's outputs differ from its
-    own when more requests are answered at once.
+    Both are measured at the smallest load: in 16 bits, rounding makes the target's own outputs
+    depend on the number of concurrent requests.
     """
     smallest, largest = cfg.loads[0], cfg.loads[-1]
     ours, plain = (merge(results[name, smallest]) for name in (served, PLAIN))
     logits = make_logits(target)
-    # The widest gap of the target against itself, in batches of two sizes, is the rounding of this
-    # dtype here. A round has the prompts of its smaller load in its larger one.
+    # The largest difference between the target's own outputs at two batch sizes shows this dtype's
+    # rounding here. A round's larger load contains the prompts of its smaller load.
     alone = compare_lossless(select_prompts(merge(results[PLAIN, largest]), plain), plain, logits)
     found = compare_lossless(ours, plain, logits, known_rounding=alone.widest_gap)
     return describe_lossless(found, alone)
 
 
 def serve_flags(choice: Choice) -> str:
-    """The variables and the `vllm serve` flag for this draft with the best number of tokens."""
+    """Return the variables and the `vllm serve` flag for this draft's best number of tokens."""
     config = choice.speculative_config
     variables = lookup_env(config)
     if variables:  # a lookup; vLLM's own of n-grams is another one on its V2 runner
@@ -456,5 +459,5 @@ def known_answers(cfg: BenchConfig) -> str | None:
 
 
 def group_size(cfg: BenchConfig) -> int:
-    """The number of drafts that share rounds; one server of a group is the target alone."""
+    """Return the number of drafts that share rounds. One server of a group is the target alone."""
     return max(2, cfg.together or (5 if ENGINE_IS_CPU else 2)) - 1

@@ -1,4 +1,4 @@
-"""Find the fastest draft, its number of tokens, and the loads at which it pays, in a real vLLM.
+"""Find the fastest draft, its number of tokens, and the loads at which it pays off, in a real vLLM.
 
 $ redraft bench --preset smollm2                # makes a head for SmolLM2-135M-Instruct, half an hour on two cores
 $ redraft bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2
@@ -14,7 +14,7 @@ Drafts for --train: `layers-N` (a draft model made of N of the target's layers),
 `retrieval+eagle3-8k:2` uses counted answers as the lookup. The answers in --data should be the
 target's own (`redraft regenerate`). All servers are plain `vllm serve` with vLLM's defaults,
 including the prefix cache. After an interruption, run the same command again: finished drafts and
-rounds are reused, and an interrupted training continues.
+rounds are reused, and an interrupted training run resumes.
 """
 
 import re
@@ -61,7 +61,7 @@ class BenchConfig(MeasureConfig):
     HumanEval. Every fourth prompt is used in the first rounds; the others confirm the result.
     """
     max_prompt_tokens: int = 1024
-    """Maximum length of a prompt, in tokens. Longer prompts are left out."""
+    """Maximum length of a prompt, in tokens. Longer prompts are excluded."""
     max_tokens: int = 128
     """Maximum length of an answer, in tokens."""
     temperature: float | None = None
@@ -77,21 +77,21 @@ class BenchConfig(MeasureConfig):
     """
     rounds: int = LEAST_ROUNDS
     """Number of interleaved rounds for the best drafts, at least 6 for an interval. Before that,
-    all drafts get a third as many.
+    all drafts get a third of this number.
     """
     pace: Literal["off", "adaptive"] = "off"
     """`adaptive`: vLLM chooses how many of a model's draft tokens it verifies (`redraft serve
     --pace adaptive`). `off`: vLLM verifies all of them.
     """
     acceptance: Path | None = None
-    """report.json of `redraft eval` or of a training run. For the advice, its acceptance by position
-    replaces the one counted in the first rounds. It applies to the draft of the same name, or to
-    any draft if the report has only one.
+    """report.json of `redraft eval` or of a training run. For the advice, its acceptance by
+    position replaces the acceptance counted in the first rounds. It applies to the draft of the
+    same name, or to any draft if the report has only one.
     """
     together: int = 0
     """Number of servers that run at the same time and take turns, including one for the target
-    alone; 0 means five on a CPU and two on a GPU. They share the memory. With 1, every round starts
-    the servers again, one by one.
+    alone. 0 means five on a CPU and two on a GPU. They share the memory. With 1, every round
+    restarts the servers, one by one.
     """
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Word to append to every training command: --flags=--loop.batch-size --flags=2."""
@@ -119,8 +119,8 @@ class BenchConfig(MeasureConfig):
             )
         if min(self.concurrency, default=0) < 1 or len({*self.concurrency}) < len(self.concurrency):
             raise ValueError(
-                f"--concurrency {' '.join(map(str, self.concurrency))}: give different numbers of "
-                "requests, each at least 1"
+                f"--concurrency {' '.join(map(str, self.concurrency))}: give distinct numbers "
+                f"of requests, each at least 1"
             )
         require_least(self, num_speculative_tokens=1, max_tokens=2, max_prompt_tokens=1)
 
@@ -136,7 +136,7 @@ class BenchConfig(MeasureConfig):
     def most_prompts(self) -> int:
         """Maximum number of prompts per round.
 
-        If there are enough prompts, every round has new ones, at all loads.
+        If there are enough prompts, every round has new prompts at all loads.
         """
         return 2 * max(self.concurrency)
 
@@ -147,7 +147,7 @@ SMOLLM2 = BenchConfig(
     max_tokens=96,
 )
 PRESETS = {
-    # One head, trained for two draft tokens, and the lookups.
+    # A head trained for two draft tokens, and the lookups.
     "smollm2": replace(
         SMOLLM2,
         train=("eagle3-8k", "retrieval+eagle3-8k:2"),
@@ -155,7 +155,7 @@ PRESETS = {
         num_speculative_tokens=2,
         output=Path("outputs/demo"),
     ),
-    # Thirteen drafts; takes an hour.
+    # Thirteen drafts, which take an hour.
     "smollm2-all": replace(
         SMOLLM2,
         train=(

@@ -1,6 +1,6 @@
 """The drafts to choose from.
 
-These are lookups that need no training, finished drafts, and drafts that are trained here.
+They are lookups that need no training, finished drafts, and drafts that are trained here.
 """
 
 import json
@@ -34,15 +34,15 @@ from redraft.recipes.decide.bench_config import (
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
     "eagle3": lambda tokens: ["--head.num-steps", str(tokens)],
     "medusa": lambda tokens: ["--head.num-heads", str(tokens), "--optim.lr", "1e-3"],
-    # The default, 512 blocks of 16, is for GPUs: on a CPU, a step would take half a minute.
+    # The default, 512 blocks of 16, is meant for GPUs. On a CPU, a step would take half a minute.
     "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
 }
-"""Flags of the recipes that depend on the number of draft tokens or suit a training of a few
+"""Flags of the recipes that depend on the number of draft tokens or suit a training run of a few
 minutes.
 """
 
 FROM_LAYERS = ("--optim.name", "muon", "--optim.lr", "2e-3")
-"""Optimizer for a draft made of the target's layers; the default suits a trained checkpoint."""
+"""Optimizer for a draft made of the target's layers. The default suits a trained checkpoint."""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 
@@ -57,9 +57,9 @@ class Making:
     cfg: BenchConfig
     target: TargetFolder
     answers: str | None
-    """The target's answers; None if no draft is trained or counted."""
+    """The target's answers. None if no draft is trained or counted."""
     prompts: Path
-    """Conversations on which the training runs forecast: those of the first rounds."""
+    """Conversations on which training runs make their forecasts: those of the first rounds."""
     made: set[Path] = field(default_factory=set)
     """Folders made by this process, so that each draft is trained only once."""
 
@@ -87,14 +87,14 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
 
 
 def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
-    """Yield the drafts of --train; each is trained when the iterator reaches it, and kept.
+    """Yield the drafts of --train. Each is trained when the iterator reaches it, and kept.
 
     A head that is listed with and without a lookup is trained only once.
     """
     for name in names:
         draft = parse_trained(name)
         run = making.cfg.output / draft.source
-        # The report is written last, so it marks a finished training.
+        # The report is written last, so it marks a finished training run.
         run_once(run, run / "report.json", training_command(making, draft.source), making)
         lookup = str(making.cfg.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
         served = replace(draft, source=str(run / "draft"), lookup=lookup)
@@ -108,7 +108,7 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
 
 
 def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
-    """Yield the drafts of --draft, except n-grams, which every benchmark includes.
+    """Yield the drafts of --draft, except n-grams, which every benchmark includes anyway.
 
     Raises:
         ValueError, FileNotFoundError: a draft cannot be served.
@@ -122,7 +122,7 @@ def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """The drafts of --draft by name, or by the whole source if two drafts have the same name.
+    """Return the drafts of --draft by name, or by the whole source if two have the same name.
 
     Raises:
         ValueError: a source is given twice, or has the name of a draft that the benchmark makes.
@@ -144,13 +144,14 @@ def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, Dra
 def give_acceptance(
     candidates: Sequence[Candidate], report: Path, served: Sampling
 ) -> list[Candidate]:
-    """The candidates with the acceptance from a report.
+    """Return the candidates with the acceptance from a report.
 
     A candidate gets the acceptance of the report's draft of the same name. If the report has only
     one draft and only one candidate can use an acceptance, the names may differ.
 
     Raises:
-        ValueError: no candidate is in the report, or the report is about other requests or drafts.
+        ValueError: no candidate is in the report, or the report is about different requests or
+            drafts.
     """
     names = list_drafts(report)
     taking = [candidate.name for candidate in candidates if candidate.has_one_acceptance]
@@ -177,7 +178,7 @@ def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
             f"{report} was measured with {method} draft tokens of {found.draft}: set "
             f"--draft-sample-method {method}"
         )
-    # A curve measured with another number of tokens per step does not apply.
+    # A curve measured with a different number of tokens per step does not apply.
     is_alike = len(found.per_position) == candidate.num_speculative_tokens
     return replace(
         candidate, given=found.per_position, curve=found.curve if is_alike else candidate.curve
@@ -219,7 +220,7 @@ def training_command(making: Making, name: str) -> list[str]:
             "--prove.max-tokens",
             str(cfg.max_tokens),
         ),
-        # A higher momentum averages over too many steps for a training of a few minutes.
+        # A higher momentum averages over too many steps for a training run of a few minutes.
         *("--optim.momentum", "0.8"),
         *(
             "--loop.minutes",
@@ -229,7 +230,7 @@ def training_command(making: Making, name: str) -> list[str]:
             "--loop.sequence-length",
             "512",
         ),
-        # Without evaluations or an engine, so that the time is spent on steps. The rounds measure
+        # Skip evaluations and the engine, so that the time is spent on steps. The rounds measure
         # later.
         *("--loop.eval-every", "0", "--loop.save-every", "50", "--prove.no-engine"),
         # The target answers the held-out prompts once, for all training runs.
@@ -244,7 +245,7 @@ def training_command(making: Making, name: str) -> list[str]:
 
 
 def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Append `flags` to `command`, where they replace flags of the same names."""
+    """Append `flags` to `command`. They replace flags with the same names."""
     names = {word.partition("=")[0] for word in flags if word.startswith("--")}
     kept, is_replaced = list[str](), False
     for word in command:
@@ -264,9 +265,9 @@ def spread(count: int, target: TargetFolder) -> list[int]:
     layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
         raise ValueError(
-            f"--train layers-{count}: {target.name} has {layers} layers; choose 1 to {layers - 1}"
+            f"--train layers-{count}: {target.name} has {layers} layers: choose 1 to {layers - 1}"
         )
-    # E.g. 4 of 30 layers: 0, 10, 19, 29. If there is only one, it is the first.
+    # E.g. 4 of 30 layers are 0, 10, 19 and 29. A single layer is the first one.
     return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
 
 
@@ -284,11 +285,11 @@ def title(name: str) -> str:
 
 
 def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
-    """Run a recipe in a separate process, unless its result exists; continue an interrupted one.
+    """Run a recipe in a separate process, unless its result exists. Continue an interrupted run.
 
     Raises:
-        ValueError: the recipe failed after printing the reason; or the result was made with other
-            flags or from other files of the target or data.
+        ValueError: the recipe failed after printing the reason, or the result was made with
+            different         flags or from different target or data files.
     """
     if folder in making.made:
         return
@@ -304,15 +305,15 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
     if result.is_file() and not making.cfg.overwrite:
         if not is_same:
             raise ValueError(
-                f"{folder} was made with other flags, or its data or {making.target.name} has changed "
-                "since: pass --overwrite, or choose another --output"
+                f"{folder} was made with different flags, or its data or {making.target.name} "
+                f"has changed since: pass --overwrite, or choose a different --output"
             )
         print(f"{folder} is already finished")
         return
     if folder.exists() and (making.cfg.overwrite or not is_same):
-        # The recipe's flag, with which nothing is lost if it fails.
+        # The recipe's own flag, with which nothing is lost if the recipe fails.
         command = [*command, "--overwrite"]
-    # Before the run, so that an interrupted one is recognised by its flags.
+    # Written before the run, so that an interrupted run is recognised by its flags.
     write_whole(kept, json.dumps(made))
     print(f"\nmaking {folder.name}", flush=True)
     with exiting_on_sigterm():  # so that the training stops with this process

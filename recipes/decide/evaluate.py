@@ -50,13 +50,13 @@ WRITTEN = ("report.json", "report.html", "report.md", "run.json")
 def main(cfg: EvalConfig) -> None:
     started = time.perf_counter()
     check(cfg)
-    # Chosen once, because measurements are stored separately for each dtype, and the report names
-    # it.
+    # The dtype is chosen once, because measurements are stored separately for each dtype, and the
+    # report names it.
     on_cpu = not torch.cuda.is_available()
     opened = open_target(cfg.target, cfg.target_dtype, on_cpu=on_cpu)
     cfg = replace(cfg, target_dtype=opened.dtype)
 
-    # 1. target, drafts and baseline
+    # 1. Open target, drafts and baseline.
     sampling = choose_sampling(opened.folder, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
@@ -91,11 +91,11 @@ def main(cfg: EvalConfig) -> None:
     if cfg.overwrite:
         start_over(cfg.output, "kept", cfg)
 
-    # 3. forecast all drafts, then leave the whole GPU to the engine
+    # 3. Forecast all drafts, then leave the whole GPU to the engine.
     rows = forecast_all(target, drafts, prompts, protocol, kept) if cfg.forecast else {}
     torch.cuda.empty_cache()
 
-    # 4. measure each draft in the engine
+    # 4. Measure each draft in the engine.
     engine = measure_in_engine(cfg, target, drafts, prompts, protocol, kept) if cfg.engine else {}
 
     # 5. report
@@ -123,13 +123,13 @@ def main(cfg: EvalConfig) -> None:
     write_run(cfg, time.perf_counter() - started)
     drop_previous(cfg.output / PREVIOUS)
     tell(report, comparison, page)
-    # Last, so that the report exists when a pipeline stops at this exit status.
+    # Do this last, so that the report exists when a pipeline stops at this exit status.
     if comparison and comparison.num_fell:
         raise SystemExit(1)
 
 
 def require_measurable(cfg: EvalConfig, drafts: Sequence[NamedDraft]) -> None:
-    """Raise ValueError if a draft does not support the only measurement asked for."""
+    """Raise ValueError if a draft does not support the only requested measurement."""
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
     if not cfg.engine and (
@@ -151,13 +151,13 @@ def forecast_all(
     protocol: Protocol,
     kept: Path,
 ) -> Rows:
-    """Forecast all drafts, with one pass of the target per batch; the rows are stored in `kept`.
+    """Forecast all drafts, with one pass of the target per batch. The rows are stored in `kept`.
 
     Afterwards, the models are on the CPU.
     """
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
-    # The union of all drafts' layers: one pass of the target serves all drafts, and each selects
-    # its own layers.
+    # Capture all layers that any draft reads: one pass of the target serves all drafts, and each
+    # selects its own layers.
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
     rows = forecast_drafts(
@@ -172,7 +172,7 @@ def forecast_all(
 
 
 def check(cfg: EvalConfig) -> None:
-    """Raise ValueError if the settings do not fit together or a number is out of range."""
+    """Raise ValueError if settings contradict each other or a number is out of range."""
     if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
         raise ValueError("--num-speculative-tokens must be at least 1")
     if min(cfg.temperature, default=0) < 0:
@@ -186,11 +186,11 @@ def check(cfg: EvalConfig) -> None:
         raise ValueError("--baseline needs forecasts: remove --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
-    # A baseline is never replaced by the report that is compared with it.
+    # The report never replaces the baseline that it is compared with.
     if obstacle := find_obstacle([cfg.output / name for name in WRITTEN], cfg):
-        raise ValueError(f"{obstacle}: choose another --output")
+        raise ValueError(f"{obstacle}: choose a different --output")
     if (cfg.output / "checkpoints").exists():
-        raise ValueError(f"{cfg.output} contains a training run: choose another --output")
+        raise ValueError(f"{cfg.output} contains a training run: choose a different --output")
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:
@@ -266,7 +266,7 @@ def measure_in_engine(
     for draft in drafts:
         numbers = [k for k in protocol.num_speculative_tokens if draft.serves(k)]
         if draft.speculative and numbers:
-            # the largest is the most informative, and every run of the engine takes minutes
+            # The largest number is the most informative, and every run of the engine takes minutes.
             k = numbers[-1]
             counted = serve_and_count(target, draft, k, prompts, protocol, options, kept)
             found |= {

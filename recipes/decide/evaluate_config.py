@@ -41,7 +41,7 @@ class EvalConfig(MeasureConfig):
     num_prompts: int = 64
     """Number of prompts, divided evenly among the domains."""
     max_prompt_tokens: int = 1024
-    """Maximum length of a prompt, in tokens. Longer prompts are left out."""
+    """Maximum length of a prompt, in tokens. Longer prompts are excluded."""
     temperature: tuple[float, ...] = ()
     """Temperatures to measure at. Above 0, answers are sampled from the target. Default: the
     temperature in the target's generation_config.json, otherwise 1, as in vLLM.
@@ -54,7 +54,7 @@ class EvalConfig(MeasureConfig):
     seed: int = 0
     """Random seed for sampled answers."""
     batch_size: int = 16
-    """Prompts per pass of the target."""
+    """Number of prompts per pass of the target."""
     forecast: bool = True
     """Forecast every draft with the target in this process. With --no-forecast, only the engine
     loads the target and counts. Use this for a target that needs several GPUs, with `--
@@ -65,8 +65,8 @@ class EvalConfig(MeasureConfig):
     --no-engine, drafts are only forecast.
     """
     concurrency: int = 4
-    """Concurrent requests in the engine. Use 1 to compare with a forecast of counted answers, which
-    propose fewer tokens to several requests.
+    """Number of concurrent requests in the engine. Use 1 to compare with a forecast of counted
+    answers, which propose fewer tokens to several requests.
     """
     baseline: Path | None = None
     """An earlier report.json for the same target. Losses of acceptance are listed, and set the exit

@@ -1,1 +1,1 @@
-"""Data and targets of the presets, and the traffic that a plan assumes."""
+"""Data and targets for the presets."""

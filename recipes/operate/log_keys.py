@@ -4,10 +4,10 @@
 
     servers.nk    private key of the servers: they may publish records, and read nothing (nats.credentials)
     learner.nk    private key of the learner: it reads records, and manages their stream (nats.credentials)
-    users.conf    both public keys, included by the broker's nats.conf; not a secret
+    users.conf    both public keys, which the broker's nats.conf includes; not secret
 
 The keys are NKeys: the broker has only their public halves, and a private key is never sent over
-the network. Only its owner can read a private key. `recipes/deploy/compose/nats.conf` in the
+the network. Only the file's owner can read a private key. `recipes/deploy/compose/nats.conf` in the
 package grants both users their permissions.
 """
 
@@ -48,6 +48,6 @@ def main(cfg: KeysConfig) -> None:
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
-    # O_EXCL refuses an existing file. If chmod followed later, others could read the key before.
+    # O_EXCL refuses an existing file. With a later chmod, others could read the key in between.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

@@ -36,7 +36,7 @@ def main(cfg: RollbackConfig) -> None:
 
 
 async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
-    """Roll the fleet back; return the version that it then serves.
+    """Roll the fleet back. Return the version that it then serves.
 
     Raises:
         FileNotFoundError: the version does not exist, or `to` was never current.
@@ -53,15 +53,16 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         return back.version
     except control.NoLearnerError:
         pass
-    # Under the lock, because a learner or a swap that starts now would push another version.
+    # Hold the lock, because a learner or a swap that starts now would push a different version.
     with registry.owned():
         current, state = registry.current(), _load_state(cfg)
-        # A candidate in a canary is not current, or has already been rolled back: change nothing
+        # A candidate in a canary is not current, or has already been rolled back, so change nothing
         # else.
         is_candidate_out = state.is_rolling_out and state.candidate != current
         if current and not to and (is_candidate_out or current == previous):
             to = current
-        # The registry first: a restarted server serves `current`, also after a kill at this point.
+        # Change the registry first: a restarted server serves `current`, even after a kill at this
+        # point.
         version = registry.rollback(to)
         leave_training(cfg)
         async with connected(await discover(cfg.fleet), registry) as servers:
@@ -74,7 +75,7 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
 def leave_training(cfg: LearnerConfig) -> None:
     """Let the next learner start from the current version.
 
-    It then abandons the candidate of a learner that was killed.
+    It then abandons any candidate of a killed learner.
     """
     if (state := _load_state(cfg)).candidate:
         state = replace(

@@ -46,7 +46,7 @@ def main(cfg: SwapCommandConfig) -> None:
 
 
 async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
-    """Roll out a version, through the learner if it is running; return the outcome.
+    """Roll out a version, through the learner if it is running. Return the outcome.
 
     Raises:
         FileNotFoundError: the version does not exist, or there is no current version.
@@ -70,9 +70,9 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
             if outcome.passed:
                 outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
         if outcome.passed:
-            # The draft in training does not descend from the version.
+            # The draft in training does not descend from this version.
             leave_training(cfg)
-            # Last: if this process is killed, the incumbent is current, and the learner restores it
-            # everywhere.
+            # Do this last: if this process is killed before, the incumbent is still current, and
+            # the learner restores it everywhere.
             registry.promote(version)
     return outcome

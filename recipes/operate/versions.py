@@ -45,9 +45,9 @@ def main(cfg: VersionsConfig) -> None:
 
 
 def version_lines(registry: Registry) -> list[str]:
-    """One line per version, newest first; the current and the previous version are marked."""
+    """Return one line per version, newest first; current and previous version are marked."""
     current, previous = registry.current(), registry.previous()
-    # The later key wins. Without a previous version the key is None, which names no version.
+    # The later key wins. Without a previous version, the key is None, which no version has.
     marks = {previous: "previous", current: "current"}
     return [
         f"{version}  {marks.get(version, ''):<9} {_origin(registry.path(version))}"
@@ -56,7 +56,7 @@ def version_lines(registry: Registry) -> list[str]:
 
 
 async def live_lines(cfg: LearnerConfig) -> list[str]:
-    """One line with the learner's state, then one line per server with its version."""
+    """Return one line with the learner's state, then one line per server with its version."""
     try:
         status = await control.ask(cfg.folder, control.Standing, do="status")
         about = f" {status.candidate}" if status.candidate else ""

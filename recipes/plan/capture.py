@@ -25,7 +25,9 @@ class CapturePlanConfig:
     requests: tuple[int, ...] = (1, 32, 256)
     """Numbers of requests per step; all of them are captured."""
     num_speculative_tokens: int = NUM_TOKENS
-    """Draft tokens to verify per request. They are sampled, because greedy ones need less work."""
+    """Draft tokens to verify per request. They count as sampled, because greedy drafts need less
+    work.
+    """
     json: Path | None = None
     """File to write the numbers to, as JSON."""
 
@@ -36,7 +38,7 @@ class CapturePlanConfig:
 
 
 def main(cfg: CapturePlanConfig) -> None:
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     from redraft.distill.plan.sizes import find_sizes
     from redraft.recipes.plan.hook_work import count_work, format_work
 

@@ -1,7 +1,7 @@
 """Count the work and memory of a training step on GPUs, and print tables.
 
 sizes of target and draft ─► counted_step.py ─► work and memory, counted --devices, --signal,
---sharding ─► use_devices ─► who serves and who trains, memory of each, steps
+--sharding ─► use_devices ─► devices for serving and training, memory of each, steps
 """
 
 import functools
@@ -39,7 +39,7 @@ from redraft.files.target_sizes import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import PlanConfig
 
-# of a server's memory, for weights; the rest is for keys, values and activations
+# Share of a server's memory for weights. The rest is for keys, values and activations.
 SERVED_SHARE = 0.8
 
 
@@ -96,7 +96,7 @@ def make_plan(cfg: PlanConfig) -> Plan:
 def _choose_head(cfg: PlanConfig, usual: Any) -> Any:
     """Return the options of a head.
 
-    They are the command's defaults, with --num-steps in the option that sets how many tokens the
+    They are the command's defaults. --num-steps replaces the option that sets how many tokens the
     head learns to draft.
     """
     if cfg.num_steps is None:
@@ -131,9 +131,11 @@ class OnDevice:
     """Peak memory of a training device, after sharding."""
     fits: bool
     targets: int
-    """Devices that serve the target; with a cache, they serve first and train afterwards."""
+    """Number of devices that serve the target. With a cache, they serve first and train afterwards.
+    """
     trainers: int
-    """0 if there are too few devices to serve the target and train."""
+    """Number of devices that train. 0 if there are too few devices to serve the target and train.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ class Result:
     plan: Plan
     step: Counted
     served: Counted | None
-    """The target's pass outside the training process."""
+    """The target's pass outside the training process, if there is one."""
     on: dict[str, OnDevice]
 
 
@@ -168,7 +170,7 @@ def on_device(
         elsewhere = sizes.whole - sizes.share(cfg.devices)
         memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})
     targets, trainers = use_devices(cfg, served, device)
-    # Sharded over the trainers only, because the target's devices hold no part of the draft.
+    # Shard only over the trainers, because the target's devices hold no part of the draft.
     sharing = Sharing.of(cfg.sharding, trainers or cfg.devices)
     memory_bytes = sum(sharing.share_out(memory).values())
     return OnDevice(
@@ -182,14 +184,14 @@ def on_device(
 def fit(cfg: PlanConfig, device: Device) -> PlanConfig:
     """Return settings with which the step fits on a device.
 
-    If the given settings do not fit, activations are recomputed; if that is not enough, the batch
+    If the given settings do not fit, activations are recomputed. If that is not enough, the batch
     size is also reduced.
     """
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
     if find_family(cfg.family).can_recompute and not cfg.gradient_checkpointing:
         return fit(replace(cfg, gradient_checkpointing=True), device)
-    # Activations and the signal grow with the batch size; the rest is constant.
+    # Activations and the signal grow with the batch size. The rest is constant.
     result = count(cfg)
     by_row = (result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]) / result.plan.batch_size
     left = device.memory_bytes - result.on[device.name].memory_bytes
@@ -198,7 +200,7 @@ def fit(cfg: PlanConfig, device: Device) -> PlanConfig:
 
 
 def use_devices(cfg: PlanConfig, served: Counted | None, device: Device) -> tuple[int, int]:
-    """(devices that serve the target, devices that train).
+    """Return (devices that serve the target, devices that train).
 
     A target outside the training process is served by the smallest group of 1, 2, 4, ... devices
     that can hold it. A cache is written by as many such groups as possible, and then all devices
@@ -206,7 +208,8 @@ def use_devices(cfg: PlanConfig, served: Counted | None, device: Device) -> tupl
     """
     if served is None:
         return 0, cfg.devices
-    # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.
+    # E.g. 141 GB of weights on devices of 80 GB, of which 64 GB hold weights: 141 / 64 = 2.2, so 4
+    # devices.
     group = 2 ** max(
         0,
         math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))),
@@ -226,7 +229,7 @@ FORMS = {
 
 
 def report(cfg: PlanConfig) -> tuple[list[str], dict[str, Any]]:
-    """(lines for a terminal, numbers for JSON)."""
+    """Return (lines for a terminal, numbers for JSON)."""
     result = count(cfg)
     forms = count_forms(cfg, result)
     return list(as_text(cfg, result, forms)), as_json(cfg, result, forms)
@@ -235,7 +238,8 @@ def report(cfg: PlanConfig) -> tuple[list[str], dict[str, Any]]:
 def count_forms(cfg: PlanConfig, result: Result) -> dict[str, Work]:
     """Count the divergence's work for each implementation.
 
-    These are the Triton kernels, which `result` has counted for a GPU, and PyTorch's operations.
+    They are the Triton kernels, which `result` has already counted for a GPU, and PyTorch
+    operations.
     """
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
@@ -274,7 +278,10 @@ def as_json(cfg: PlanConfig, result: Result, forms: dict[str, Work]) -> dict[str
 
 
 def count_steps(cfg: PlanConfig, result: Result, on: OnDevice) -> int:
-    """Optimizer steps for --tokens; a step processes one batch on every training device."""
+    """Return the optimizer steps for --tokens.
+
+    A step processes one batch on every training device.
+    """
     assert cfg.tokens is not None, "asked for with --tokens"
     return math.ceil(cfg.tokens / (result.plan.tokens * on.trainers))
 
@@ -350,7 +357,7 @@ def device_table(cfg: PlanConfig, result: Result) -> Iterator[str]:
 
 
 def advice(cfg: PlanConfig, result: Result) -> Iterator[str]:
-    """Yield lines about a target on other devices, the cache size, and flags to fit the step."""
+    """Yield lines about a target on separate devices, the cache size, and flags to fit the step."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
         yield (

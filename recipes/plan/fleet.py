@@ -3,9 +3,9 @@
 $ redraft plan fleet --tokens-per-s 250000 --fraction 0.01
 $ redraft plan fleet --families eagle3 --traffic.prompt-tokens 4000
 
-Nothing runs on a server. Records are encoded by the plugin's code and stored in a real buffer; the
-FLOPs are those of a training step on these records. The command does not measure time.
-docs/capacity.md explains the columns.
+No server is needed. The plugin's code encodes the records, and a real buffer stores them. The FLOPs
+are those of a training step on these records. The command does not measure time. docs/capacity.md
+explains the columns.
 """
 
 import json

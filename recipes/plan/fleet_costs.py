@@ -1,8 +1,8 @@
 """Network traffic, disk space and compute for learning from a fleet, per served token.
 
-Captured bytes are the sizes of records made by the plugin's code; stored bytes are the size of a
+Captured bytes are the sizes of records made by the plugin's code. Stored bytes are the size of a
 real buffer. FLOPs are counted on a training step over these records, in a batch like the learner's.
-docs/capacity.md shows these tables for some fleets (`benchmarks.capacity`).
+docs/capacity.md shows such tables for some fleets (`benchmarks.capacity`).
 """
 
 import statistics
@@ -43,21 +43,25 @@ NUM_RECORDS = 24
 """Number of records over which sizes are averaged."""
 
 STATEFUL_RECORDS = 4
-"""The same number for records with hidden states, which take tens of megabytes each."""
+"""Number of records with hidden states over which sizes are averaged. It is smaller, because each
+takes tens of megabytes.
+"""
 
 H100 = DEVICES[0]
 
 UTILISATION = 0.4
-"""Fraction of the peak FLOP/s reached in training."""
+"""Fraction of the peak FLOP/s that training reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs per token that is served and captured."""
+    """Costs per token that is both served and captured."""
 
     name: str
     weights: float
-    """Weights that a token is multiplied with in all draft steps, without embeddings and head."""
+    """Number of weights that a token is multiplied with in all draft steps, without embeddings and
+    head.
+    """
     captured_bytes: float
     stored_bytes: float
     learner_flops: float
@@ -68,7 +72,7 @@ class Costs:
 
 
 def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """(lines for a terminal, costs per token)."""
+    """Return (lines for a terminal, costs per token)."""
     found = all_costs(cfg)
     lines = [
         f"{cfg.tokens_per_s:,.0f} tokens/s of {cfg.target}, {cfg.fraction:.2%} of the requests "
@@ -130,29 +134,30 @@ weight.
 
 
 def passes() -> float:
-    """How often a record is trained on: 8 times with 4 new and 28 replayed texts per step."""
+    """Return how often a record is trained on: 8 times with 4 new and 28 replayed texts a step."""
     training = Training()
     return (training.fresh_per_step + training.replay_per_step) / training.fresh_per_step
 
 
 def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
-    """The sizes of a learner's step."""
+    """Return the sizes of a learner's step."""
     plan = make_plan(PlanConfig(family=family, target=target, checkpoint=draft, signal="endpoint"))
     learner = Training()
     divergence = Divergence(name=learner.divergence)  # type: ignore[arg-type]
-    # The optimizer of `redraft train` may be another one: Muon's products outweigh a small batch.
+    # The learner uses its own optimizer, not that of `redraft train`: with a small batch, Muon's
+    # products would dominate.
     return replace(plan, divergence=divergence, optimizer=learner.optimizer)
 
 
 def find_reads(plan: Plan) -> tuple[Reads, int]:
-    """(place of the recorded states in the signal, number of states per token of a record)."""
+    """Return (field of the signal for the recorded states, number of states per token)."""
     draft = make_models(plan, torch.device("meta"))[1]
     reads = choose_reads(find_family(plan.family), draft)
     return reads, len(draft.aux_layer_ids) or int(reads == "last")
 
 
 def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
-    """(a step on the records, number of its tokens), for the learner's padded batch."""
+    """Return (a step on the records, number of its tokens) for the learner's padded batch."""
     texts = select_texts(records)
     (batch,) = make_batches(
         texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads
@@ -175,9 +180,9 @@ def _records(hidden: tuple[int, int] | None, traffic: Traffic, number: int) -> l
 
 
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
-    """The record with random hidden states for every token that the target read.
+    """Return the record with random hidden states for every token that the target read.
 
-    The states are drawn from a normal distribution.
+    The states are normally distributed.
     """
     # The target never reads the last output token, so no state belongs to it.
     tokens = len(record.context_ids) + len(record.output_ids) - 1
@@ -194,7 +199,7 @@ def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
 
 @cache
 def stored_per_captured(traffic: Traffic) -> float:
-    """Bytes in the buffer's files per byte of records."""
+    """Return the bytes in the buffer's files per byte of records."""
     frames = b"".join(
         encode_record(make_record(number, traffic)) for number in range(8 * NUM_RECORDS)
     )
@@ -209,7 +214,7 @@ def stored_per_captured(traffic: Traffic) -> float:
 
 
 def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
-    """A row per family, for a fleet with this output speed and this share of captured requests."""
+    """Yield a row per family, for a fleet with this output speed and this captured share."""
     yield "| draft | captured | stored per day | kept by 8 GiB | learner | H100s at 40% |"
     yield "|---|---|---|---|---|---|"
     captured_per_s = cfg.tokens_per_s * cfg.fraction
@@ -225,7 +230,7 @@ def fleet_table(cfg: FleetPlanConfig, found: list[Costs]) -> Iterator[str]:
 
 
 def token_table(found: list[Costs]) -> Iterator[str]:
-    """A row per family, for one token that is served and captured."""
+    """Yield a row per family, for one token that is served and captured."""
     yield (
         "| draft | weights per token | captured | stored | learner | learner's memory | at least |"
     )
@@ -239,15 +244,15 @@ def token_table(found: list[Costs]) -> Iterator[str]:
 
 
 def two(number: float) -> str:
-    """The number rounded to two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
-    # First rounded, then formatted: 9.96 becomes 10, not 10.0.
+    """Round a number to two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
+    # Round first, then format: 9.96 becomes 10, not 10.0.
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.10f}".rstrip("0").rstrip(".")
 
 
 def format_bytes(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        # From 995 on, two digits would round to 1,000, so use the next unit.
+        # From 995 on, two digits would round to 1,000, so the next unit is used.
         if number < 995:
             return f"{two(number)} {unit}"
         number /= 1000

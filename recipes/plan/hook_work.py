@@ -2,7 +2,7 @@
 
 The real hook is counted on a step of a production server's size.
 
-The bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU
+The bytes in the queue are those of the tensors that a step leaves in it. The hook's work on a GPU
 is traced with tensors that take no memory. A trace cannot look into Triton kernels, so each kernel
 counts as reading and writing its tensors once.
 """
@@ -30,8 +30,8 @@ from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import Sampling
 
 STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
-"""Hidden states per token that the hook copies, by families. Block drafters usually read five
-layers.
+"""Number of hidden states per token that the hook copies, by draft family. Block drafters usually
+read five layers.
 """
 
 SCANNED, COPIED, DRAFTED = "top-k and log-sum-exp", "hidden states", "draft probabilities"
@@ -80,9 +80,9 @@ def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _trace(
     num_states: int, num_requests: int, num_drafts: int, vocab_size: int, hidden_size: int
 ) -> tuple[EngineStep, Counter[Operation]]:
-    """(step that the hook queues on a GPU, its operations).
+    """Return (step that the hook queues on a GPU, its operations).
 
-    The draft tokens are sampled, because greedy ones need less work.
+    The draft tokens count as sampled, because greedy drafts need less work.
     """
     rows = num_requests * (num_drafts + 1)
     with Count(weightless=True) as count, open_capture() as capture:
@@ -105,15 +105,15 @@ def _trace(
             count.begin(DRAFTED)
             one_pass.gather_probs(draft_logits, slots_N, steps_N, ids_N, temperatures_N)
             count.begin("")
-        # Cached now, because only an open count has the sizes of weightless tensors.
+        # Compute it now, because weightless tensors have sizes only while a count is open.
         assert step.num_bytes > 0
     return step, count.operations
 
 
 class _CountedKernels:
-    """Replaces the module with the kernels.
+    """Replacement for the module with the kernels.
 
-    Each kernel is counted as reading and writing its tensors once.
+    Each kernel counts as reading and writing its tensors once.
     """
 
     def __init__(self, count: Count) -> None:
@@ -134,7 +134,8 @@ class _CountedKernel:
         tensors = [x for x in args if isinstance(x, Tensor)]
         num_bytes = sum(map(size_bytes, tensors))
         if self._name == "read_groups":
-            # It reads only the chosen groups of the logits: as many elements as it writes.
+            # This kernel reads only the chosen groups of logits, i.e. as many elements as it
+            # writes.
             logits_RV, values_RM = tensors[0], tensors[-1]
             num_bytes += values_RM.numel() * logits_RV.element_size() - size_bytes(logits_RV)
         self._count.operations[Operation(self._count.part, "other", 0, num_bytes)] += 1
@@ -160,7 +161,8 @@ def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor)
     num_rows = num_drafts + 1
     batch = Batch(
         infos=[info] * num_requests,
-        # Each request reads k draft tokens and the last sampled token: k + 1 rows of logits.
+        # Each request reads k draft tokens and the last sampled token, which gives k + 1 rows of
+        # logits.
         first_reads=[num_rows * i for i in range(num_requests + 1)],
         num_drafts=[num_drafts] * num_requests,
         proposers=[0] * num_requests,

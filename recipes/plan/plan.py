@@ -53,7 +53,7 @@ class PlanConfig:
     """Tokens per row. Default: that of the family's command."""
     exact: bool = False
     """For a standalone draft with --signal endpoint or cache: use hidden states, which give the
-    exact distribution, instead of the top k.
+    exact distribution, instead of top-k probabilities.
     """
     documents: int = 2
     """Conversations packed into each row. Attention stays within a conversation."""

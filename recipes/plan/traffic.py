@@ -1,6 +1,6 @@
 """Make records like those of a server under load, without a server.
 
-The capacity page and the ingest benchmark use them.
+The capacity page and the ingest benchmark use such records.
 
 R = rows, K = kept top-k ids.
 """
@@ -25,11 +25,12 @@ class Traffic:
     output_tokens: int = 250
     """Number of tokens per answer."""
     num_speculative_tokens: int = 3
-    """Draft tokens per step. A record has one row for each of them and one for the bonus token."""
+    """Draft tokens per step. A record has one row for each draft token and one for the bonus token.
+    """
     tau: float = 2.5
     """Tokens emitted per target step, including the bonus token."""
     top_k: int = 32
-    """Token probabilities kept per row."""
+    """Number of token probabilities kept per row."""
     vocab_size: int = 128_256
     """Size of the target's vocabulary. `redraft plan fleet` replaces it with that of --target."""
 
@@ -51,7 +52,7 @@ class Traffic:
 def make_record(number: int, traffic: Traffic) -> Record:
     """Make the record of one complete request with the plugin's code.
 
-    The same number always gives the same record.
+    The same `number` always gives the same record.
 
     The ids follow a power law, as words do. The log-probabilities decrease along a row and use all
     bits of a float32, so they hardly compress, like real ones.
@@ -59,7 +60,7 @@ def make_record(number: int, traffic: Traffic) -> Record:
     rng = np.random.default_rng(number)
     prompt = _ids(rng, traffic, traffic.prompt_tokens)
     log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic), max_bytes=LOG_RECORD_BYTES)
-    # Sampled from the prompt, before the first draft.
+    # This token is sampled from the prompt, before the first draft.
     log.append(len(prompt), [int(_ids(rng, traffic, 1)[0])], None)
     while not log.is_complete:
         start = len(prompt) + len(log.output)
@@ -67,7 +68,7 @@ def make_record(number: int, traffic: Traffic) -> Record:
         drafts = _ids(rng, traffic, traffic.num_speculative_tokens)
         sampled = [*drafts[:num_accepted].tolist(), int(_ids(rng, traffic, 1)[0])]
         log.append(start, sampled, _verified(rng, traffic, start, drafts, num_accepted))
-    # A made-up server id and fingerprint, which the buffers of the benchmarks expect.
+    # This server id and fingerprint are invented. The benchmarks' buffers expect them.
     record = log.cut_segment("0123456789abcdef", "0" * 64)
     assert record is not None
     return record
@@ -103,7 +104,7 @@ def _verified(
 
 
 def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
-    """Draw a random number of accepted draft tokens, with mean tau - 1."""
+    """Draw a random number of accepted draft tokens with mean tau - 1."""
     return int(
         rng.binomial(
             traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens
@@ -112,6 +113,6 @@ def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
 
 
 def _ids(rng: np.random.Generator, traffic: Traffic, count: int) -> np.ndarray:
-    # V^u for a uniform u has the density 1 / id, which is Zipf's law.
+    # V^u for a uniform u has the density 1 / id, i.e. follows Zipf's law.
     ids: np.ndarray = (traffic.vocab_size ** rng.random(count)).astype(np.int32) - 1
     return ids

@@ -51,7 +51,7 @@ def main(cfg: AnchorsConfig) -> None:
         FileExistsError: the output exists and may not be replaced.
         ValueError: the target or the data cannot be used.
     """
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     import torch
 
     from redraft.distill.data.conversations import load_conversations
@@ -68,12 +68,12 @@ def main(cfg: AnchorsConfig) -> None:
     from redraft.online.learning.anchors import is_record_file, write_anchors
 
     if obstacle := find_obstacle([cfg.output], cfg):
-        raise FileExistsError(f"{obstacle}: choose another --output")
+        raise FileExistsError(f"{obstacle}: choose a different --output")
     if cfg.output.is_file() and not is_record_file(cfg.output):
-        raise FileExistsError(f"{cfg.output} does not contain anchors: choose another --output")
+        raise FileExistsError(f"{cfg.output} does not contain anchors: choose a different --output")
     if cfg.output.exists() and not cfg.overwrite:
         raise FileExistsError(
-            f"{cfg.output} already exists: choose another --output, or pass --overwrite"
+            f"{cfg.output} already exists: choose a different --output, or pass --overwrite"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=device.type == "cpu")
@@ -95,7 +95,7 @@ def main(cfg: AnchorsConfig) -> None:
     }
     bar = Progress(samples, desc="anchors", unit="sample")
     write_anchors(cfg.output, bar, InProcessTarget(model), target.fingerprint, k=cfg.logprobs)
-    # Last: if the run is interrupted, earlier anchors keep their own provenance.
+    # Do this last: if the run is interrupted, earlier anchors keep their own provenance.
     write_whole(
         cfg.output.with_name(f"{cfg.output.name}.json"),
         json.dumps(provenance, indent=2, default=str) + "\n",

@@ -43,9 +43,10 @@ def main(cfg: LearnerCommandConfig) -> None:
         print(render_example(LearnerConfig))
         return
     settings = load_config(cfg.config, cfg.set)
-    # torch reads the variables at its first operation, so they must be set before the import below.
+    # torch reads these variables at its first operation, so they must be set before the import
+    # below.
     bound_caches()
-    # It loads torch, so it is imported after the settings have been checked.
+    # This module imports torch, so it is imported after the settings have been checked.
     from redraft.online.daemon.learner import run
 
     run(settings)

@@ -54,12 +54,12 @@ PLUGIN_GROUPS = (
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 """vLLM's variable with the prefixes of the variables that Ray workers receive.
 
-Workers on other machines do not inherit any.
+Workers on other machines do not inherit variables.
 """
 
 
 SHUTDOWN_TIMEOUT_S = 30
-"""vLLM's --shutdown-timeout: how long, after SIGTERM, running answers may finish and waiting
+"""vLLM's --shutdown-timeout: the time after SIGTERM in which running answers may finish and waiting
 records may be written. With vLLM's default of 0, workers and their records are killed at once.
 """
 
@@ -88,7 +88,7 @@ def main(cfg: ServeConfig) -> None:
         if looks_up(_draft(cfg)) and schedules_ahead(cfg):
             require_v2(environment)
     lookup = lookup_env(speculative_config(cfg), read_settings(environment))
-    # exec, not a child process: signals from systemd or Kubernetes reach vLLM directly.
+    # Use exec, not a child process, so that signals from systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup)
 
 
@@ -159,7 +159,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
     arguments += template_arguments(folder) if folder else []
     if cfg.capture.is_on:
         arguments += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    # Before the user's arguments, which win.
+    # Our arguments come before the user's, which take precedence.
     return vllm_command(
         cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args]
     )
@@ -188,8 +188,7 @@ def template_arguments(draft: Path) -> list[str]:
 def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
     """Return vLLM's speculative config: the draft and how to serve it.
 
-    Raises:
-        ValueError, FileNotFoundError: as in `server_command`.
+    Raises:     ValueError, FileNotFoundError: for the same reasons as `server_command`.
     """
     draft = _draft(cfg)
     _refuse_idle(cfg, draft)
@@ -230,7 +229,7 @@ def require_v2(
 def require_block(
     speculative: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ValueError if block verification is not available for this draft or has no effect."""
+    """Raise ValueError if this draft does not support block verification or gains nothing by it."""
     if speculative.get("draft_sample_method") != "probabilistic":
         raise ValueError(
             "--rejection-sample-method block has no effect on greedy draft tokens: add "
@@ -311,7 +310,7 @@ def plugin_environment(cfg: ServeConfig, environment: Mapping[str, str]) -> dict
             "spool": _absolute(capture.spool),
             "nats": {"fleet": nats.fleet, **files},
         }
-    # None: a setting from the user's environment remains in force.
+    # If None, a setting from the user's environment remains in force.
     given = {name: value for name, value in settings.items() if value is not None}
     return {
         "VLLM_PLUGINS": with_plugin(environment.get("VLLM_PLUGINS")),

@@ -29,7 +29,7 @@ class ServeConfig:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Arguments for vLLM's server, after `--`."""
     draft: str | None = None
-    """Folder or hub name of the draft; or `ngram`, `suffix`, or `mtp` for the target's MTP layer.
+    """Folder or hub name of the draft, or `ngram`, `suffix`, or `mtp` for the target's MTP layer.
     `live` drafts from this server's own answers, as `redraft data count` does from a file.
     `LOOKUP+HEAD:2` tries a lookup first; if it finds nothing, HEAD (EAGLE-1, EAGLE-3 or MTP) drafts
     at most 2 tokens per step. LOOKUP is `ngram` (the last 2 to 4 tokens), `live` or a folder of
@@ -58,7 +58,8 @@ class ServeConfig:
     """
     rejection_sample_method: Literal["standard", "block"] = "standard"
     """How vLLM verifies sampled draft tokens: one by one, or as a block, which accepts at least as
-    many. The report of `redraft eval` shows the difference. `block` needs the V2 model runner.
+    many tokens. The report of `redraft eval` shows the difference. `block` needs the V2 model
+    runner.
     """
     head_requests: int | None = None
     """For a head after a lookup: maximum number of concurrent requests for which the head drafts.

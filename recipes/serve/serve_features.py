@@ -49,7 +49,7 @@ def main(cfg: FeaturesConfig) -> None:
     Raises:
         ValueError: the target has no such layer, or vLLM cannot send the target's states.
     """
-    # Here, because they import torch.
+    # Imported here, because they import torch.
     from redraft.engine.settings import read_settings, write_settings
     from redraft.engine.wait import ENABLED
     from redraft.files.checkpoint import load_text_config
@@ -58,12 +58,13 @@ def main(cfg: FeaturesConfig) -> None:
     config = load_text_config(cfg.target)
     if config.model_type in UNSENT:
         raise ValueError(
-            f"vLLM keeps the KV cache of {cfg.target} (type {config.model_type}) in several groups, "
-            "and can send hidden states only if there is one group: train with the target in the "
+            f"vLLM keeps the KV cache of {cfg.target} (type {config.model_type}) in several "
+            f"groups, but it can send hidden states only from a single group: train with the "
+            f"target in the "
             "training process (--signal.kind model)"
         )
     command = server_command(cfg, config.num_hidden_layers)
-    # The plugin detects weights that are replaced.
+    # The plugin detects when weights are replaced.
     variables = {
         "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS")),
         **write_settings(read_settings(), ENABLED),
@@ -83,5 +84,5 @@ def server_command(cfg: FeaturesConfig, num_layers: int) -> list[str]:
 
     require_runner(None)
     states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
-    # Before the user's arguments, which win.
+    # Our arguments come before the user's, which take precedence.
     return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *states, *cfg.vllm_args])

@@ -43,7 +43,8 @@ class TapCommandConfig(TapConfig, FrontConfig):
     """
 
     def __post_init__(self) -> None:
-        # Both parents check the settings, but Python would call only the first one's check.
+        # Both parent classes check their settings, but Python would call only the first one's
+        # check.
         TapConfig.__post_init__(self)
         FrontConfig.__post_init__(self)
 

@@ -4,7 +4,7 @@
                 └─► server:  `redraft serve --pace auto` ◄────────────────┘
                               spool ─► learner ─► swaps
 
-Each is a process with its own log. All settings are checked before the first file is written.
+Each part is a process with its own log. All settings are checked before the first file is written.
 """
 
 import contextlib
@@ -108,17 +108,17 @@ class Plan:
     folder: Path
     target: Path
     draft: DraftSource | None
-    """None stands for a new head."""
+    """The first draft. None stands for a new head."""
     url: str
     page_port: int
     flags: Mapping[str, str]
     has_begun: bool
-    """Whether the folder has a version, and settings that the user may have changed."""
+    """Whether the folder already has a version, and settings that the user may have changed."""
     place: Place
 
     @property
     def name(self) -> str:
-        """The server's name in printed lines and logs."""
+        """Return the server's name in printed lines and logs."""
         return f"server-{httpx.URL(self.url).port}" if self.cfg.join else "server"
 
 
@@ -126,7 +126,7 @@ def main(cfg: UpConfig) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Raises:
-        ValueError, OSError: the settings are wrong; nothing has started yet.
+        ValueError, OSError: the settings are wrong, and nothing has started yet.
         AlreadyOwnedError: this command already runs in the folder.
         ChildProcessError: the server exited.
     """
@@ -164,7 +164,7 @@ def make_plan(cfg: UpConfig) -> Plan:
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     require_own(folder)
     if not cfg.join and (folder / LOCK).exists():
-        # a running redraft up would also explain ports in use
+        # A running redraft up would also explain ports in use.
         with own(folder / LOCK, "a redraft up"):
             pass
     settings = check_folder(cfg, folder, target, draft)
@@ -179,7 +179,7 @@ def make_plan(cfg: UpConfig) -> Plan:
         raise ValueError(f"--port {given} is not a port: give a number from 1 to 65535")
     if is_taken(port, flags.get("host", "")):
         raise ValueError(
-            f"port {port} is in use: choose another one after the --, e.g. --port 8001"
+            f"port {port} is in use: choose a different one after the --, e.g. --port 8001"
         )
     if settings and not cfg.join and is_taken(page_port):
         raise ValueError(f"port {page_port} is in use: change [page] port in {folder / SETTINGS}")
@@ -217,21 +217,22 @@ def check_folder(
     if (folder / "registry" / "current").exists() and (folder / SETTINGS).is_file():
         settings = load_config(folder / SETTINGS)
         initial = settings.draft.initial or Path()
-        # A folder stays with the snapshot of a hub repository from which it started.
+        # A folder keeps using the snapshot of a hub repository with which it started.
         is_newer = target.parent.name == "snapshots" and target.parent == settings.target.parent
         if settings.target.resolve() != target.resolve() and not is_newer:
             raise ValueError(
-                f"{folder} belongs to the target {settings.target}: choose another --folder"
+                f"{folder} belongs to the target {settings.target}: choose a different --folder"
             )
         family = find_family(settings.draft.family)
         if cfg.draft == HEAD and not family.is_head:
             raise ValueError(
                 f"--draft {HEAD}: {folder} was started with {initial}, which is not a head but "
-                f"{family.title}: remove --draft, or choose another --folder"
+                f"{family.title}: remove --draft, or choose a different --folder"
             )
         if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
             raise ValueError(
-                f"{folder} was started with {initial}: remove --draft, or choose another --folder"
+                f"{folder} was started with {initial}: remove --draft, or choose a different "
+                f"--folder"
             )
         return settings
     if cfg.join:
@@ -239,7 +240,7 @@ def check_folder(
             f"{folder} has no {SETTINGS}: give --join the folder of a redraft up with a learner"
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / TOKEN).is_file():
-        raise FileExistsError(f"{folder} contains other files: choose another --folder")
+        raise FileExistsError(f"{folder} contains other files: choose a different --folder")
     if draft is not None:
         if draft.lookup is not None:
             raise ValueError(
@@ -250,7 +251,7 @@ def check_folder(
 
 
 def is_taken(port: int, host: str = "") -> bool:
-    """Whether a process listens on this port at the host's addresses; by default, at any address.
+    """Whether a process listens on this port at the host's addresses (by default, at any address).
 
     Port 0, which stands for any free port, is never taken.
     """
@@ -285,7 +286,7 @@ def require_memory(target: Path) -> None:
 
 
 def prepare(plan: Plan) -> bool:
-    """Create the files that the folder lacks. Return whether there is a draft to train."""
+    """Create the files that are missing in the folder. Return whether there is a draft to train."""
     folder = plan.folder
     if not (folder / TOKEN).exists():
         write_token(folder / TOKEN)
@@ -363,14 +364,14 @@ def list_training(head: DraftSource) -> list[str]:
 def make_new_head(
     target: Path, folder: Path, num_tokens: int, *, is_required: bool = False
 ) -> DraftSource:
-    """Make a new EAGLE-3 head from the target's files; return live counts if that is impossible.
+    """Make a new EAGLE-3 head from the target's files. If that is impossible, return live counts.
 
     Raises:
-        ValueError: no head can be made, although `is_required` is set.
+        ValueError: no head can be made, and `is_required` is set.
     """
     if not folder.exists():
         try:
-            # In a separate process, so that this one does not import torch.
+            # Use a separate process, so that this one does not import torch.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
@@ -410,8 +411,8 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
     head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
     with torch.no_grad():
-        # vLLM shares the target's output head if the draft's is equal, and a swap could then not
-        # change it
+        # vLLM shares the target's output head if the draft's is equal. A swap could then not change
+        # it.
         head.lm_head.weight.mul_(1 + 0.01 * torch.randn_like(head.lm_head.weight))
     origin = {
         "target": str(target),
@@ -444,7 +445,7 @@ def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Variables that select a process's GPUs. vLLM for ROCm refuses to start if the two differ."""
+"""Variables that select a process's GPUs. vLLM for ROCm does not start if they differ."""
 
 LISTS = {"nvidia-smi": ("-L", r"^GPU (\d+):"), "rocm-smi": ("-i", r"^GPU\[(\d+)\]")}
 """Programs that list the GPUs, with the flag and the pattern that matches a GPU in the output."""
@@ -464,7 +465,7 @@ def list_gpus(*, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
 
 
 def see_only(gpu: str) -> dict[str, str]:
-    """Return the variables for a process that computes on this GPU; "" means no GPU."""
+    """Return the variables for a process that uses only this GPU. "" means no GPU."""
     return dict.fromkeys(VISIBLE, gpu)
 
 
@@ -493,7 +494,7 @@ def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> 
         str(folder / TOKEN),
     ]
     command += ["--num-speculative-tokens", str(plan.cfg.num_speculative_tokens)]
-    # The learner connects to the address given, where the token protects the routes.
+    # The learner connects to the given address, where the token protects the routes.
     command += [] if is_local(httpx.URL(plan.url).host) else ["--allow-remote"]
     if learns:
         command += [
@@ -575,7 +576,10 @@ def run(plan: Plan, *, learns: bool) -> None:
 
 
 def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, learns: bool) -> None:
-    """Show errors, restart a learner that exited, and update the status line. Raises as `run`."""
+    """Show errors, restart a learner that exited, and update the status line.
+
+    Raises the same errors as `run`.
+    """
     learned, restarts, meter = Learned(), Restarts(), Meter(plan.url)
     while True:
         now_s = time.monotonic()

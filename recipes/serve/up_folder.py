@@ -1,4 +1,4 @@
-"""The folder of `redraft up`: its files, the list of servers, and the lines about records.
+"""The folder of `redraft up`: its files, the list of servers, and printed lines about records.
 
 learner.toml settings of the learner token bearer token for the swap routes fleet.toml the learner's
 servers registry/ versions of the draft spool/ records on their way learner/ buffer of records,
@@ -34,7 +34,7 @@ def read_fleet(folder: Path) -> list[ListedServer]:
 def listed(folder: Path, url: str) -> Iterator[None]:
     """List this server in fleet.toml, and hold its lock so that other commands keep the entry.
 
-    On exit, the lock is released and the entry is removed.
+    On exit, the entry is removed and the lock is released.
     """
     lock = _lock_of(folder, url)
     with contextlib.ExitStack() as stack:
@@ -45,7 +45,7 @@ def listed(folder: Path, url: str) -> Iterator[None]:
             yield
         finally:
             stack.close()
-            # the next command that lists a server removes it
+            # The next command that lists a server removes the entry.
             with contextlib.suppress(OSError, ValueError):
                 list_server(folder, "")
 
@@ -85,7 +85,7 @@ def _lock_of(folder: Path, url: str) -> Path:
 
 
 def _has_gone(folder: Path, url: str) -> bool:
-    """Whether this server was started by a `redraft up` on the folder that has exited."""
+    """Whether the `redraft up` that started this server on the folder has exited."""
     lock = _lock_of(folder, url)
     if not lock.exists():
         return False
@@ -98,7 +98,7 @@ def _has_gone(folder: Path, url: str) -> bool:
 
 
 def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
-    """Describe the records: share of requests, place, size, age, and how to change the share."""
+    """Describe the records: share of requests, location, size, age, and how to change the share."""
     family, buffer = find_family(cfg.draft.family), cfg.buffer_config
     if capture.fraction == 0:
         return ["records nothing, because --capture.fraction is 0"]

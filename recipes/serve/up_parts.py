@@ -1,4 +1,4 @@
-"""The parts of `redraft up`: processes with logs, and everything that the terminal shows."""
+"""The parts of `redraft up`: processes with logs, and the terminal output."""
 
 import contextlib
 import os
@@ -37,8 +37,8 @@ PLAIN_LINE_S = 60  # between two status lines if the output is not a terminal
 TOLD = re.compile(
     r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes|the prefix cache|plain vLLM may) .*|warning: (?!--).*)"
 )
-"""Lines about a draft and its costs in the log of a starting server. Warnings about flags are
-printed before the start.
+"""Pattern of the log lines of a starting server about a draft and its costs. Warnings about flags
+are printed before the start.
 """
 
 
@@ -52,7 +52,9 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     most_bytes: int = 256 << 20
-    """Maximum size of the log. At this size, it is moved to `.before` and a new one begins."""
+    """Maximum size of the log in bytes. At this size, it is moved to `.before`, and a new log
+    begins.
+    """
     niceness: int = 0
     """Nice level relative to that of this process."""
     begun_s: float = 0.0
@@ -61,7 +63,7 @@ class Part:
     _read_to: int = 0
 
     def start(self) -> None:
-        # The cause of an exit is searched for in the whole log.
+        # Search the whole log for the cause of an exit.
         if self.process is None and self.log.exists():
             self.log.replace(self.log.with_suffix(".before"))
         self.process, self.begun_s = (
@@ -75,7 +77,7 @@ class Part:
             return []
         try:
             with self.log.open("rb") as file:
-                # it may have been truncated
+                # The log may have been truncated.
                 self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
                 file.seek(self._read_to)
                 new = file.read()
@@ -88,7 +90,7 @@ class Part:
         return split_lines(new[:end].decode(errors="replace"))[:-1]
 
     def _restart_log(self) -> None:
-        """Copy the log and empty it, because the part keeps writing into this file."""
+        """Copy the log, then empty it, because the part keeps writing into this file."""
         before = self.log.with_suffix(".before")
         try:
             shutil.copyfile(self.log, before)
@@ -147,7 +149,7 @@ class Learned:
     version: str = ""
 
     def read(self, line: str, *, is_served: bool) -> str:
-        """Return the news in this log line; empty for most lines.
+        """Return the news in this log line, which is empty for most lines.
 
         Until the target `is_served`, nothing listens at the server's address, so refused
         connections are not reported.

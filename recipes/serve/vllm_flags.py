@@ -1,4 +1,7 @@
-"""Flags of vLLM that clash with a draft, a target or records; checked before the server starts."""
+"""vLLM flags that clash with a draft, a target or records.
+
+They are checked before the server starts.
+"""
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,8 +26,8 @@ ALIASES = {
 }  # fmt: skip
 
 Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
-"""The part of redraft with which a flag clashes; `redraft` means any server that it starts. Heads
-and standalone drafts are models too.
+"""The part of redraft with which a flag clashes. `redraft` means any server that redraft starts.
+Heads and standalone drafts are models too.
 """
 
 
@@ -46,7 +49,7 @@ class Clash:
     way_out: str = "remove the flag"
     beside: Beside = "redraft"
     counts: Callable[[str], bool] = is_on
-    """Whether this value of the flag clashes."""
+    """Function that tells whether this value of the flag clashes."""
     only_warns: bool = False
 
     @property
@@ -350,7 +353,7 @@ def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) ->
 
 
 def require_same_weights(target: str, environment: Mapping[str, str]) -> None:
-    """Refuse variables with which vLLM could load other weights than the target's.
+    """Refuse variables with which vLLM could load weights other than the target's.
 
     Raises:
         ValueError: such a variable is set.
@@ -362,7 +365,8 @@ def require_same_weights(target: str, environment: Mapping[str, str]) -> None:
         )
     if environment.get(REDIRECT):
         raise ValueError(
-            f"{REDIRECT} may make vLLM load other weights than {target}: unset it, and give the folder "
+            f"{REDIRECT} may make vLLM load weights other than {target}'s: unset it, and give "
+            f"the folder "
             "with the weights"
         )
 
@@ -389,7 +393,7 @@ def list_warnings(
         pair = Pair.read(TargetFolder.open(target), draft)
         count, method = speculative["num_speculative_tokens"], speculative.get("method")
         findings = static_findings(pair, method=method, num_speculative_tokens=count)
-    # E.g. a target that vLLM has not downloaded yet. vLLM will report the error.
+    # The error may be e.g. a target that vLLM has not downloaded yet. vLLM will report it.
     except (ValueError, OSError, KeyError):
         return
     yield from (f"{finding.problem}: {finding.cure}" for finding in findings)

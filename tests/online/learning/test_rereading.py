@@ -116,7 +116,7 @@ def test_score_refuses_in_one_line(
     assert "does not exist" in capsys.readouterr().err
     (tmp_path / "spool").mkdir()
     assert dispatch(["data", "score", str(tmp_path / "spool"), *args]) == 2
-    assert "choose another one" in capsys.readouterr().err
+    assert "choose a different one" in capsys.readouterr().err
     (tmp_path / "ids").mkdir()
     gguf = ["--target", str(tmp_path / "target.gguf"), "--spool", str(tmp_path / "spool")]
     assert dispatch(["data", "score", str(tmp_path / "ids"), *gguf]) == 2
