@@ -1,1 +1,1 @@
-"""Draft models for speculative decoding: distilled, proven, kept trained from live traffic."""
+"""Draft models for speculative decoding: distilled, proven, and trained on live traffic."""

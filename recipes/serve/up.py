@@ -91,7 +91,7 @@ class Place:
     """The learner's device."""
 
     line: str
-    """What to tell the user about it."""
+    """Line for the user about the learner's device."""
     gpu: str = ""
     """The name of its GPU; empty for the CPU."""
     shares: bool = True

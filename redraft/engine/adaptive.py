@@ -1,9 +1,9 @@
 """vLLM's adaptive verification: whether a server supports it, and vLLM's errors in one line.
 
 With adaptive verification, the number of draft tokens that a step verifies depends on the draft's
-confidences and the measured costs of rows, and the GPU decides which requests' tokens these are.
-vLLM reports unmet conditions one at a time, some of them only after minutes of loading. This module
-imports neither torch nor vLLM.
+confidences and the measured costs of rows. The GPU decides which tokens are verified. vLLM reports
+unmet conditions one at a time, some of them only after minutes of loading. This module imports
+neither torch nor vLLM.
 """
 
 import os
@@ -48,13 +48,13 @@ FLAGS = {
     "--enable-batch-sharded-sampling",
     "return_sampling_mask": "does not return sampling masks: remove --return-sampling-mask",
 }
-"""Switches of `vllm serve`, each with the condition that it violates."""
+"""Switches of `vllm serve`, with the condition that each violates."""
 
 READ = (
     *FLAGS,
     *("pipeline_parallel_size", "compilation_config", "optimization_level", "attention_backend"),
 )
-"""All flags that are read."""
+"""All flags that this module reads."""
 
 KEEPS_STATES = ("mamba_", "ssm_", "conv_L", "linear_")
 """Prefixes of config.json keys of targets whose layers keep a state in addition to keys and values.
@@ -126,7 +126,10 @@ def is_expected(flags: Mapping[str, str], target: str, capability: str | None) -
 
 
 def explain_refusal(error: str) -> str:
-    """Shorten vLLM's error about adaptive verification to one line; return others unchanged."""
+    """Shorten vLLM's error about adaptive verification to one line.
+
+    Return other errors unchanged.
+    """
     if "daptive" not in error or "verif" not in error:
         return error
     found = next((condition for words, condition in REFUSALS if words in error), "")
@@ -134,7 +137,7 @@ def explain_refusal(error: str) -> str:
 
 
 def read_capability() -> str | None:
-    """The lowest compute capability of the GPUs, such as "9.0"; None if it cannot be queried."""
+    """Return the GPUs' lowest compute capability, such as "9.0". None if it cannot be queried."""
     if (
         ENGINE_IS_CPU
         or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -143,7 +146,7 @@ def read_capability() -> str | None:
         return None
     ask = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     found = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()
-    # a server's GPUs should be identical; if not, the oldest decides
+    # A server's GPUs should be identical. If they are not, the oldest one decides.
     return min(found, default=None)
 
 
@@ -154,7 +157,7 @@ def _is_hybrid(target: str) -> bool:
 
 
 def _read_sections(target: str) -> list[Mapping[str, Any]]:
-    """The sections of the target's config.json; empty if the target has not been downloaded yet."""
+    """Return the sections of the target's config.json; empty if it is not downloaded yet."""
     try:
         return list(text_sections(read_config(open_folder(target))))
     except (OSError, ValueError):

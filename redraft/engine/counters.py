@@ -34,12 +34,12 @@ DECODE_TIME, PREFILL_TIME = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTime:
-    """Time after the first token, by the engine's clock, summed since the engine started."""
+    """Time after the first token by the engine's clock, summed since the engine started."""
 
     requests: int
     seconds: float
     prefill_s: float = 0.0
-    """Time before the first token, without the wait in the queue."""
+    """Time before the first token, excluding the wait in the queue."""
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
@@ -56,7 +56,7 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
 
 
 def find_counts(metrics: str) -> AcceptanceCounts | None:
-    """As `parse_counts`, but return None if there are no such counters."""
+    """Do the same as `parse_counts`, but return None if there are no such counters."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
     prefix = OF_LLAMA_CPP if f"\n{OF_LLAMA_CPP}" in metrics else SPEC_DECODE
@@ -64,7 +64,7 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
         name = sample.name.removeprefix(prefix)
         sums[name] = sums.get(name, 0) + sample.value
         if name == ACCEPTED_PER_POSITION:
-            # Labels are text, and "10" sorts before "2".
+            # Labels are text, in which "10" sorts before "2".
             position = int(sample.labels["position"])
             per_position[position] = per_position.get(position, 0) + sample.value
     # When vLLM starts with a draft, it registers these with value 0, so they are missing only
@@ -93,7 +93,7 @@ def parse_decode_time(metrics: str) -> DecodeTime:
 
 
 def _add_up(metrics: str, histogram: str) -> dict[str, float]:
-    """Return the sum and count of a histogram, added up over a server's engines."""
+    """Return the sum and count of a histogram, summed over a server's engines."""
     sums = {"sum": 0.0, "count": 0.0}
     for sample in read_samples(metrics, histogram):
         kind = sample.name.removeprefix(histogram)
@@ -104,7 +104,7 @@ def _add_up(metrics: str, histogram: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache:
-    """Prompt tokens looked up in the prefix cache, and the hits, since the engine started."""
+    """Prompt tokens looked up in the prefix cache, and cache hits, since the engine started."""
 
     queries: int = 0
     hits: int = 0
@@ -122,7 +122,8 @@ def parse_prefix_cache(metrics: str) -> PrefixCache:
 
 def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:
     """Yield the samples whose names begin with `prefix`."""
-    # Parsing is slow, and a busy server's page has thousands of other lines.
+    # Parse only these lines, because parsing is slow and a busy server's page has thousands of
+    # others.
     lines = "\n".join(line for line in metrics.splitlines() if line.startswith(prefix))
     for family in text_string_to_metric_families(lines):
         yield from family.samples

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Count = int | float
-"""An int if counted, a float if expected. JSON preserves the difference."""
+"""A count is an int if measured, and a float if expected. JSON preserves the difference."""
 
 
 def tau(acceptance_per_position: Sequence[float]) -> float:
@@ -29,20 +29,21 @@ def tau(acceptance_per_position: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceCounts:
-    """Drafts and accepted tokens over some requests; all rates follow from these."""
+    """Drafts and accepted tokens over some requests. All rates follow from these counts."""
 
     num_drafts: Count
-    """Target steps with a draft to verify."""
+    """Number of target steps with a draft to verify."""
     num_accepted: Count
     """Accepted draft tokens."""
     num_draft_tokens: Count = 0
-    """Proposed draft tokens; 0 if they were not counted."""
+    """Number of proposed draft tokens. 0 if they were not counted."""
     accepted_per_position: tuple[Count, ...] = ()
-    """Number of drafts whose j-th token was accepted, for j = 0..K-1; empty if not counted by
+    """Number of drafts whose j-th token was accepted, for j = 0..K-1. Empty if not counted by
     position.
     """
     tried_per_position: tuple[Count, ...] = ()
-    """Number of drafts that had a j-th token and all earlier ones accepted; empty if not counted.
+    """Number of drafts that had a j-th token and in which all earlier tokens were accepted. Empty
+    if not counted.
     """
 
     @staticmethod
@@ -61,7 +62,7 @@ class AcceptanceCounts:
             num_drafts=len(accepted),
             num_accepted=sum(accepted),
             num_draft_tokens=len(accepted) * num_speculative_tokens,
-            # Accepted [2, 0, 1] in blocks of 2 tokens: (2, 1) by position.
+            # E.g. [2, 0, 1] accepted tokens in blocks of 2 give (2, 1) by position.
             accepted_per_position=tuple(
                 sum(a > j for a in accepted) for j in range(num_speculative_tokens)
             ),
@@ -77,7 +78,7 @@ class AcceptanceCounts:
         """
         more = _combine(self, earlier, -1)
         counts = (more.num_drafts, more.num_accepted, more.num_draft_tokens)
-        # A restart is not detected if all counters have passed the earlier values again.
+        # A restart is not detected if all counters have already exceeded their earlier values.
         return (
             more
             if min(*counts, *more.accepted_per_position, *more.tried_per_position) >= 0
@@ -91,12 +92,12 @@ class AcceptanceCounts:
 
     @property
     def tau(self) -> float:
-        """1 + accepted / drafts, in tokens per target step; 1.0 if nothing was drafted."""
+        """1 + accepted / drafts, in tokens per target step. 1.0 if nothing was drafted."""
         return 1.0 + self.num_accepted / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted tokens / drafted tokens; this is neither alpha nor tau."""
+        """Accepted tokens / drafted tokens. This is neither alpha nor tau."""
         return self.num_accepted / max(self.num_draft_tokens, 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,10 +126,10 @@ def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceC
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedCounts(AcceptanceCounts):
-    """Expected counts, given the text; the expectation is over proposals and verification."""
+    """Expected counts, given the text. The expectation is over proposals and verification."""
 
     num_steps: float
-    """Target steps after the prefill. Larger than `num_drafts` if some steps have no draft
+    """Number of target steps after the prefill. It exceeds `num_drafts` if some steps have no draft
     (n-grams).
     """
 
@@ -142,9 +143,9 @@ def expected_blocks(
 
     `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after
     output token t, given that the earlier tokens of the block were accepted. `drafted_T[t]` is the
-    probability that there is any draft after token t; None means 1. The prefill produces output
-    token 0; after that, every step emits the accepted tokens and one more. Verification preserves
-    the target's distribution over texts, so for texts from the target, the result is exactly the
+    probability that there is a draft after token t; None means 1. The prefill produces output token
+    0. After that, every step emits the accepted tokens and one more. Verification preserves the
+    target's distribution over texts, so for texts from the target, the result is exactly the
     engine's expectation. An engine counts accepted tokens *before* it truncates the output (at the
     end token or the maximum length), so the last block counts in full: rows must also be correct
     for tokens beyond the end, and there must be at least `num_output_tokens - 1` rows.
@@ -160,7 +161,7 @@ def split_by_context(
     num_prompt_tokens: int,
     drafted_T: NDArray[np.float64] | None = None,
 ) -> dict[int, ExpectedCounts]:
-    """`expected_blocks`, split by the length of the context in which a block begins.
+    """Split `expected_blocks` by the length of the context in which a block begins.
 
     The key is the largest power of two that is not greater than this length, which is the number of
     tokens in the prompt and the output so far. For example, key 1024 contains the blocks in
@@ -182,7 +183,7 @@ def _sum_blocks(
     drafted_T: NDArray[np.float64] | None,
 ) -> ExpectedCounts:
     num_steps = float(begins_T.sum())
-    # [T] @ [T, K]: a row that begins no block adds nothing.
+    # [T] @ [T, K]: a row at which no block begins adds nothing.
     accepted_per_position = tuple((begins_T @ reach_TK).tolist())
     return ExpectedCounts(
         num_steps=num_steps,
@@ -225,7 +226,7 @@ def add_by_context(
 
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)
-"""Thresholds on the survival: the first verifies all tokens, the last none."""
+"""Thresholds on the survival. The first verifies all tokens, and the last none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +237,7 @@ class AdaptivePoint:
     num_steps: float
     num_accepted: float
     num_rows: float
-    """Verified rows: one per step, and one per admitted token."""
+    """Number of verified rows: one per step, and one per admitted token."""
 
 
 def walk_adaptive(
@@ -246,9 +247,10 @@ def walk_adaptive(
 
     Survival is the product of the draft's confidences up to and including a token. Over all
     requests in a step, vLLM admits the tokens with the highest survival: those above some
-    threshold, which depends on the load. `accept_TK` is as in `walk_blocks`. `confidence_TK[t, j]`
-    belongs to the token at j + 1 after output token t. For a block that has departed from the text,
-    the confidences on the text are used: this affects the number of rows, but no accepted token.
+    threshold, which depends on the load. `accept_TK` is the same as in `walk_blocks`.
+    `confidence_TK[t, j]` belongs to the token at j + 1 after output token t. For a block that
+    departs from the text, the text's confidences are used. This affects the number of rows, but not
+    the accepted tokens.
     """
     survival_TK = np.cumprod(confidence_TK, axis=1)
     points = []
@@ -268,7 +270,7 @@ def walk_adaptive(
 
 
 def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`accept_TK` of `expected_blocks` under block verification (Sun et al., arXiv 2403.10444).
+    """Return `accept_TK` under block verification (Sun et al., arXiv 2403.10444).
 
     `ratio_TK[t, j]` is r / p for the text's token at j + 1 after output token t, where r is the
     draft's distribution and p is the target's. See `eval.forecast.verification`.
@@ -276,31 +278,31 @@ def verify_as_block(ratio_TK: NDArray[np.float64]) -> NDArray[np.float64]:
     accept_TK, joint_T = np.empty_like(ratio_TK), np.ones(len(ratio_TK))
     for j, ratio_T in enumerate(ratio_TK.T):
         accept_TK[:, j] = np.minimum(1, ratio_T / joint_T)
-        # After a ratio of 0 no token is accepted, so the joint ratio is not used.
+        # After a ratio of 0, no token is accepted, so the joint ratio is not used.
         joint_T = np.minimum(1, joint_T / np.maximum(ratio_T, np.finfo(float).tiny))
     return accept_TK
 
 
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(probability that a block begins, probability that it accepts at least j + 1 tokens).
+    """Return (probability that a block begins, probability that it accepts at least j + 1 tokens).
 
-    The first is [T], for a block that begins after output token t; the second is [T, K], for j =
-    0..K-1. `accept_TK` is as in `expected_blocks`, without rows at which no block begins.
+    The first is [T], for a block that begins after output token t. The second is [T, K], for j =
+    0..K-1. `accept_TK` is the same as in `expected_blocks`, without rows at which no block begins.
     """
     num_rows, k = accept_TK.shape
     reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
-    # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with
-    # probability ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the next one
-    # begins at t + n + 1. K = 2, accept [0.8, 0.5]: reach [0.8, 0.4], edges [1, 0.8, 0.4, 0], so a
-    # block accepts 0, 1 or 2 tokens with probability 0.2, 0.4 or 0.4.
+    # Given the text, blocks are a Markov chain: a block that begins at t accepts exactly n tokens
+    # with probability ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the
+    # next block begins at t + n + 1. E.g. K = 2 and accept [0.8, 0.5] give reach [0.8, 0.4] and
+    # edges [1, 0.8, 0.4, 0], so a block accepts 0, 1 or 2 tokens with probability 0.2, 0.4 or 0.4.
     edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
     ends_TN = edges[:, :-1] - edges[:, 1:]
     # The last row's block may end k + 1 rows later; the return statement removes these rows.
     begins_T = np.zeros(num_rows + k + 1)
     begins_T[:1] = 1.0
     for row in range(num_rows):
-        # The prefill gives token 0, so the first block begins at row 0. Rows only feed later rows:
-        # one sweep is enough.
+        # The prefill gives token 0, so the first block begins at row 0. Rows affect only later
+        # rows, so one sweep is enough.
         begins_T[row + 1 : row + k + 2] += begins_T[row] * ends_TN[row]
     return begins_T[:num_rows], reach_TK
 
@@ -313,8 +315,8 @@ def simulate_blocks(
     `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy
     token, given that the earlier ones match. This is `expected_blocks` with probabilities 0 and 1,
     whose counts are integers. With `max_tokens`, the maximum length of an answer, it counts like
-    llama.cpp, which drafts only up to the second-to-last token of such an answer, and counts no
-    tokens from the end token on. vLLM drafts and counts beyond the end.
+    llama.cpp, which drafts only up to the second-last token of such an answer, and does not count
+    the end token or anything after it. vLLM drafts and counts beyond the end.
     """
     accept_TK = np.asarray(match_TK, np.float64)
     num_rows, k = accept_TK.shape
@@ -324,7 +326,7 @@ def simulate_blocks(
         accept_TK = accept_TK * (np.arange(k) < num_output_tokens - 2 - rows_T[:, None])
     walked = expected_blocks(accept_TK, num_output_tokens, (room_T > 0).astype(np.float64))
     begins_T, _ = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
-    # Zeros and ones stay exact in float64, so `round` changes the type only.
+    # Zeros and ones are exact in float64, so `round` changes only the type.
     return AcceptanceCounts(
         num_drafts=round(walked.num_drafts),
         num_accepted=round(walked.num_accepted),

@@ -3,7 +3,7 @@
     counts on the host ─► changed slots ─┐
     owners, floor, probabilities ────────┴─► one asynchronous copy per step ─► table ─► follow_chains
 
-The copy and the kernel are in one stream, so no chain reads a partly written slot.
+The copy and the kernel run on the same stream, so no chain reads a partly written slot.
 
 B = requests in a step, S = slots of the runner, T = tokens of the longest request, K = maximum
 number of draft tokens.
@@ -26,10 +26,10 @@ NO_OWNER = -2
 """Replaces an owner's number if no counted run may be drafted."""
 
 BLOCK = 1024
-"""Number of places in a text that are compared at once."""
+"""Number of positions in a text that are compared at once."""
 
 CHANGE = 3
-"""Numbers per changed slot: its place, row and hash."""
+"""Number of values per changed slot: its index, row and hash."""
 
 NO_CHANGES = np.zeros(0, np.int64)
 
@@ -41,11 +41,12 @@ class Chains(NamedTuple):
     """After the last draft token, the request's newest token is repeated."""
     counts_B: Tensor
     confidences_BK: Tensor
-    """Each token's probability given that the earlier ones are right; 0 after the last one."""
+    """Each token's probability given that the earlier ones are right. It is 0 after the last one.
+    """
 
 
 class DeviceRuns:
-    """The runs of one draft on one device. The draft itself counts on the host."""
+    """A draft's runs on one device. The draft itself counts on the host."""
 
     def __init__(self, draft: Retrieval, device: torch.device) -> None:
         self.draft, self.device = draft, device
@@ -78,7 +79,8 @@ class DeviceRuns:
     ) -> Chains:
         """Draft at most `most` tokens for each request, in `num_tokens` columns.
 
-        A request without a sampled token, whose prompt has not been read completely, gets none.
+        A request without a sampled token, i.e. whose prompt has not been read completely, gets
+        none.
         """
         from redraft.engine import chain_kernel  # imported only if Triton is installed
 
@@ -114,7 +116,7 @@ class DeviceRuns:
         return Chains(tokens_BK, counts_B, confidences_BK)
 
     def update(self, num_requests: int, owners: Sequence[bytes | None]) -> Tensor:
-        """Bring the table up to date; return the numbers of a step, int64, on the device."""
+        """Update the table, and return the step's input numbers, int64, on the device."""
         changes = self._take_changes()
         numbers = self._upload(np.concatenate([self._list_numbers(num_requests, owners), changes]))
         first = len(numbers) - len(changes)
@@ -140,7 +142,7 @@ class DeviceRuns:
         )
 
     def _list_kinds(self) -> list[float]:
-        """Each kind of run's probability in the answers; for live counts, by length and votes."""
+        """Return each kind of run's probability in the answers; live counts: by length and votes."""
         if not isinstance(self.draft, Live):
             return list(self._probabilities.tolist())
         probability = self.draft.counts.probability
@@ -158,7 +160,10 @@ class DeviceRuns:
         return number & MASK, start
 
     def _take_changes(self) -> NDArray[np.int64]:
-        """Places, rows and hashes of changed slots. If all may have changed, copy the table."""
+        """Return indices, rows and hashes of changed slots.
+
+        If all may have changed, copy the table.
+        """
         if self.live is None:
             return NO_CHANGES
         places = self.live.take_changes()

@@ -1,4 +1,4 @@
-"""The log of a vLLM server: the process that wrote a line, and which lines are errors.
+"""Read the log of a vLLM server: which process wrote a line, and which lines are errors.
 
     (EngineCore pid=7) ERROR 01-31 12:00:00 [core.py:9] ValueError: the vocabularies differ
      process           level                            text
@@ -18,7 +18,7 @@ from redraft.engine.adaptive import explain_refusal
 from redraft.files.printable import printable
 
 STARTED = "Application startup complete."
-"""Uvicorn's line before the first request."""
+"""Line that uvicorn logs before the first request."""
 
 _LINE = re.compile(
     r"(?:\((?P<process>\w+)[^)]*\) )?"
@@ -28,7 +28,7 @@ _LINE = re.compile(
 )
 _ENGINE = re.compile(r"EngineCore|(?:Vllm)?Worker")
 _EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception)\b")
-# pydantic appends the whole input to the message, after " [type=value_error, "
+# pydantic appends the whole input to the message, after " [type=value_error, ".
 _CAUSE = re.compile(
     r"(?:[\w.]+\.py: )?(?:\w+\.)*"
     r"((?:[A-Z]\w*(?:Error|Exception)|error|Value error)[:,] .+?)(?: \[type=.*)?$"
@@ -38,9 +38,11 @@ _CAUSE = re.compile(
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
     process: str
-    """Empty for a line from uvicorn, an argument parser or another program."""
+    """Name of the process. Empty for a line from uvicorn, an argument parser or a different
+    program.
+    """
     level: str
-    """Empty for tracebacks and printed text."""
+    """Log level. Empty for tracebacks and printed text."""
     text: str
 
     @property
@@ -70,8 +72,8 @@ def read_line(line: str) -> LogLine:
 def last_error(log: Path, *, takes_requests: bool = False) -> str:
     """Return the line of an engine's log that states why it exited.
 
-    This is the last error, unless it merely refers to an earlier one. If `takes_requests` is true,
-    the server counts as started, whatever its log says.
+    It is the last error, unless that error merely refers to an earlier one. If `takes_requests` is
+    true, the server counts as started, whatever its log says.
     """
     try:
         lines = split_lines(log.read_text(errors="replace"))

@@ -1,4 +1,4 @@
-"""The hardware of this machine, as a value that determines defaults; tests pass in others."""
+"""This machine's hardware as a value that determines defaults. Tests pass in other values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine, or part of one; its first GPU represents all of them."""
+    """A machine, or a part of one. Its first GPU represents all of its GPUs."""
 
     gpu: str | None = None
-    """Name of the GPU; None on a machine without a GPU."""
+    """Name of the GPU. None on a machine without a GPU."""
     gpu_has_bfloat16: bool = False
     """Whether the GPU has matrix units for bfloat16 (compute capability 8.0 or higher)."""
     gpu_shared_bytes: int = 0
@@ -50,7 +50,7 @@ class Machine:
 
 @functools.cache
 def this_machine() -> Machine:
-    """Return the machine that this process runs on. Loads torch."""
+    """Return the machine that this process runs on. Imports torch."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -68,7 +68,7 @@ def this_machine() -> Machine:
 
 
 def launch_machine(machine: Machine | None = None) -> Machine:
-    """The machine of a training: the given one or this one, as far as accelerate may use it."""
+    """Return the machine for training: the given or this one, as far as accelerate may use it."""
     from accelerate.utils import parse_flag_from_env  # here, because it imports torch
 
     machine = machine or this_machine()
@@ -79,6 +79,6 @@ def read_host_bytes(cgroup_limit: Path = CGROUP_LIMIT) -> int:
     """Return the memory of this machine, or the limit of this container, in bytes."""
     num_bytes: int = psutil.virtual_memory().total
     if cgroup_limit.is_file() and (limit := cgroup_limit.read_text().strip()).isdigit():
-        # cgroup v2. Without a limit, the file contains `max`.
+        # This is cgroup v2. Without a limit, the file contains `max`.
         num_bytes = min(num_bytes, int(limit))
     return num_bytes

@@ -1,8 +1,8 @@
 """Attention head sizes for which PyTorch's FlexAttention launches on a GPU.
 
-PyTorch compiles FlexAttention with one choice of tiles per dtype and head size. If the tiles do not
-fit into the GPU's shared memory, nothing launches. The numbers below are those of torch 2.13,
-compiled for RTX 4090, A100, H100 and B200.
+PyTorch compiles FlexAttention with fixed tiles for each dtype and head size. If the tiles do not
+fit into the GPU's shared memory, the kernel cannot be launched. The numbers below are those of
+torch 2.13, compiled for RTX 4090, A100, H100 and B200.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ TUNED = {
 }  # fmt: skip
 """Bytes of shared memory for head sizes with their own tiles, by (bytes per number, head size)."""
 
-# for other sizes: rows per tile, and tiles in shared memory at a time
+# For all other sizes: rows per tile, and number of tiles in shared memory at a time.
 TILE_ROWS, NUM_TILES = 64, 5.25
 
 
 def head_size(config: Any) -> int:
     """Return the size of a layer's queries and keys, from a `transformers` text config."""
-    # In DeepSeek's config, `head_dim` is only the rotated part of a key.
+    # In DeepSeek's config, `head_dim` is the size of only the rotated part of a key.
     size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)
 
@@ -47,10 +47,10 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
     if not SMALLEST <= size <= LARGEST:
         raise ValueError(
             f"{what} has attention heads of size {size}, but FlexAttention on a GPU supports "
-            f"{SMALLEST} to {LARGEST}: "
-            "choose another model, or train on a CPU (ACCELERATE_USE_CPU=true)"
+            f"{SMALLEST} to {LARGEST}: choose a different model, or train on a CPU "
+            f"(ACCELERATE_USE_CPU=true)"
         )
-    # Rows are padded to a power of 2: a head size of 160 takes 256.
+    # Rows are padded to a power of 2: a head size of 160 takes 256 columns.
     usual = NUM_TILES * TILE_ROWS * (1 << (size - 1).bit_length()) * itemsize
     needed = TUNED.get((itemsize, size), usual)
     if needed <= machine.gpu_shared_bytes:
@@ -67,9 +67,9 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
 
 
 def require_model_heads(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
-    """`require_head_size` for a causal LM.
+    """Apply `require_head_size` to a causal LM.
 
-    Model types outside `PLAIN_ATTENTION` use PyTorch's attention.
+    Model types outside `PLAIN_ATTENTION` use PyTorch's own attention, and pass.
     """
     if config.model_type in PLAIN_ATTENTION:
         require_head_size(what, config, dtype, machine)
@@ -78,7 +78,7 @@ def require_model_heads(what: str, config: Any, dtype: torch.dtype, machine: Mac
 def require_draft_heads(
     family: Family, what: str, config: Any, dtype: torch.dtype, machine: Machine
 ) -> None:
-    """`require_head_size` for a draft.
+    """Apply `require_head_size` to a draft.
 
     For a head, `config` is the `LlamaShape` of its layers, or the target's config if they have the
     same sizes.

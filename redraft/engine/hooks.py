@@ -9,7 +9,7 @@ features wrap one name, the order of the table decides which is called first; th
 installation do not matter. A chain is rebuilt whenever a feature joins, so a call costs only the
 functions in its chain.
 
-The rows name functions by strings, so that a process imports only the features that it installs.
+The rows name functions as strings, so that a process imports only the features that it installs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 Wrap = Callable[[Any], Any]
-"""Receives the next call in a chain and returns the call that replaces it. May be called
+"""Receives the next call in a chain, and returns the call that replaces it. It may be called
 repeatedly.
 """
 
 SUPPORTED = ">=0.32,<0.34"
-"""vLLM versions of the package's `cuda` extra."""
+"""vLLM versions that the package's `cuda` extra allows."""
 
 
 def find_unsupported(version: str | None) -> str:
-    """Return the error for an untested vLLM release; empty for a supported one.
+    """Return the error for an untested vLLM release; empty for a supported release.
 
-    Only releases whose names were compared with the table are supported. A `version` of None, which
-    means an engine without metadata, passes.
+    Only releases whose names were compared with the table are supported. A `version` of None, i.e.
+    an engine without metadata, passes.
     """
-    # a nightly build of a release counts as the release
+    # A nightly build of a release counts as that release.
     if version is None or SpecifierSet(SUPPORTED).contains(
         Version(version).base_version, prereleases=True
     ):
@@ -80,11 +80,12 @@ class Feature:
 
     name: str
     asked: str = ""
-    """Function that returns whether this process needs the feature. If empty, every process does.
+    """Function, as "module:function", that returns whether this process needs the feature. If
+    empty, every process does.
     """
     is_measured: bool = False
-    """Whether engines started for measurements and hidden states, which run without the plugin,
-    have it.
+    """Whether engines that run without the plugin, for measurements or hidden states, also have the
+    feature.
     """
 
 
@@ -109,16 +110,16 @@ class Hook:
     """A name in vLLM, and one feature that wraps it."""
 
     names: tuple[str, ...]
-    """`module:Class.method` or `module:function` within vllm: the same attribute of each of these
-    classes.
+    """`module:Class.method` or `module:function` within vllm. If there are several, each has the
+    same attribute name.
     """
     feature: str
     by: str
-    """`module:function` within redraft. For classes, it makes the wrapper; for an object, it is or
-    installs the wrapper.
+    """`module:function` within redraft. For classes, the function makes the wrapper. For an object,
+    it is the wrapper or installs it.
     """
     why: str
-    """The symptom without the wrapper."""
+    """Symptom without the wrapper."""
     of_object: bool = False
     """Whether `hook` wraps the method of one object, while `install` leaves the class unchanged."""
     runner: Literal["V1", "V2", "both"] = "both"
@@ -272,7 +273,7 @@ TABLE = (
         runner="V2",
     ),
     Hook(
-        # In this module, before the runner's module imports it.
+        # This name is in this module, and must be wrapped before the runner's module imports it.
         names=(f"{SPECULATORS}.adaptive_verification:maybe_create_adaptive_verification_manager",),
         feature="pace",
         by="online.engine.runner_v2:explain_adaptive",
@@ -625,7 +626,7 @@ TABLE = (
         why="the CPU kernel rounds differently from PyTorch",
     ),
 )
-"""Rows for the same name are in calling order: the first is called first."""
+"""All hooks. Rows for the same name are in calling order: the first row is called first."""
 
 METHODS = {
     f"{ENGINE_CORE}.redraft_pace": ("pace", "online.engine.pace:answer_pace"),
@@ -643,8 +644,8 @@ METHODS = {
         for name in ("name_target", "load_target", "update_rank", "doubt_target")
     },
 }
-"""Methods added to vLLM's classes, because vLLM finds methods for utility calls by name: feature,
-function.
+"""Methods that are added to vLLM's classes, as (feature, function) by name, because vLLM finds
+methods for utility calls by name.
 """
 
 
@@ -657,7 +658,10 @@ class Chain:
         self._wraps: dict[int, Wrap] = {}
 
     def put(self, place: int, wrap: Wrap) -> None:
-        """Wrap the name, at the given place in TABLE's order. A second wrap replaces the first."""
+        """Wrap the name at the given position in TABLE's order.
+
+        A second wrap at this position replaces the first.
+        """
         self._wraps[place] = wrap
         self._build()
 
@@ -678,7 +682,7 @@ _installed: set[str] = set()
 
 
 def is_installed(feature: str) -> bool:
-    """Whether a feature's wrappers are in this process. vLLM loads plugins in all processes."""
+    """Whether this process has a feature's wrappers. vLLM loads plugins in all processes."""
     return feature in _installed
 
 
@@ -720,7 +724,7 @@ def install_if_asked(feature: Feature) -> None:
 
     Raises:
         ValueError: the feature's setting is invalid.
-        ImportError, AttributeError: as in `install`.
+        ImportError, AttributeError: for the same reasons as in `install`.
     """
     if not feature.asked or _load(feature.asked)():
         install(feature.name)
@@ -739,13 +743,13 @@ class RunnerState(Attached):
     """State kept on a model runner."""
 
     lookup: Any = None
-    """The lookup's proposer, alone or before a head."""
+    """The lookup's proposer, which works alone or before a head."""
     counter: Any = None
     """Counter of answers, for live counts."""
     proposers: Any = None
-    """The proposers of the waiting draft tokens, with V1."""
+    """With V1, the proposers of the pending draft tokens."""
     late: Any = None
-    """Delays the draft until the tokens are sent, with V1."""
+    """With V1, delays the draft until the tokens are sent."""
 
 
 @dataclass(kw_only=True)
@@ -753,24 +757,27 @@ class SchedulerState(Attached):
     """State kept on a scheduler."""
 
     pacer: Any = None
-    """Chooses the number of draft tokens; None without a pace."""
+    """Chooses the number of draft tokens. None without a pace."""
     foreign: frozenset[str] = frozenset()
     """Requests in this step whose drafts are not from the served version."""
     admitted: Mapping[str, int] | None = None
-    """Number of draft tokens that this step verified, by request; None if it verified all."""
+    """Number of draft tokens that this step verified, by request. None if it verified all."""
     load: str = ""
-    """Bucket for this step's number of requests."""
+    """Load bucket for this step's number of requests."""
     domains: dict[str, list[int]] = field(default_factory=dict)
     """Draft counts by domain."""
     loads: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """With adaptive verification, draft counts by domain and load."""
+    """Draft counts by domain and load, with adaptive verification."""
 
 
 State = TypeVar("State", bound=Attached)
 
 
 def attach(owner: Any, state: State) -> State:
-    """Attach state to a vLLM object. It takes over the wrapped methods of a previous state."""
+    """Attach state to a vLLM object.
+
+    The state takes over the wrapped methods of a previous state.
+    """
     if (before := getattr(owner, "redraft", None)) is not None:
         state.chains = before.chains
     owner.redraft = state
@@ -778,7 +785,7 @@ def attach(owner: Any, state: State) -> State:
 
 
 def find_state(owner: Any, kind: type[State]) -> State:
-    """Return the state of this kind on a vLLM object; create it if there is none."""
+    """Return the state of this kind on a vLLM object. Create it if there is none."""
     state = getattr(owner, "redraft", None)
     return state if isinstance(state, kind) else attach(owner, kind())
 
@@ -786,7 +793,7 @@ def find_state(owner: Any, kind: type[State]) -> State:
 def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
     """Wrap methods of one vLLM object, by name, in the order of TABLE.
 
-    If a feature wraps a method again, the new wrapper replaces its first one.
+    If a feature wraps a method again, the new wrapper replaces its earlier one.
     """
     chains = find_state(owner, Attached).chains
     for name, wrap in wraps.items():
@@ -797,7 +804,7 @@ def hook(owner: Any, feature: str, **wraps: Wrap) -> None:
 
 @contextmanager
 def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
-    """Apply `hook` for the duration of the block."""
+    """Apply `hook` until the block ends."""
     hook(owner, feature, **wraps)
     try:
         yield
@@ -807,7 +814,7 @@ def hooked(owner: Any, feature: str, **wraps: Wrap) -> Iterator[None]:
 
 
 def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
-    """Return a wrap that calls `method` and stores the next call as `name` of `holder`."""
+    """Return a wrap that calls `method`, and stores the next call in `holder` as `name`."""
 
     def wrap(call: Any) -> Callable[..., Any]:
         setattr(holder, name, call)
@@ -819,8 +826,8 @@ def around(holder: Any, name: str, method: Callable[..., Any]) -> Wrap:
 def after_start(install: Callable[[Any], None]) -> Wrap:
     """Return a wrap of a worker's start-up that calls `install(worker)` at its end.
 
-    vLLM calls the start-up on every worker, after the target and the draft are loaded. Warm-up comes
-    later.
+    vLLM calls the start-up on every worker after target and draft are loaded, and before the
+    warm-up.
     """
 
     def wrap(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
@@ -856,7 +863,7 @@ def _load(name: str) -> Any:
 
 
 def _find(name: str) -> tuple[Any, str]:
-    """(object before the last dot of `module:Class.method`, name after it)."""
+    """Return (object before the last dot of `module:Class.method`, name after it)."""
     module, _, path = name.partition(":")
     owner, (*classes, last) = importlib.import_module(module), path.split(".")
     for each in classes:

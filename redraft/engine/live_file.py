@@ -1,6 +1,6 @@
-"""Live counts that survive a restart: a file that is read at the start and written by a thread.
+"""Live counts that survive a restart, in a file that is read at the start and written by a thread.
 
-    steps ─► counts ─► once a minute, and after `forget` at once ─► FOLDER/live-RANK.safetensors
+    steps ─► counts ─► once a minute, and right after `forget` ─► FOLDER/live-RANK.safetensors
 
 The file contains hashes of runs, the token after each run, and hashed names of owners. Runs of
 common words can be guessed from their hashes, so the folder is as private as the answers.
@@ -26,7 +26,9 @@ from redraft.heads.families.retrieval import WINDOW, Live
 logger = logging.getLogger(__name__)
 
 WRITTEN_EVERY_S = 60.0
-"""If the server is killed, at most the answers of this period are lost."""
+"""Time between two writes, in seconds. If the server is killed, at most the answers of this period
+are lost.
+"""
 
 KEY = "redraft"
 
@@ -36,17 +38,17 @@ class LiveConfig:
     """Settings for live counts (`--draft live`)."""
 
     folder: Path | None = None
-    """Folder that keeps the counts across restarts. Default: none; the counts are in memory only,
-    and empty after a restart.
+    """Folder that keeps the counts across restarts. By default, the counts are only in memory, and
+    empty after a restart.
     """
     window: int = WINDOW
-    """Number of most recent answers to draft from. A run is dropped when it has not occurred in
-    between half this number and this number of answers.
+    """Number of most recent answers to draft from. A run of tokens is dropped if it has not
+    occurred in this number of answers, or possibly after half of them.
     """
     shared: bool = False
-    """Draft from every tenant's answers for every tenant. A client can then infer other tenants'
-    answers from the sizes of streamed events. Requests with different cache_salt values or LoRA
-    adapters stay separate.
+    """Let all tenants share the counted answers of all tenants. A client can then infer other
+    tenants' answers from the sizes of streamed events. Requests with different cache_salt values or
+    LoRA adapters stay separate.
     """
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class LiveFile:
     """The file with one engine's live counts."""
 
     def __init__(self, path: Path, draft: Live, target: str, *, writes: bool = True) -> None:
-        """`writes` means that this rank writes the file."""
+        """Set up the file. `writes` means that this rank writes it."""
         self.path, self.draft, self.target, self.is_written = path, draft, target, writes
         self.lock = threading.Lock()
         self.written = 0
@@ -88,7 +90,7 @@ class LiveFile:
         self._ended.set()
 
     def _restore(self) -> None:
-        """Read the file. If it is unreadable or for another target, the counts stay empty."""
+        """Read the file. If it is unreadable or for a different target, the counts stay empty."""
         if not self.path.is_file():
             return
         try:
@@ -97,11 +99,11 @@ class LiveFile:
                 tensors = {name: file.get_tensor(name) for name in ("places", "rows", "hashes")}
             is_read = numbers["target"] == self.target and self.draft.restore(tensors, numbers)
         except Exception as error:
-            # without the message, which may contain text
+            # Omit the message, which may contain text.
             logger.warning("redraft: %s cannot be read: %s", self.path, type(error).__name__)
             return
         if not is_read:
-            logger.warning("redraft: %s is for another target or other settings", self.path)
+            logger.warning("redraft: %s is for a different target or different settings", self.path)
         self.written = self.draft.runs.num_texts
 
     def _write_often(self) -> None:

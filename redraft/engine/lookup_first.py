@@ -24,14 +24,14 @@ from redraft.engine.settings import read_settings
 from redraft.heads.catalog import FAMILIES, find_speculative
 from redraft.heads.families.retrieval import Live
 
-# n-gram lengths; vLLM sets them to 0 for a head
+# Lengths of the n-grams. vLLM sets them to 0 for a head.
 LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 
 KEYS = (*LOOKUP, "head_tokens", "head_requests")
-"""Keys of a mixed config that reach the engine without passing through vLLM."""
+"""Keys of a mixed config that must reach the engine without passing through vLLM."""
 
 UNPADDED = "disable_padded_drafter_batch"
-"""Key of a speculative config: the drafter receives the accepted tokens on the host."""
+"""Key of a speculative config. With it, the drafter receives the accepted tokens on the host."""
 
 SECTION = "lookup"
 """Section of the plugin's settings for lookups."""
@@ -39,12 +39,14 @@ SECTION = "lookup"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLimits:
-    """Limits on the head's draft, whose tokens cost compute and may be right less often."""
+    """Limits on the head's drafts, whose tokens cost compute and may be accepted less often."""
 
     tokens: int | None = None
-    """Maximum number of the head's tokens per step; None for as many as a lookup may draft."""
+    """Maximum number of the head's tokens per step. If None, it is the same as for the lookup."""
     requests: int | None = None
-    """Maximum number of requests in a step; in a larger step, only the lookup drafts."""
+    """Maximum number of requests in a step for which the head drafts. In a larger step, only the
+    lookup drafts.
+    """
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -119,7 +121,7 @@ class Lookup(Protocol):
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         """Return at most the scheduled number of draft tokens for each request, [B] lists.
 
-        `sampled` contains each request's new tokens in this step; the list is empty for a request
+        `sampled` contains each request's new tokens in this step. The list is empty for a request
         whose prompt has not been read completely.
         """
         ...
@@ -134,7 +136,7 @@ def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None)
         ValueError: this draft does not support a preceding lookup.
     """
     speculative = runner.vllm_config.speculative_config
-    # Only for its checks; the result is not used.
+    # Called only for its checks. The result is not used.
     mix(mixed, vars(speculative), HeadLimits())
     if not speculative.disable_padded_drafter_batch:
         raise ValueError(
@@ -151,12 +153,12 @@ class Ngrams:
     def __init__(self, runner: Any, mixed: Mapping[str, int]) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-        # vLLM's lookup reads the lengths from here; nothing else does when there is a head
+        # vLLM's lookup reads the lengths from here. With a head, nothing else reads them.
         speculative = runner.vllm_config.speculative_config
         speculative.prompt_lookup_min, speculative.prompt_lookup_max = (
             mixed[key] for key in LOOKUP
         )
-        # Compiles the lookup here, before the first request.
+        # This compiles the lookup here, before the first request.
         self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
@@ -177,15 +179,15 @@ class LookupFirst:
     """The proposer for one runner, which runs before the head's proposer.
 
     With live counts, the head drafts if its first token is more probable than the lookup's. The
-    head's probability is measured separately at matches, because text with matches is easier to
-    predict.
+    head's probability is measured separately where the lookup finds a match, because such text is
+    easier to predict.
     """
 
     def __init__(self, runner: Any, lookup: Lookup, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
         draft = getattr(lookup, "draft", None)
         self.live = draft if isinstance(draft, Live) else None
-        # Where the head drafts, and at a sample of matches.
+        # The head is measured where it drafts, and in a sample of the matches.
         self.by_head, self.at_matches = FirstTokens(), FirstTokens()
         self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
         self.propose_by_head: Any
@@ -197,7 +199,7 @@ class LookupFirst:
         self.lookup.skip()
 
     def swapped(self) -> None:
-        """Restart the measurement for a new head, which is probably similar to the old one."""
+        """Restart the measurement for a new head. It is probably similar to the old one."""
         self.by_head, self.at_matches = (
             FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches)
         )
@@ -223,8 +225,9 @@ class LookupFirst:
             self.live is None or self.by_head.is_good or self.by_head.is_due()
         )
         by_head = self.limits.choose(most if is_wanted else min(most, len(judged), 1), len(sampled))
-        # With 0 tokens, vLLM's proposer still reads the step to compute its keys, and returns a
-        # tensor [B, 0]. `replace` makes a copy, because vLLM reads `scheduled` again afterwards.
+        # With 0 tokens, vLLM's proposer still reads the step's tokens to compute its keys, and
+        # returns a tensor [B, 0]. `replace` makes a copy, because vLLM reads `scheduled` again
+        # afterwards.
         drafted = self.propose_by_head(
             replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest
         ).tolist()

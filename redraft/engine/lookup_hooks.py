@@ -1,4 +1,4 @@
-"""Lookups in vLLM's model runners; on V2, they are computed on the host, as on V1.
+"""Run lookups in vLLM's model runners. On V2, they are computed on the host, as on V1.
 
 V2 keeps texts and draft tokens on the device, and its proposers return the same number of tokens
 for each request. This module therefore tracks the text of each request on the host, and passes
@@ -39,7 +39,7 @@ class Request:
     """A request of a V2 runner, with V1's attribute names."""
 
     text: Ids
-    """Prompt and answer: a view of the slot's row while the request runs."""
+    """Prompt and answer. While the request runs, this is a view of the slot's row."""
     num_tokens: int
     num_prompt_tokens: int
     sampling_params: Any
@@ -87,7 +87,7 @@ class HostTexts:
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.vllm_config = runner, runner.vllm_config
-        # The system allocates memory only for pages that are written.
+        # The system allocates memory only for pages that are written to.
         self.ids_ST = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
         self.requests: dict[str, Request] = {}
         self.input_batch = Batch([], [], np.zeros(0, np.int32))
@@ -97,7 +97,7 @@ class HostTexts:
         follow_requests(runner, self)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Copy the texts of requests that start or resume; V2 calls both of them new."""
+        """Copy the texts of requests that start or resume. V2 calls both of them new."""
         self._add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             row_T = self.ids_ST[self.runner.req_states.req_id_to_index[request.req_id]]
@@ -122,7 +122,10 @@ class HostTexts:
         self._finish_requests(scheduler_output)
 
     def add_sampled(self, batch: Any, output: Any) -> list[list[int]]:
-        """Append a step's tokens to the texts; return them per request. Waits for the device."""
+        """Append a step's tokens to the texts, and return them per request.
+
+        Waits for the device.
+        """
         ids_BK, counts_B1 = output.sampled_token_ids, output.num_sampled[:, None]
         rows = torch.cat([counts_B1.to(ids_BK.dtype), ids_BK], 1).tolist()
         sampled = [tokens[:count] for count, *tokens in rows]
@@ -140,7 +143,7 @@ class HostTexts:
 
 
 class LookupOnV2:
-    """Proposes a V2 runner's draft tokens from one of V1's lookups, alone or before a head."""
+    """Proposes a V2 runner's draft tokens with one of V1's lookups, alone or before a head."""
 
     def __init__(self, runner: Any, texts: HostTexts, lookup: Any) -> None:
         self.runner, self.texts, self.lookup = runner, texts, lookup
@@ -187,7 +190,7 @@ class LookupOnV2:
         return pinned.to(tokens_BK.device, non_blocking=True)
 
     def take(self) -> Any:
-        """Return the draft tokens for the scheduler, which has only these verified."""
+        """Return the draft tokens for the scheduler, which verifies only these."""
         if self._drafts is None:
             return self._take()
         from vllm.v1.outputs import DraftTokenIds
@@ -196,7 +199,7 @@ class LookupOnV2:
 
     def _ask_head(self, step: HeadStep, *_: Any) -> Tensor:
         number = step.num_spec_tokens_to_schedule
-        # With 0 tokens, the head still reads the step to compute its keys.
+        # With 0 tokens, the head still reads the step's tokens to compute its keys.
         options = {**step.options, "num_speculative_tokens": number}
         drafted: Tensor = self._propose(*step.args, **options)
         return drafted[:, :number]
@@ -205,7 +208,7 @@ class LookupOnV2:
 def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Make workers look tokens up if the environment specifies a lookup."""
 
-    # vLLM calls this on every worker, after the target and the draft have been loaded
+    # vLLM calls this on every worker, after the target and the draft have been loaded.
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         runner = wrapper.worker.model_runner
         if is_on_device(runner) and FOLDER in read_settings().get(SECTION, {}):
@@ -213,7 +216,7 @@ def install_lookups(initialize: Callable[[Any, Any], None]) -> Callable[[Any, An
 
             give_confidences(runner)
         initialize(wrapper, kv_cache_configs)
-        # Does nothing without these settings, or if the proposer is already in place.
+        # This does nothing without these settings, or if the proposer is already in place.
         install(runner)
 
     return initialize_and_install

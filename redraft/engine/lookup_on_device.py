@@ -6,7 +6,7 @@ the texts of finished requests:
 
     finish_requests ─► the text, copied ─► two steps later: counted ─► the table ─► propose
 
-Two steps later, the copy is complete, because vLLM plans no further ahead. All ranks of a server
+After two steps, the copy is complete, because vLLM plans no further ahead. All ranks of a server
 read a text in the same step, so their tables and draft tokens are identical.
 
 B = requests in a step, S = slots of the runner, K = maximum number of draft tokens.
@@ -32,10 +32,10 @@ STEPS_AHEAD = 2
 """Number of steps after which a copy from the device has reached the host."""
 
 SLACK = 64
-"""Maximum number of tokens after the end of an answer in its text."""
+"""Maximum number of tokens in a text after the answer's end."""
 
 PADDING = -1
-"""Replaces tokens of an answer that are too old to be counted."""
+"""Value that replaces tokens of an answer that are too old to be counted."""
 
 
 class Ended(NamedTuple):
@@ -131,7 +131,9 @@ class LookupOnDevice:
     texts: DeviceTexts
     draft: Retrieval
     head_tokens: int | None = None
-    """Maximum number of tokens that the head drafts per step; None for as many as the lookup."""
+    """Maximum number of tokens that the head drafts per step. If None, it is the same as for the
+    lookup.
+    """
     head_requests: int | None = None
     """Maximum number of requests in a step for which the head drafts."""
     is_mixed: bool = False
@@ -155,7 +157,7 @@ class LookupOnDevice:
         return self.texts.counter
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
-        """Sample, and count answers, in every step, even if the pace asks for no draft."""
+        """Sample and count answers in every step, even if the pace asks for no draft."""
         self.looked_up = frozenset()
         self.texts.input_batch = Batch(list(batch.req_ids), [], np.zeros(0, np.int32))
         self.texts.learn()
@@ -170,7 +172,7 @@ class LookupOnDevice:
         most = options.get("num_speculative_tokens", self.runner.num_speculative_steps)
         owners = self._list_owners(batch.req_ids)
         found = self._follow(batch.idx_mapping, num_sampled_B, owners, most)
-        # All requests, even before a head, because only the device has the origin of a draft.
+        # For all requests, even before a head, because only the device knows the origin of a draft.
         self.looked_up = frozenset(batch.req_ids)
         if self.is_mixed:
             return self._fill(found, most, *args, **options)
@@ -214,10 +216,10 @@ class LookupOnDevice:
 def install_on_device(
     runner: Any, draft: Retrieval, mixed: dict[str, int] | None
 ) -> LookupOnDevice:
-    """Look tokens up on a V2 runner's device from now on; `mixed` is set if a head follows."""
+    """Look tokens up on a V2 runner's device from now on. `mixed` is set if a head follows."""
     states = runner.req_states
     if mixed is not None:
-        # For a head, vLLM keeps the texts in host memory, which each step would have to read.
+        # With a head, vLLM keeps the texts in host memory, which each step would have to read.
         pinned = states.all_token_ids
         states.all_token_ids = type(pinned)(
             tuple(pinned.gpu.shape), dtype=pinned.dtype, device=runner.device
@@ -237,9 +239,9 @@ def install_on_device(
 
 
 def give_confidences(runner: Any) -> None:
-    """Let vLLM verify a lookup's tokens adaptively; call this before the caches are created.
+    """Let vLLM verify a lookup's tokens adaptively. Call this before the caches are created.
 
-    vLLM asks a speculator for confidences if the speculator's attributes declare them.
+    vLLM asks a speculator for confidences if its attributes declare them.
     """
     speculator, config = runner.speculator, runner.vllm_config.speculative_config
     if speculator is None or not config.enable_adaptive_verification:

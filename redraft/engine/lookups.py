@@ -1,11 +1,11 @@
 """Proposers that look tokens up, for both model runners of vLLM (`engine.lookup_hooks`).
 
-They look up counted answers, or either lookup before a head. On V2, they also look up n-grams
-without a head, because vLLM's kernel uses the last occurrence, and pads its drafts with tokens that
-it did not find.
+They look up counted answers, and both kinds of lookup before a head. On V2, they also look up
+n-grams without a head, because vLLM's kernel uses the last occurrence, and pads its drafts with
+tokens that it did not find.
 
-On V1, vLLM's `custom_class` would be enough for counted answers without a head. Using one way for
-both leaves vLLM's own statistics for n-grams in place.
+On V1, vLLM's `custom_class` would be enough for counted answers without a head. But a common way
+for both runners keeps vLLM's own statistics for n-grams.
 
 B = requests in a step, T = tokens of the longest request.
 """
@@ -31,18 +31,18 @@ from redraft.heads.families.retrieval import (
 )
 
 KEYS = (FOLDER, VERIFY_COST)
-"""Keys of a config with counted answers that reach the engine without passing through vLLM."""
+"""Keys of a config with counted answers that must reach the engine without passing through vLLM."""
 
 ON_DEVICE = "ngram_gpu"
 """vLLM's method for a lookup without a head if steps are scheduled ahead."""
 
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
-    """Read the counted answers that `lookup_env` specifies; None if it specifies none.
+    """Read the counted answers that `lookup_env` specifies. None if it specifies none.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        ValueError: the folder contains another kind of draft, or a number is out of range.
+        ValueError: the folder contains a different kind of draft, or a number is out of range.
     """
     asked = read_settings(environment).get(SECTION, {})
     folder = asked.get(FOLDER)
@@ -69,7 +69,7 @@ def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
 
 class Counted:
     def __init__(self, runner: Any, draft: Retrieval) -> None:
-        """`runner` is a V1 runner, or `HostTexts`, which has the same attributes."""
+        """Take a V1 runner, or `HostTexts`, which has the same attributes."""
         self.runner, self.draft = runner, draft
         self.counter = AnswerCounter(runner.requests, draft) if isinstance(draft, Live) else None
 
@@ -86,7 +86,7 @@ class Counted:
     def look_up(self, scheduled: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return at most the scheduled number of draft tokens for each request, [B] lists.
 
-        `sampled` contains each request's new tokens in this step; the list is empty for a request
+        `sampled` contains each request's new tokens in this step. The list is empty for a request
         whose prompt has not been read completely.
         """
         most = scheduled.num_spec_tokens_to_schedule
@@ -102,7 +102,7 @@ class Counted:
         if self.counter:
             name = batch.req_ids[row]
             owner = self.counter.owner(name, self.runner.requests[name])
-        # a draft must not exceed the maximum length of a request
+        # A draft must not exceed the maximum length of a request.
         most = min(most, len(ids_T) - num_tokens)
         return self.draft.propose(ids_T[:num_tokens], most, num_requests, owner)
 
@@ -131,7 +131,7 @@ def on_device(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for V2 to schedule ahead while redraft looks tokens up on the GPU.
 
     Raises:
-        ValueError: this lookup runs on the host only.
+        ValueError: this lookup runs only on the host.
     """
     if FOLDER not in config:
         raise ValueError(
@@ -148,5 +148,5 @@ def needs_plugin(config: Mapping[str, Any]) -> bool:
 
 
 def depends_on_load(config: Mapping[str, Any]) -> bool:
-    """Whether a draft with this config proposes fewer tokens in a step with more requests."""
+    """Whether a draft with this config proposes fewer tokens in steps with more requests."""
     return FOLDER in config or "head_requests" in config

@@ -1,6 +1,6 @@
 """Compare outputs with a draft to outputs without one.
 
-Greedy speculative decoding must not change a token.
+Greedy speculative decoding must not change any token.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 NextLogits = Callable[[Sequence[int]], "Tensor"]  # token ids to the logits of the next token, [V]
 
 TIE_LOGIT_GAP = 1e-3  # smaller gaps are ties in float32: batching changes logits by 1e-5
-# for a 16-bit engine: bfloat16 rounds logits between 16 and 32 to multiples of 1/8
+# For a 16-bit engine: bfloat16 rounds logits between 16 and 32 to multiples of 1/8.
 TIE_LOGIT_GAP_HALF = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first difference between two outputs of one prompt."""
+    """The first difference between two outputs for the same prompt."""
 
     prompt: int
     domain: str
     position: int
     """Index of the first output token that differs."""
     token_with: int | None
-    """None if this output had ended."""
+    """Token of the output with a draft. None if this output had ended."""
     token_without: int | None
     logit_gap: float | None
-    """Distance of the worse token's logit from the target's best logit. None if unknown."""
+    """Distance between the worse token's logit and the target's best logit. None if unknown."""
     is_tie: bool
     """Whether the gap is within floating-point error."""
 
@@ -49,7 +49,7 @@ class Lossless:
 
     @property
     def widest_gap(self) -> float:
-        """The largest known logit gap of any difference; 0 if there is none."""
+        """Return the largest known logit gap of any difference, or 0."""
         return max((difference.logit_gap or 0.0 for difference in self.differences), default=0.0)
 
 
@@ -96,7 +96,8 @@ def _difference(
     if target_logits is not None and None not in pair:
         # Both outputs have the same prefix here, so one pass gives the logits of both tokens.
         logits_V = target_logits([*prompt.token_ids, *mine[:position]])
-        # Compared with the best of all tokens, because a tie needs both tokens near the top.
+        # The gap is measured from the best of all tokens, because a tie needs both tokens near the
+        # top.
         gap = float(logits_V.max() - logits_V[pair].min())
     return Difference(
         prompt=index,

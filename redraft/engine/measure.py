@@ -23,12 +23,12 @@ from redraft.engine.server import VllmServer, http_client
 from redraft.files.progress import Progress
 
 WARM_UP_TOKENS = 16
-# /metrics includes the last step shortly after the client has received its tokens
+# /metrics includes the last step only shortly after the client has received its tokens.
 STATISTICS_TIMEOUT_S = 5
 CHANGED = 1.5  # step times that differ by this factor are two speeds
 MOST_REPEATS = 2  # Maximum number of times a load is measured again because a server changed speed.
 LEAST_STEPS = 8  # Minimum number of steps in half a measurement to determine its speed.
-# fraction of fastest steps that determine a half's speed, because longer drafts take longer
+# Fraction of the fastest steps, which determine a half's speed, because longer drafts take longer.
 FAST_STEPS = 0.1
 
 
@@ -36,10 +36,10 @@ FAST_STEPS = 0.1
 class Output:
     token_ids: list[int]
     counts: AcceptanceCounts | None
-    """Counts of this request; None if nothing is drafted."""
+    """Counts of this request. None if nothing is drafted."""
     arrivals: tuple[tuple[float, int], ...] = ()
-    """(time by our clock in seconds, number of tokens): first for the request, with 0 tokens, then
-    for every step.
+    """(time on the client's clock in seconds, number of tokens): first for the request itself, with
+    0 tokens, then for every step.
     """
 
 
@@ -48,26 +48,28 @@ class Measurement:
     prompts: Sequence[Prompt]
     outputs: list[Output]
     full_s: float
-    """Time under full load: from the first request until a request ends and no other one follows,
-    in seconds.
+    """Time under full load in seconds: from the first request until a request ends and no new one
+    follows.
     """
     full_tokens: int
-    """Number of tokens in this time."""
+    """Number of output tokens in the time under full load."""
     dtype: str
     counts: AcceptanceCounts | None
     """Counts over the whole run, from the engine's counters."""
     decode_s: float | None = None
-    """Time after the first token, summed over all requests, in seconds by the engine's clock; None
+    """Time after the first token, summed over all requests, in seconds by the engine's clock. None
     if other requests ran too.
     """
     prefill_s: float | None = None
-    """The same for the time before the first token, without the wait in the queue."""
+    """Time before the first token, excluding the wait in the queue, summed in the same way as
+    `decode_s`.
+    """
     step_s: float | None = None
-    """Median time of a step without a prefill, in seconds; None if there are too few."""
+    """Median time of a step without a prefill, in seconds. None if there are too few such steps."""
     ttft_s: float | None = None
     """Mean time to the first token, in seconds."""
     half_step_s: tuple[float, float] | None = None
-    """Time of the fast steps (`FAST_STEPS`) in the first and second half, in seconds; None if there
+    """Time of the fast steps (`FAST_STEPS`) in the first and second half, in seconds. None if there
     are too few.
     """
     repeats: int = 0
@@ -81,7 +83,8 @@ class Measurement:
     def tokens_per_s(self) -> float:
         """Output tokens per second under full load.
 
-        At the end, fewer requests run, and with a draft, different requests end first.
+        The end is excluded, because fewer requests run then, and with a draft, different requests
+        end first.
         """
         return self.full_tokens / self.full_s
 
@@ -108,9 +111,9 @@ def measure(
     concurrency: int = 4,
     ignore_eos: bool = False,
 ) -> Measurement:
-    """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
+    """Send every prompt after a warm-up. Return outputs, speed and the engine's counts.
 
-    No request reuses prefix-cache entries left by another call or by the warm-up. Requests within
+    No request reuses prefix-cache entries from another call or from the warm-up. Requests within
     one call share the prefixes that their prompts have in common, as in production.
 
     Without `sampling`, requests set no parameters, so the server uses those in the target's
@@ -125,8 +128,8 @@ def measure(
         raise ValueError(
             "there is no prompt to measure: every one was filtered out, or the data set is empty"
         )
-    # As many requests at once as below, so that no batch size is new to the engine while time is
-    # measured.
+    # The warm-up has as many concurrent requests as the measurement, so that no batch size is new
+    # to the engine while time is measured.
     warm_up = prompts[:concurrency]
     num_before = wait_for_decode_time(server).requests
     asyncio.run(complete_all(server, warm_up, WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
@@ -141,8 +144,8 @@ def measure(
     )
     counts = None
     if server.num_speculative_tokens:
-        # The requests' metrics contain the counts per prompt. The engine's counters verify their
-        # sum.
+        # The requests' metrics contain the counts per prompt. Check their sum with the engine's
+        # counters.
         counts = _total(outputs)
         _require_equal_counters(server, before, counts)
     expected = decode.requests + len(prompts)
@@ -152,7 +155,7 @@ def measure(
     step_s, half_step_s = time_steps([[at_s for at_s, _ in request] for request in arrivals])
     return Measurement(
         prompts=prompts,
-        # Of the times, only sums and medians are kept.
+        # Of the times, keep only sums and medians.
         outputs=[replace(output, arrivals=()) for output in outputs],
         full_s=full_s,
         full_tokens=full_tokens,
@@ -174,7 +177,7 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
 
 
 def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[float, int]:
-    """(seconds, tokens) until a request ends and no other follows, from the `arrivals`."""
+    """Return (seconds, tokens) until a request ends and no new one follows, from the `arrivals`."""
     last_s = max(request[0][0] for request in requests)
     end_s = min(request[-1][0] for request in requests if request[-1][0] > last_s)
     num_tokens = sum(count for request in requests for at_s, count in request if at_s <= end_s)
@@ -184,7 +187,7 @@ def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[flo
 def time_steps(
     requests: Sequence[Sequence[float]],
 ) -> tuple[float, tuple[float, float]] | tuple[None, None]:
-    """Return `step_s` and `half_step_s` of a `Measurement`; None if there are too few steps.
+    """Return `step_s` and `half_step_s` of a `Measurement`. None if there are too few steps.
 
     Steps with a prefill are excluded. Each request is a sequence of times in seconds: when it was
     sent, and when the tokens of each step arrived.
@@ -221,12 +224,11 @@ async def complete_all(
 
     `label` is shown in the progress bar.
 
-    Raises:
-        ValueError, ConnectionError: as in `measure`.
+    Raises:     ValueError, ConnectionError: for the same reasons as in `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
     salt = secrets.token_hex(8)
-    # Without a timeout, because the prefill of a long prompt can take minutes on a CPU.
+    # There is no timeout, because the prefill of a long prompt can take minutes on a CPU.
     async with httpx.AsyncClient(
         timeout=None, limits=httpx.Limits(max_connections=concurrency), trust_env=False
     ) as client:
@@ -264,13 +266,14 @@ async def _complete(
         "max_tokens": max_tokens,
         "ignore_eos": ignore_eos,
         "cache_salt": cache_salt,  # vLLM shares cached prefixes among requests with the same salt
-        # Ids, because decoded text may be tokenised differently when it is encoded again.
+        # Request ids, because decoded text may be tokenised differently when it is encoded again.
         "return_token_ids": True,
-        # Streamed, as users read answers; the arrivals show the time of each step. The usage chunk
+        # Stream, as users do, so that the arrivals show the time of each step. The usage chunk
         # contains the metrics.
         "stream": True,
         "stream_options": {"include_usage": True},
-        # All parameters, because a server uses generation_config.json for those that are not set.
+        # Send all parameters, because a server uses generation_config.json for those that are not
+        # set.
         **({} if sampling is None else asdict(sampling) | PENALTIES),
     }
     token_ids: list[int] = []
@@ -321,12 +324,12 @@ def _request_counts(
     counts = AcceptanceCounts.from_blocks(
         metrics.get("per_step_accepted") or [], num_speculative_tokens
     )
-    # Not all blocks are full: n-grams propose fewer tokens if little text follows the occurrence.
+    # Blocks may not be full: n-grams propose fewer tokens if little text follows the occurrence.
     return replace(counts, num_draft_tokens=metrics["num_draft_tokens"])
 
 
 def read_counters(server: VllmServer) -> AcceptanceCounts:
-    """Return the engine's speculation counters since it started, over all ranks.
+    """Return the engine's speculation counters since its start, summed over all ranks.
 
     All counts are 0 if the engine does not speculate.
     """
@@ -337,7 +340,7 @@ def read_counters(server: VllmServer) -> AcceptanceCounts:
 
 
 def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
-    """Wait until the engine counts `at_least` requests; statistics arrive after the answers."""
+    """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while True:
         total = parse_decode_time(_read_metrics(server))
@@ -363,6 +366,6 @@ def _require_equal_counters(
             raise ValueError(
                 f"{server.url} counted {now.num_drafts - before.num_drafts} drafts, but the "
                 f"prompts' own metrics show {requests.num_drafts}: another client is using this "
-                "server; measure on a server without other clients"
+                f"server: measure on a server without other clients"
             )
         time.sleep(0.1)

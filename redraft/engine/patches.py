@@ -1,11 +1,12 @@
-"""Patches of vLLM for every server that redraft starts; most concern the CPU build.
+"""Patches of vLLM for every server that redraft starts. Most of them concern the CPU build.
 
 In vLLM, the engine core and its workers wait for each other by calling `sched_yield` in a loop. If
 another thread of the same priority is runnable, each call gives the core away until the next kernel
-tick: 4 ms at 250 Hz. On a machine with two cores, such threads belong to the API server and to
-capture. A thread of the same process may not even acquire the interpreter lock, and requests are
-then served one after another. A sleeping thread is woken at once instead. It must not call
-`sched_yield` as well, because Linux's scheduler counts the turns that it gave away against it.
+tick, i.e. for 4 ms at 250 Hz. On a machine with two cores, such threads belong to the API server
+and to capture. A thread of the same process may not even get the interpreter lock, and then
+requests are served one after another. These patches let the waiting thread sleep, because a
+sleeping thread is woken at once. It must not call `sched_yield` as well, because Linux's scheduler
+would hold the yielded turns against it.
 """
 
 import sys
@@ -24,30 +25,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 from redraft.engine.hooks import RunnerState, after_start, around, find_state, hook, hooked
 from redraft.engine.process import LIBC
 
-# vLLM's function that copies weights at the end of `load_weights`
+# vLLM's function that copies weights at the end of `load_weights`.
 BUILD = "_build_fused_kv_buffers"
 
 PR_SET_TIMERSLACK = 29  # option of prctl(2)
 
 SLEEP_S = 20e-6
-"""Shortest sleep while a process waits, in seconds."""
+"""Minimum sleep while a process waits, in seconds."""
 
 LONGEST_SLEEP_S = 500e-6
 
 LATE = 0.01
-"""Length of a sleep as a fraction of the wait so far. On average, the end of a wait is noticed half a
-sleep late.
+"""Length of a sleep as a fraction of the wait so far. On average, the end of a wait is noticed with
+a delay of half a sleep.
 """
 
 NEW_WAIT_S = 200e-6
 """Time since the last sleep, in seconds, after which a new wait begins. A check for a message takes
-less.
+less time.
 """
 
 SLACK_NS = 1000
 """Maximum delay with which Linux may end a sleep, in nanoseconds; 50,000 by default."""
 
-# time for connections to close after the engine has stopped; complete answers need milliseconds
+# Time in seconds for connections to close after the engine has stopped. Complete answers need
+# milliseconds.
 ENDING_S = 5
 
 
@@ -56,7 +58,7 @@ def replace_expand_kernel(_: Any) -> Callable[..., None]:
 
     vLLM's replacement for machines without Triton passes an int64 *copy* of any other output tensor
     to the C++ kernel and never copies it back. The float outputs remain uninitialised memory, so
-    even a draft that is a copy of the target is accepted at random, and the text is wrong as well.
+    even a copy of the target as draft is accepted at random, and the text is wrong too.
     """
     return expand_kernel
 
@@ -64,8 +66,8 @@ def replace_expand_kernel(_: Any) -> Callable[..., None]:
 def skip_no_rows(apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """Make `apply_top_k_only` work on zero rows as well.
 
-    In a step that verifies nothing, vLLM's version takes the maximum top-k over zero rows, and the
-    exception crashes the engine: a single request with `top_k` but no `top_p` triggers it.
+    In a step that verifies nothing, vLLM's version computes the maximum top-k over zero rows, and
+    the exception crashes the engine. A single request with `top_k` but without `top_p` triggers it.
     """
     return lambda logits, k: apply(logits, k) if len(logits) else logits
 
@@ -85,7 +87,7 @@ def expand_kernel(
     values_B = torch.where(
         input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val
     )
-    # `cu_num_tokens` includes the request itself: [2, 5, 6] means 2 tokens, then 3, then 1.
+    # `cu_num_tokens` is inclusive: [2, 5, 6] means 2 tokens, then 3, then 1.
     counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values_B.repeat_interleave(counts_B))
 
@@ -109,10 +111,10 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
             _disable_current_modes(),
             torch._C.DisableTorchFunction(),
         ):
-            # it is set while a fake tensor is computed
+            # This is set while a fake tensor is computed.
             torch._C._set_meta_in_tls_dispatch_include(False)
             # vLLM's copies for tracing (fake tensors, or tensors on the meta device) have no
-            # address
+            # address.
             if type(handler.handler_tensor) is Tensor and not handler.handler_tensor.is_meta:
                 release(handler)
 
@@ -129,7 +131,7 @@ def with_groups(rms_norm: RmsNorm) -> RmsNorm:
 
     vLLM normalises the context keys of all layers of a DFlash draft in one call, with one row of
     weights per layer. The GPU kernel selects the row by layer. The CPU kernel uses the first row
-    for all layers, so every later layer silently attends to wrong keys. vLLM's model calls
+    for all layers, so all later layers silently attend to wrong keys. vLLM's model calls
     `ops.rms_norm` through the module, so a wrapper takes effect even if the model was imported
     earlier.
     """
@@ -150,9 +152,9 @@ def with_groups(rms_norm: RmsNorm) -> RmsNorm:
 class Sleeps(threading.local):
     """Sleeps that become longer while a thread waits.
 
-    To start and end a sleep of 20 us costs the CPU nearly as much time as the sleep lasts, so the
+    Starting and ending a sleep of 20 us takes the CPU nearly as long as the sleep itself, so the
     engine core would take half a core from the API server and the learner. A wait lasts as long as
-    a step of the target; sleeps of 1% of it delay the step by 0.5%.
+    a target step, and sleeps of 1% of it delay the step by only 0.5%.
     """
 
     began_s = 0.0
@@ -176,7 +178,7 @@ def with_sleeps(_sched_yield: Callable[[], None]) -> Callable[[], None]:
 def shutdown_in_time(shutdown: Callable[[Any, Any], Awaitable[None]]) -> Any:
     """Limit the time for which `shutdown` of vLLM's API server waits for connections.
 
-    Otherwise, after SIGTERM the server never stops if a client has sent only half a request or does
+    Otherwise, the server never stops after SIGTERM if a client has sent only half a request or does
     not read its response.
     """
 
@@ -200,9 +202,9 @@ class LateDrafts:
 
     vLLM's V1 runner proposes within `sample_tokens`. A first token then waits until the draft has
     read the prompt, and each token until the draft tokens after it are computed. The engine core
-    sends the tokens and then asks for the draft tokens (`EngineCore.post_step`), so the runner can
-    compute them then: the inputs stay as they are until the next `execute_model`. A step takes as
-    long as before.
+    sends the tokens, and only then asks for the draft tokens (`EngineCore.post_step`), so the
+    runner can compute them at that time: its inputs do not change until the next `execute_model`. A
+    step takes as long as before.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -226,7 +228,7 @@ class LateDrafts:
         return [[] for _ in sampled]  # a list: vLLM copies nothing to the host yet
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call a function after the proposal of this step; at once if none waits."""
+        """Call a function after this step's proposal, or at once if no proposal is pending."""
         if self._waiting:
             self._waiting.append(call)
         else:
@@ -258,7 +260,7 @@ def reads_prompt(output: Any) -> bool:
 
 
 def install_late(runner: Any) -> None:
-    """Make a V1 runner draft after the answer. It is safe to call again."""
+    """Make a V1 runner draft after its tokens are sent. It is safe to call this again."""
     config = runner.vllm_config
     state = find_state(runner, RunnerState)
     if state.late is None and can_draft_late(config):
@@ -266,7 +268,7 @@ def install_late(runner: Any) -> None:
 
 
 def can_draft_late(config: Any) -> bool:
-    """Whether draft tokens are taken after each step, and nothing else waits for the draft.
+    """Whether draft tokens are taken after each step and nothing else waits for the draft.
 
     With asynchronous scheduling, the engine core takes no draft tokens. A KV connector saves the
     draft's keys within the step. A data-parallel replica without a draft runs an empty one when the
@@ -284,11 +286,13 @@ def can_draft_late(config: Any) -> bool:
 
 
 install_late_drafts = after_start(lambda worker: install_late(worker.model_runner))
-"""Wraps a worker's start-up, so that its runner drafts after the answer if it can."""
+"""Wrapper around a worker's start-up, after which its runner drafts after sending the tokens, if it
+can.
+"""
 
 
 def after_draft(runner: Any, call: Callable[[], None]) -> None:
-    """Call a function after the proposal of this step, at once if the runner does not wait."""
+    """Call a function after this step's proposal, or at once if the runner does not delay it."""
     late = find_state(runner, RunnerState).late
     if late is None:
         call()

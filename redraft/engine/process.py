@@ -1,4 +1,4 @@
-"""Child processes: none outlives this process, and their own children do not outlive them."""
+"""Start child processes that do not outlive this process, and whose children do not either."""
 
 import contextlib
 import ctypes
@@ -16,8 +16,8 @@ PLAIN_LOG = {"VLLM_LOGGING_COLOR": "0", "VLLM_LOGGING_PREFIX": ""}
 """Variables for child processes, whose logs `engine_log` reads. FORCE_COLOR alone would colour them."""
 PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that the kernel sends when the parent exits
 
-# Loaded here and not in the child, where a loader lock held by another thread at fork would stay
-# locked until exec.
+# Import this here instead of in the child, where a loader lock held by another thread at fork would
+# stay locked until exec.
 LIBC = ctypes.CDLL(None)
 
 _RESERVED: list[socket.socket] = []
@@ -43,7 +43,7 @@ def process_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `start_group`, and stop the whole group on exit; SIGTERM also causes the exit."""
-    # The cause of an exit is searched for in the whole log, so the log must contain no earlier run.
+    # The whole log is searched for the cause of an exit, so it must not contain an earlier run.
     log.unlink(missing_ok=True)
     with exiting_on_sigterm():
         process = start_group(command, log=log, env=env)
@@ -59,7 +59,7 @@ def exiting_on_sigterm() -> Iterator[None]:
 
     Nothing changes if the program already handles the signal, or outside the main thread. By
     default, SIGTERM terminates a program at once. The kernel then sends SIGTERM to the leader of
-    each group, but only once, and a vLLM process that is still loading its model may ignore it.
+    each group, but only once, and a vLLM process that is still loading may ignore it.
     """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():
@@ -91,7 +91,7 @@ def start_group(
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     with log.open("ab") as output:
-        # The child has a copy of the descriptor, so closing `output` here does no harm.
+        # The child has its own copy of the descriptor, so `output` can be closed here.
         return subprocess.Popen(
             command,
             stdout=output,
@@ -109,6 +109,6 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-        # the engine's workers, if any of them outlived the leader
+        # Kill the engine's workers, if any of them outlived the leader.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

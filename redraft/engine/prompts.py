@@ -1,4 +1,4 @@
-"""The prompts of a measurement."""
+"""The prompts for a measurement."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -40,16 +40,16 @@ def reach_loopback(environment: MutableMapping[str, str]) -> None:
 
 
 def describe_proxy(url: str) -> str:
-    """Return a clause for errors that names the proxy used for `url`; empty if there is none."""
+    """Return a clause for errors that names the proxy used for `url`. Empty if there is none."""
     parts = urlsplit(url)
     names = _variables(os.environ, parts.scheme, "all")
     if not names or is_local_url(url) or proxy_bypass(parts.hostname or ""):
         return ""
-    # Without the variable's value, which may contain a password.
+    # Omit the variable's value, which may contain a password.
     return f", through the proxy in {names[0]}; to bypass it, add {parts.hostname} to no_proxy"
 
 
 def _variables(environment: MutableMapping[str, str], *kinds: str) -> list[str]:
-    """The names of the proxy variables that are set, lower-case ones first."""
+    """Return the names of the proxy variables that are set, lower-case names first."""
     names = [f"{kind}_proxy" for kind in kinds]
     return [name for name in (*names, *map(str.upper, names)) if environment.get(name, "").strip()]

@@ -6,7 +6,7 @@
     SGLang           /generate                  `meta_info` (read in 0.5.23, not run)
 
 Requests contain token ids, and only fields that the engine supports. They run one at a time,
-because vLLM's counters cannot be attributed to a request if the server has other clients.
+because vLLM's counters cannot be split by request.
 """
 
 import secrets
@@ -24,7 +24,9 @@ EngineName = Literal["vllm", "sglang", "llama.cpp"]
 
 TIMEOUT_S = 300.0
 COUNTERS_S = 5.0
-"""vLLM's counters include the last step shortly after the client has received its tokens."""
+"""Time in seconds to wait for vLLM's counters, which include the last step only shortly after the
+client has received its tokens.
+"""
 
 LOST = "the server stopped responding"
 
@@ -40,9 +42,9 @@ class RunningServer:
     url: str
     engine: EngineName
     version: str
-    """As reported by the server; empty if it reports none."""
+    """Version that the server reports. Empty if it reports none."""
     model: str
-    """The model name that its API requires; empty if it requires none."""
+    """The model name that the server's API requires. Empty if it requires none."""
 
     @property
     def drafts_to_the_end(self) -> bool:
@@ -54,7 +56,8 @@ class RunningServer:
 
         Raises:
             ConnectionError: the server stopped responding.
-            ValueError: the server refuses the request, drafts nothing, or has other clients.
+            ValueError: the server refuses the request, drafts nothing, or also serves other
+                clients.
         """
         ask = {"vllm": _ask_vllm, "sglang": _ask_sglang, "llama.cpp": _ask_llama_cpp}[self.engine]
         return ask(self, list(prompt), max_tokens)
@@ -65,12 +68,12 @@ def find_server(url: str) -> RunningServer:
 
     Raises:
         ConnectionError: no server responds.
-        ValueError: the server is none of the three engines.
+        ValueError: the server is not one of the three engines.
     """
     url = url.rstrip("/")
     if (props := _get(url, "/props")) and "build_info" in props:
         build = str(props["build_info"]).partition("-")[0]
-        # a build without git history calls itself b0
+        # A build without git history calls itself b0.
         version = "" if build == "b0" else build
         return RunningServer(url=url, engine="llama.cpp", version=version, model="")
     if (info := _get(url, "/server_info")) and "speculative_algorithm" in info:
@@ -115,12 +118,12 @@ def _send(method: str, url: str, path: str, asked: dict[str, Any] | None = None)
 
 def _ask_llama_cpp(server: RunningServer, prompt: list[int], max_tokens: int) -> CountedAnswer:
     asked = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "return_tokens": True}
-    # A cached prefix may contain a draft key that was computed with another token.
+    # A cached prefix may contain a draft key that was computed with a different token.
     answer = _post(server.url, "/completion", {**asked, "cache_prompt": False})
     timings, token_ids = answer["timings"], list(answer["tokens"])
     accepted = int(timings.get("draft_n_accepted", 0))
-    # The prompt produces the first token, and every step one token in addition to the accepted
-    # ones.
+    # The prefill produces the first token, and every step produces one token in addition to the
+    # accepted ones.
     num_drafts = max(len(token_ids) - 1 - accepted, 0)
     drafted = int(timings.get("draft_n", 0))
     return _counted(server, token_ids, num_drafts, accepted, drafted)
@@ -157,7 +160,7 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
     if emitted > len(token_ids) + now.num_draft_tokens / max(now.num_drafts, 1):
         raise ValueError(
             f"{server.url} counted {emitted} tokens for an answer of {len(token_ids)}: another "
-            "client is using this server; try again while it is idle"
+            f"client is using this server: try again while it is idle"
         )
     counts = now.num_drafts, now.num_accepted, now.num_draft_tokens
     return _counted(server, token_ids, *map(int, counts))

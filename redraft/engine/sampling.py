@@ -1,6 +1,6 @@
 """The sampling parameters of a request, and those in the target's folder.
 
-This module imports no torch, because control planes use it too.
+This module does not import torch, because control planes use it too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from redraft.files.folder import open_folder, read_generation_config
 
-# vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)
+# vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py).
 MIN_TEMPERATURE = 0.01
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Further parameters that a server reads from the target's folder, with their neutral values."""
+"""Additional parameters that a server reads from the target's folder, with their neutral values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Sampling:
     """How a request is sampled. The defaults are vLLM's for a target that sets no parameters."""
 
     temperature: float = 1.0
-    """At 0, the most probable token is chosen, whatever the filters are."""
+    """Temperature of the request. At 0, the most probable token is chosen, whatever the filters."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this value; 1 keeps all.
     """
@@ -59,9 +59,9 @@ class Sampling:
         return ", ".join(f"{name} {value:g}" for name, value in shown.items())
 
     def at(self, temperature: float) -> Sampling:
-        """Return the same filters at another temperature, as vLLM serves it.
+        """Return the same filters at a different temperature, as vLLM applies them.
 
-        At 0, the filters are dropped; a temperature between 0 and 0.01 becomes 0.01.
+        At 0, the filters are dropped. A temperature between 0 and 0.01 becomes 0.01.
         """
         if temperature == 0:
             # Filters cannot change the most probable token, so all greedy requests compare as
@@ -77,7 +77,7 @@ ALL_TOKENS = Sampling()
 def read_sampling(target: str | Path) -> Sampling:
     """Return the sampling for a request that sets no parameter.
 
-    It comes from the target's generation_config.json, read as vLLM reads it.
+    It comes from the target's generation_config.json, which is read in the same way as in vLLM.
 
     Raises:
         ValueError: the file contains a value that no engine accepts.

@@ -1,4 +1,4 @@
-"""A vLLM server for measurements, started and stopped by this process.
+"""A vLLM server for measurements, which this process starts and stops.
 
 This module imports neither torch nor vLLM.
 """
@@ -37,17 +37,17 @@ from redraft.heads.catalog import find_speculative
 from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED, require_answers
 
 START_TIMEOUT_S = 1800
-"""Time for a server to become healthy, in seconds. vLLM allows an engine 600 s, which is too short
-for a large target on network storage, or for a compilation on a busy machine. An engine that exits
-is noticed at once.
+"""Maximum time for a server to become healthy, in seconds. vLLM allows an engine 600 s, which is
+too short for a large target on network storage, or for compilation on a busy machine. If the engine
+exits, the wait ends at once.
 """
 
-# `compiled` is vLLM's default; `eager` starts in a third of the time
+# `compiled` is vLLM's default. `eager` starts in a third of the time.
 Mode = Literal["compiled", "eager"]
 
 EAGER = "--enforce-eager"  # vLLM's argument for eager mode
 DROPS_A_BLOCK = ("eagle", "eagle3", "mtp", "dflash", "dspark")
-"""Methods for which vLLM by default reuses one block less from the prefix cache than it finds."""
+"""Methods for which vLLM by default reuses one block fewer from the prefix cache than it finds."""
 
 IDLE_S = 1.2  # a vLLM worker spins for 1 s after the last step, so wait before measuring
 
@@ -58,7 +58,7 @@ class VllmServer:
     model: str
     dtype: str
     num_speculative_tokens: int
-    """0 if nothing is drafted."""
+    """Number of draft tokens per step. 0 if nothing is drafted."""
     mode: Mode = "compiled"
 
 
@@ -82,9 +82,9 @@ def vllm_server(
     """Run a vLLM server on a free loopback port: healthy on entry, always stopped on exit.
 
     The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's own
-    on a GPU, and eager on a CPU, where compilation takes a minute; callers that measure speed
+    on a GPU, and eager on a CPU, where compilation takes a minute. Callers that measure speed
     choose a mode explicitly (`serving.baseline`). `cpu_cores` ("0-3") assigns cores, so that two
-    servers on one machine do not share them: by default, vLLM starts both at core 0. Setting
+    servers on one machine do not share them; by default, vLLM places both at core 0. Setting
     `given_up` ends the wait for a healthy server.
 
     Raises:
@@ -149,20 +149,20 @@ def vllm_keys(
     """Return the --speculative-config for vLLM, without redraft's keys and with two faster options.
 
     A greedy head with a smaller vocabulary chooses its token within that vocabulary. By default,
-    vLLM first copies the logits to a row over the target's vocabulary: this gives the same token,
+    vLLM first copies the logits to a row over the target's vocabulary. This gives the same token,
     but takes 0.24 ms instead of 0.04 ms with 8,192 of 49,152 tokens on a CPU.
 
-    The last cached block of a prompt is read from the prefix cache. By default, vLLM recomputes it
-    when it serves a head: 128 tokens on a CPU. In an EAGLE or MTP layer, the key of the block's
-    last token was computed with the token that followed it in the earlier request; this affects a
-    single key of the text, and changes no answer. DFlash and DSpark have no such key. vLLM 0.33
-    also looks up a block by the token after it, so the key is right and nothing is recomputed; its
-    default is kept.
+    The last cached block of a prompt is read from the prefix cache. By default, vLLM recomputes
+    this block (128 tokens on a CPU) when it serves a head. In an EAGLE or MTP layer, the key of the
+    block's last token was computed with the token that followed it in the earlier request. This
+    affects a single key of the text, and does not change any answer. DFlash and DSpark have no such
+    key. vLLM 0.33 also looks up a block by the token after it, so the key is right and nothing is
+    recomputed. There, vLLM's default is kept.
     """
     config = vllm_part(speculative_config)
     family = find_speculative(config)
     is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
-    # Adaptive verification needs the whole row, and vLLM refuses to combine the two.
+    # Adaptive verification needs the whole row, and vLLM refuses to combine it with this option.
     if family is not None and family.chooses_locally and is_greedy and not config.get(adaptive.KEY):
         config.setdefault("use_local_argmax_reduction", True)
     if config.get("method") in DROPS_A_BLOCK and not hashes_ahead(version):
@@ -194,10 +194,9 @@ def describe_hits(
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without memory of other requests, so that prompts can be measured again.
+    """Return the config without memory of earlier requests, so that prompts can be measured again.
 
-    Raises:
-        ValueError: the config has live counts, which are such memory.
+    Raises:     ValueError: the config has live counts, which remember earlier requests.
     """
     if speculative_config.get(FOLDER) == LIVE:
         raise ValueError(f"{LIVE} would draft from answers to repeated prompts: {MEASURE_COUNTED}")
@@ -212,7 +211,7 @@ def require_servable(
     """Refuse a draft that vLLM would refuse, and more tokens than the draft can propose.
 
     vLLM would make up the excess tokens. The runner and config.json are checked before a server
-    starts; the number of tokens is not checked for a draft that has not been downloaded yet.
+    starts. For a draft that has not been downloaded yet, the number of tokens is not checked.
 
     Raises:
         ValueError: the draft cannot be served, or too many tokens are requested.
@@ -233,7 +232,7 @@ def require_servable(
 
 
 def _read_draft(speculative_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The draft's config.json; empty if it has no folder or has not been downloaded yet."""
+    """Return the draft's config.json; empty if it has no folder or has not been downloaded yet."""
     if "model" not in speculative_config:
         return {}
     try:
@@ -254,7 +253,7 @@ def require_runner(
 ) -> None:
     """Refuse an unsupported vLLM, and a draft that vLLM or its model runner cannot serve.
 
-    `views` describe the windows of the draft's layers; by default, they are read from its folder.
+    `views` describe the windows of the draft's layers. By default, they are read from its folder.
 
     Raises:
         ValueError: this vLLM or its model runner is not supported.
@@ -264,15 +263,15 @@ def require_runner(
     family = find_speculative(speculative_config or {})
     if family is None:
         return
-    # Compared as (0, 33) > (0, 32): patch releases count as the same version.
+    # Compared as (0, 33) > (0, 32), so patch releases count as the same version.
     if (
         family.last_vllm
         and version
         and Version(version).release[:2] > Version(family.last_vllm).release
     ):
         raise ValueError(
-            f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or "
-            "train another draft"
+            f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, "
+            f"or train a different draft"
         )
     title, decoders = family.title, family.decoders
     if views is None:
@@ -288,7 +287,7 @@ def require_runner(
             )
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked is None:
-        # Without the variable, vLLM uses V1 for a draft that V2 does not serve.
+        # If the variable is not set, vLLM uses V1 for a draft that V2 does not serve.
         if "v1" in decoders or not on_cpu:
             return
         needed, reason = (
@@ -304,12 +303,12 @@ def require_runner(
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:
-    """Return a server's model runner, read from its log, in which vLLM names only V2."""
+    """Return a server's model runner, read from its log. vLLM names only V2 there."""
     return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
 
 
 def read_threads(log: Path) -> int | None:
-    """Read a server's number of OpenMP threads from its log; None if the log names none."""
+    """Read a server's number of OpenMP threads from its log. None if the log does not state it."""
     if not log.is_file():
         return None
     latest = log.read_text(errors="replace").rpartition("OpenMP thread binding info")[2]
@@ -338,10 +337,10 @@ def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
 
 @functools.cache
 def http_client() -> httpx.Client:
-    """A client for the servers of this machine, which bypasses any proxy and keeps no connection.
+    """Return a client for servers on this machine, which uses no proxy and keeps no connection.
 
-    `httpx.get` makes a new client for each call, which reads all certificates: 30 ms of CPU time.
-    That is too much for a process that polls every second on an engine's cores.
+    `httpx.get` makes a new client for each call, which reads all certificates and takes 30 ms of
+    CPU time. That is too much for a process that polls every second on an engine's cores.
     """
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(trust_env=False, limits=limits)

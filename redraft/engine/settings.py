@@ -4,8 +4,8 @@ Every process of a vLLM server inherits it.
 
     REDRAFT_SETTINGS='{"registry": "/drafts", "pace": "auto", "capture": {"spool": "/spool"}}'
 
-`redraft serve` writes it; set it yourself if you start vLLM without that command. Its keys are the
-fields of `online.engine.config.Settings`, and docs/online.md lists them.
+`redraft serve` writes this variable. Set it yourself if you start vLLM without that command. Its
+keys are the fields of `online.engine.config.Settings`, and docs/online.md lists them.
 """
 
 import json
@@ -35,7 +35,10 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
 
 
 def write_settings(*settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variable with the merged settings, of which later ones win; empty if none."""
+    """Return the variable with the merged settings, where later ones win.
+
+    Empty without settings.
+    """
     merged: Mapping[str, Any] = {}
     for more in settings:
         merged = merge(merged, more)

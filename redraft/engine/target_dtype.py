@@ -1,9 +1,9 @@
 """The dtype in which a target computes, if the user sets none.
 
     on a GPU                                                     as stored
-    on a CPU, quantised                                          as stored: servers alone compute it
+    on a CPU, quantised                                          as stored: only servers run it
     on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory
-    on any other CPU, or stored in another type                  float32: outputs are compared token for token
+    on any other CPU, or stored in a different dtype            float32: outputs are compared token for token
 
 Training, forecast, engine and `redraft serve` all use this default, so a draft is trained on the
 numbers that it will be served with. This module imports neither torch nor vLLM.
@@ -24,7 +24,10 @@ def open_target(
     on_cpu: bool,
     machine: Machine | None = None,
 ) -> TargetFolder:
-    """Open a target that computes in `dtype` or the default. Raises as `TargetFolder.open`."""
+    """Open a target that computes in `dtype` or the default.
+
+    Raises the same errors as `TargetFolder.open`.
+    """
     target = TargetFolder.open(name_or_path)
     return target.in_dtype(dtype or default_target_dtype(target, on_cpu=on_cpu, machine=machine))
 
@@ -32,7 +35,7 @@ def open_target(
 def default_target_dtype(
     target: str | Path | TargetFolder, *, on_cpu: bool, machine: Machine | None = None
 ) -> TargetDtype | None:
-    """Return the dtype for a target, opened or not; None for the stored dtype."""
+    """Return the dtype for a target, opened or not. None for the stored dtype."""
     if not on_cpu:
         return None
     try:

@@ -7,7 +7,7 @@ from redraft.engine.machine import VLLM_VERSION
 from redraft.engine.settings import read_settings
 
 ENABLED = {"engine_wait": True}
-"""Settings for servers that measure or send hidden states; other servers have the whole plugin."""
+"""Settings for servers that measure or send hidden states. Other servers have the whole plugin."""
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Publish folders and files atomically: write them aside, flush them to disk, and rename them.
 
     with publishing(folder) as new:             one folder, one rename
-        .<folder>.<random>.partial/             the block fills it; a killed writer leaves nothing but this
+        .<folder>.<random>.partial/             the block fills it; a killed writer leaves only this
             ... the files of the block ...
             provenance.json                     origin: target, draft, configuration
             manifest.json                       size and SHA-256 of every other file, written last
@@ -43,8 +43,8 @@ ABANDONED_S = 3600
 """Age in seconds from which an unfinished file counts as left by a killed writer."""
 
 SAMPLE_BYTES = 4096
-"""Number of bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB in
-total for a 70B model with 723 tensors.
+"""Number of bytes that `fingerprint` reads at the start, middle and end of every tensor. For a 70B
+model with 723 tensors, it reads 9 MB in total.
 """
 
 VOLATILE_CONFIG_KEYS = frozenset(
@@ -58,7 +58,7 @@ class NewFolder:
     """A folder that is being published."""
 
     path: Path
-    """Folder to write the files to, which is renamed to the published folder at the end."""
+    """Folder to write the files to. At the end, it is renamed to the published folder."""
     provenance: dict[str, Any]
     """Content of provenance.json, written at the end."""
 
@@ -69,8 +69,8 @@ def publishing(
 ) -> Iterator[NewFolder]:
     """Create `folder` atomically.
 
-    The block writes files and adds to the provenance; then the manifest is written and the folder
-    renamed. If the block raises an exception, `folder` is unchanged. With `overwrite`, the new
+    The block writes files and adds to the provenance. Then the manifest is written, and the folder
+    is renamed. If the block raises an exception, `folder` is unchanged. With `overwrite`, the new
     folder replaces one that redraft published.
 
     Raises:
@@ -83,8 +83,8 @@ def publishing(
     with _partial_folder(folder) as partial:
         new = NewFolder(path=partial, provenance=dict(provenance or {}))
         yield new
-        # Provenance before the seal, because the manifest lists the files that exist at that
-        # moment.
+        # Write the provenance before sealing, because the manifest lists the files that exist at
+        # that moment.
         _write_json(partial / PROVENANCE, new.provenance)
         _seal(partial, folder, overwrite=overwrite)
 
@@ -96,7 +96,7 @@ def publish(
     *,
     overwrite: bool = False,
 ) -> None:
-    """`publishing` for files that one call of `write(folder)` creates. Raises as `publishing`."""
+    """Apply `publishing` to the files that `write(folder)` creates. Raises the same errors."""
     with publishing(folder, provenance, overwrite=overwrite) as new:
         write(new.path)
 
@@ -107,8 +107,8 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
     `mode` is the file's mode, regardless of the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Next to the file, because a rename is atomic only within a file system. The id keeps processes
-    # apart.
+    # Write next to the file, because a rename is atomic only within a file system. The id keeps
+    # processes apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         with suppress(OSError):
@@ -124,7 +124,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)  # does nothing if it was renamed
-    # The rename changes the folder. Without this, a power cut could restore the old file.
+    # The rename changes the folder. Without this flush, a power cut could restore the old file.
     sync(path.parent)
 
 
@@ -158,15 +158,17 @@ def require_free(folder: Path, *, overwrite: bool = False) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file: choose another output folder")
+        raise FileExistsError(f"{folder} is a file: choose a different output folder")
     # A mistyped --output must not delete someone's home folder.
     if (foreign := find_foreign(folder)) is not None:
         raise FileExistsError(
-            f"{foreign} was not published by redraft: move it away, or choose another output folder"
+            f"{foreign} was not published by redraft: move it away, or choose a different "
+            f"output folder"
         )
     if not overwrite:
         raise FileExistsError(
-            f"{folder} contains another run: choose another output folder, or pass --overwrite"
+            f"{folder} contains an earlier run: choose a different output folder, or pass "
+            f"--overwrite"
         )
 
 
@@ -324,8 +326,8 @@ def safetensors_samples(path: Path) -> Iterator[bytes]:
         data = 8 + struct.unpack("<Q", file.read(8))[0]
         for name in sorted(header):
             start, end = header[name]["data_offsets"]
-            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; a tensor smaller than
-            # SAMPLE_BYTES is read whole, three times.
+            # E.g. a tensor of 10,000 bytes is read at 0, 2,952 and 5,904. A tensor smaller than
+            # SAMPLE_BYTES is read completely, three times.
             last = max(start, end - SAMPLE_BYTES)
             for offset in (start, (start + last) // 2, last):
                 file.seek(data + offset)
@@ -345,18 +347,18 @@ def is_full(error: BaseException) -> bool:
 
 
 FULL_BYTES = 16 << 20
-"""If a write fails and less than this is free, the full disk is taken as the reason."""
+"""If a write fails and fewer bytes than this are free, the full disk is reported as the reason."""
 
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """Create a temporary folder next to `folder`, locked as long as its writer runs.
+    """Create a temporary folder next to `folder`, which is locked as long as its writer runs.
 
     It is removed if the writer fails.
     """
     partial, lock = _make_locked(folder)
     try:
-        # mkdtemp's mode 0o700 would hide the result from a server that another user runs
+        # mkdtemp's mode 0o700 would hide the result from a server that a different user runs.
         partial.chmod(0o755)
         yield partial
     except Exception as error:
@@ -377,8 +379,8 @@ def _make_locked(folder: Path) -> tuple[Path, int]:
         partial = Path(
             tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent)
         )
-        # Until the folder is locked, another publisher may consider it abandoned and remove it.
-        # Then create another one.
+        # Until the folder is locked, a concurrent publisher may consider it abandoned and remove
+        # it. In that case, create a new one.
         with suppress(FileNotFoundError):
             lock = os.open(partial, os.O_RDONLY)
             # The kernel releases the lock even after SIGKILL, so the lock distinguishes a running
@@ -392,7 +394,7 @@ def _make_locked(folder: Path) -> tuple[Path, int]:
 
 @contextmanager
 def _suppress_missing_locks() -> Iterator[None]:
-    """Leave the block, without an error, if the file system does not support locks."""
+    """Suppress the error if the file system does not support locks."""
     try:
         yield
     except OSError as error:
@@ -408,7 +410,7 @@ def _remove_abandoned(folder: Path) -> None:
         except FileNotFoundError:
             continue  # its writer has published it in the meantime
         try:
-            # Without locks, it is unknown whether another process is writing to it now.
+            # Without locks, it is unknown whether a running process is writing to it.
             with _suppress_missing_locks(), suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(partial, ignore_errors=True)
@@ -433,12 +435,13 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
             continue
         if path.is_dir():
             path.chmod(0o755)
-        # A hard link shares its mode with a file that may belong to another user (`mtp_folder.link`).
+        # A hard link shares its mode with a file that may belong to a different user
+        # (`mtp_folder.link`).
         elif path.stat().st_nlink == 1:
             path.chmod(0o644)  # safetensors writes 0600
     _flush(partial)
     if overwrite and folder.exists():
-        # A folder cannot be replaced with a single rename. A kill before the next one leaves no
+        # A folder cannot be replaced with a single rename. A kill before the next rename leaves no
         # `folder`.
         folder.rename(partial.with_suffix(".previous"))
     try:

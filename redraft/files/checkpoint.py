@@ -31,12 +31,15 @@ PROCESSOR_TEMPLATE = "chat_template.json"  # for processors of text and images; 
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
-    """Config of MiMo, which `transformers` lacks. Without its MTP layer, MiMo is a Qwen2 model."""
+    """Config of MiMo, which `transformers` does not have.
+
+    Without its MTP layer, MiMo is a Qwen2 model.
+    """
 
     model_type = "mimo"
 
 
-# Raises a ValueError at import once transformers adds a model type of this name.
+# This raises a ValueError at import once transformers adds a model type with this name.
 AutoConfig.register("mimo", MiMoConfig)
 
 
@@ -72,16 +75,19 @@ def model_class(config: Any) -> Any:
 
 
 def attention_of(config: Any) -> str | None:
-    """Return the attention implementation for loading a causal LM; None for transformers' default.
+    """Return the attention implementation for loading a causal LM. None for the default.
 
-    That default is SDPA, or eager for layers with sinks.
+    transformers' default is SDPA, or eager for layers with sinks.
     """
-    # SDPA silently ignores a cap on the scores.
+    # SDPA silently ignores attention logit soft-capping.
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def new_model(config: Any, dtype: torch.dtype | None) -> Any:
-    """Create an untrained causal LM; `attention_of` sets its attention. Raises as `model_class`."""
+    """Create an untrained causal LM; `attention_of` sets its attention.
+
+    Raises like `model_class`.
+    """
     config = copy.deepcopy(config)  # because the model modifies it
     return model_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_of(config)
@@ -89,7 +95,7 @@ def new_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 
 Model = str | Path | TargetFolder
-"""A model: its folder, its hub name, or its files, opened before."""
+"""A model, given by its folder, its hub name, or its opened files."""
 
 
 def _folder_of(model: Model) -> Path:
@@ -120,7 +126,7 @@ def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str 
     except Exception as error:  # transformers raises a dozen types here, many with several lines
         reason = f"cannot load the model {opened.name}: {_reason(error, folder)}"
         raise ValueError("; ".join(filter(None, [reason, cure]))) from error
-    # transformers fills missing weights with random numbers, and only warns
+    # transformers fills missing weights with random numbers, and only warns.
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ValueError(f"{opened.name} has {len(wrong)} missing weights; the first is {wrong[0]}")
     return loaded
@@ -129,14 +135,14 @@ def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str 
 CONFIG_ERRORS = (
     OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError,
 )  # fmt: skip
-"""Raised by transformers for a config.json that it cannot read: text that is not JSON, an unknown
-model type or dtype, a missing key, zero heads, or a value of the wrong type; OSError if there is no
-file.
+"""Errors that transformers raises for a config.json that it cannot read: text that is not JSON, an
+unknown model type or dtype, a missing key, zero heads, or a value of the wrong type. If there is no
+file, it raises OSError.
 """
 
 
 def load_config(model: Model) -> Any:
-    """Load the `transformers` config of a model, which may also be given by its JSON file.
+    """Load the `transformers` config of a model, which may also be given as a JSON file.
 
     Raises:
         FileNotFoundError: the model is missing.
@@ -161,7 +167,7 @@ def load_config(model: Model) -> Any:
 
 
 def load_text_config(model: Model) -> Any:
-    """Load the config of the text model within a model. Raises as `load_config`."""
+    """Load the config of the text model within a model. Raises the same errors as `load_config`."""
     return load_config(model).get_text_config()
 
 
@@ -194,8 +200,8 @@ def end_ids(model: Model, tokenizer: Any) -> tuple[int, ...]:
         ),
         None,
     )
-    # A chat model has several end tokens, of which the tokenizer has one: Llama 3.1 ends at 128001,
-    # 128008 and 128009.
+    # A chat model has several end tokens, of which the tokenizer knows only one: Llama 3.1 ends at
+    # 128001, 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(
         sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
@@ -232,8 +238,8 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
     """Give a tokenizer without a chat template the processor's template.
 
     Raises:
-        ValueError: the tokenizer has a different template; vLLM uses the processor's for a model of
-            text and images.
+        ValueError: the tokenizer has a different template. For a model of text and images, vLLM
+            uses         the processor's.
     """
     path, found = folder / PROCESSOR_TEMPLATE, tokenizer.chat_template
     if not path.is_file() or not (template := read_json(path).get("chat_template")):
@@ -263,7 +269,7 @@ def _load_tekken(path: Path) -> Any:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """The first line of a transformers error, or our own explanation if the model needs code."""
+    """Return the first line of a transformers error, or our explanation if the model needs code."""
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its own folder (auto_map), which redraft does not run: save "
@@ -278,5 +284,5 @@ def _reason(error: Exception, folder: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or the error's type if it has no message."""
+    """Return the first line of an error's message, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

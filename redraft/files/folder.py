@@ -1,7 +1,7 @@
 """Read model folders.
 
-This covers a model's location, its config.json and other JSON files, the file of each tensor,
-completeness, and the model's fingerprint.
+The functions find a model's location, read its JSON files, find the file of each tensor, check
+completeness, and compute the fingerprint.
 
 Apart from the hub's client for hub names, this module uses only the standard library and msgspec,
 because help texts and control planes read folders too. Code that needs transformers is in
@@ -37,11 +37,11 @@ MODELOPT = "hf_quant_config.json"
 """File next to config.json in which ModelOpt states the quantization."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 MODEL_FILES = (*SMALL_FILES, "*.safetensors")
-"""Files of a hub repository to download."""
+"""Files of a hub repository that are downloaded."""
 OTHERS = ("*/*", "consolidated*")
-"""Files that contain the model in other formats."""
+"""Files that contain the model in different formats."""
 OLD_WEIGHTS = "pytorch_model*.bin"
-"""Weights in repositories without safetensors."""
+"""Weights in repositories that have no safetensors files."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 TO_SAFETENSORS = f"convert them to {WEIGHTS}, with torch.load and safetensors.torch.save_file"
 TOKENIZER_FILES = (
@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
 )
 TRAINED_WITH = "trained_with"
 """Key in an export's `redraft` section for the trained architecture, under the engines' names. The
-copies for engines at the top level may be edited after the export; this section is not.
+copies for engines at the top level may be edited after the export, but not this section.
 """
 
 T = TypeVar("T")
@@ -96,21 +96,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises as `read_as`."""
+    """Read the object in a JSON file. Raises the same errors as `read_as`."""
     return read_as(path, dict[str, Any])
 
 
 def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -> T:
     """Read the record in a JSON file.
 
-    Missing keys get their defaults; unknown keys are ignored.
+    Missing keys get their defaults, and unknown keys are ignored.
 
     Raises:
-        ValueError: the file is corrupt or of another type; the message names the file and ends with
-            `cure`.
+        ValueError: the file is corrupt or of a different type; the message names the file and ends
+            with `cure`.
     """
     try:
-        # msgspec's decoder refuses NaN, which other programs write.
+        # msgspec's decoder does not accept NaN, which other programs write.
         return msgspec.convert(json.loads(path.read_bytes()), kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt ({error}): {cure}") from error
@@ -126,7 +126,7 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     It is empty if the weights are not quantised.
     """
-    # The second one is from old versions of compressed-tensors.
+    # The second key is from old versions of compressed-tensors.
     keys = ("quantization_config", "compression_config")
     return next(
         (place[key] for place in text_sections(config) for key in keys if place.get(key)), {}
@@ -134,7 +134,7 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def find_quantization(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization of the weights that this config.json states, as named by its tool.
+    """Return the quantization that this config.json states, under the name that its tool uses.
 
     Return None if the weights are not quantised.
     """
@@ -148,9 +148,9 @@ def find_quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def read_quantization(folder: Path) -> str | None:
-    """`find_quantization` for a folder, in which a ModelOpt file may also state the quantization.
+    """Apply `find_quantization` to a folder, where a ModelOpt file may also state the quantization.
 
-    Raises as `read_config`.
+    Raises the same errors as `read_config`.
     """
     if found := find_quantization(read_config(folder)):
         return found
@@ -163,7 +163,7 @@ def read_quantization(folder: Path) -> str | None:
 
 
 def read_dtype(folder: Path) -> str | None:
-    """Return the weights' dtype in config.json, None if it has none. Raises as `read_config`."""
+    """Return the weights' dtype in config.json, if any. Raises the same errors as `read_config`."""
     # It was called `torch_dtype` until transformers 4.56.
     sections = text_sections(read_config(folder))
     return next(
@@ -172,7 +172,7 @@ def read_dtype(folder: Path) -> str | None:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Read the generation_config.json in a folder; empty if there is none.
+    """Read the generation_config.json in a folder. Empty if there is none.
 
     Raises:
         ValueError: the file is corrupt.
@@ -207,22 +207,22 @@ def _refuse_two(folder: Path) -> None:
         folder / INDEX, _Index
     ).weight_map.values():
         raise ValueError(
-            f"{folder} has both {WEIGHTS} and {INDEX}, and transformers and vLLM may read different "
-            "ones: remove the outdated one"
+            f"{folder} has both {WEIGHTS} and {INDEX}, and transformers and vLLM may read "
+            f"different files: remove the outdated one"
         )
 
 
 def tensor_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Type and shape of each tensor in a safetensors folder (`safetensors_header`), by name.
+    """Return each tensor's dtype and shape in a safetensors folder (`safetensors_header`), by name.
 
-    Raises: as `tensor_files`.
+    Raises: the same errors as `tensor_files`.
     """
     files = sorted(set(tensor_files(folder).values()))
     return {name: entry for file in files for name, entry in safetensors_header(file).items()}
 
 
 def count_parameters(folder: Path) -> int:
-    """Count the parameters in a safetensors folder. Raises as `tensor_files`."""
+    """Count the parameters in a safetensors folder. Raises the same errors as `tensor_files`."""
     return sum(math.prod(entry["shape"]) for entry in tensor_entries(folder).values())
 
 
@@ -260,9 +260,9 @@ def model_folder(name_or_path: str | Path) -> Path:
         return Path(name_or_path)
     from huggingface_hub import try_to_load_from_cache
 
-    # Never from the network, because looking up a folder must not start a download of many
-    # gigabytes. By a single file, because `snapshot_download` rejects a snapshot that lacks files
-    # which nobody reads.
+    # Never use the network, because looking up a folder must not start a download of many
+    # gigabytes. Look up a single file, because `snapshot_download` rejects a snapshot without some
+    # files that are never read.
     config = try_to_load_from_cache(str(name_or_path), CONFIG)
     if not isinstance(config, str):
         raise FileNotFoundError(
@@ -331,7 +331,7 @@ def _download(name: str, *patterns: str) -> str:
 
     try:
         snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=[*OTHERS])
-    # OSError, and the errors of the HTTP library, which differs between releases.
+    # OSError, and the errors of the HTTP library, which depends on the release.
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
@@ -345,7 +345,8 @@ def check_model_folder(name_or_path: str | Path) -> None:
     """Check that a local model folder is complete.
 
     It must have a config and every shard in the index, and no file may be truncated. A folder with
-    a manifest is compared with it byte for byte. A hub name is left to the hub's checks.
+    a manifest is compared with its manifest, byte for byte. A hub name is not checked here, because
+    the hub's client checks its files.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -380,7 +381,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List a model's weight files, sorted: those in the index, the single file, or the old format.
+    """Return a model's weight files, sorted: those in the index, the single file, or old files.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -410,9 +411,9 @@ def fingerprint(folder: Path) -> str:
 
     From a safetensors file, it reads the header (names, dtypes, shapes) and SAMPLE_BYTES at the
     start, middle and end of every tensor, so tens of gigabytes take about a second, and a
-    fine-tuned copy still differs. Other weight files are read in full. The same weights sharded
-    differently have a different fingerprint. A fingerprint does not reveal corrupt bytes; `verify`
-    does.
+    fine-tuned copy still has a different fingerprint. Other weight files are read completely. The
+    same weights in different shards have different fingerprints. A fingerprint does not reveal
+    corrupt bytes; `verify` does.
 
     Raises:
         FileNotFoundError: there is no config.json, or there are no weights.
@@ -458,7 +459,7 @@ def lineage(folder: Path) -> str:
 
 
 def _digest_vocabulary(folder: Path) -> str:
-    """Return the SHA-256 of a tokenizer's tokens and merges; empty if there is no tokenizer."""
+    """Return the SHA-256 of a tokenizer's tokens and merges. Empty if there is no tokenizer."""
     path = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
     if path is None:
         return ""
@@ -476,6 +477,6 @@ def _digest_vocabulary(folder: Path) -> str:
 
 
 def trained_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The trained architecture in an export's config.json; empty if another trainer wrote it."""
+    """Return the trained architecture in an export's config.json; empty for another trainer's."""
     recorded: Mapping[str, Any] = (config.get("redraft") or {}).get(TRAINED_WITH) or {}
     return recorded

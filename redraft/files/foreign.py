@@ -1,4 +1,4 @@
-"""Drafts from other trainers that resemble supported ones but have different architectures.
+"""Recognise drafts from other trainers that resemble supported ones but differ in architecture.
 
 Each kind has a name.
 
@@ -18,13 +18,13 @@ class Foreign:
 
     name: str
     method: str | None
-    """vLLM's method for this draft; None if vLLM has none."""
+    """vLLM's method for this draft. None if vLLM has none."""
     architecture: str = ""
-    """Pattern that matches a name in `architectures`, or `speculators_model_type`."""
+    """Pattern that must match a name in `architectures`, or `speculators_model_type`."""
     tensors: tuple[str, ...] = ()
     """Patterns, each of which must match the name of some tensor."""
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
-    """Further condition on config.json and the tensor names."""
+    """Additional condition on config.json and the tensor names."""
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
@@ -34,7 +34,7 @@ def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
     """
     names = [name for name in config.get("architectures") or () if "dspark" in name.lower()]
     ours = {"Qwen3DSparkModel"}
-    # In speculators' layout, the type of the layers is in a section, and it is always Qwen3.
+    # In speculators' layout, the layers' type is in a section, and it is always Qwen3.
     if config.get("model_type") == "qwen3" or config.get("speculators_model_type") == "dspark":
         ours |= {"DSparkDraftModel", "DSparkSpeculator"}
     return bool(names) and not ours.intersection(names)
@@ -51,7 +51,7 @@ def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
     )
 
 
-# The first match counts, so the more specific kind comes first.
+# The first match counts, so more specific kinds come first.
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="a DSpark draft of layers other than Qwen3's",
@@ -116,7 +116,7 @@ FOREIGN: tuple[Foreign, ...] = (
         method="eagle3",
         matches=lambda config, names: (
             config.get("target_hidden_size")
-            # In speculators' layout, null means as wide as the head.
+            # In speculators' layout, null means the head's hidden size.
             not in (None, (config.get("transformer_layer_config") or config).get("hidden_size"))
         ),
     ),
@@ -140,11 +140,11 @@ SECTION = "eagle_config"
 
 
 def nested_layers(config: Mapping[str, Any]) -> list[int]:
-    """The layers in an EAGLE-3 head's section, each as the number of layers below its stream.
+    """Return the layers in an EAGLE-3 head's section, each as the number of layers below it.
 
     The list is empty without a section. SpecForge and ModelOpt, which write `use_aux_hidden_state`
-    next to the layers, record the index of the layer that ends there, which is one less, as SGLang
-    and TensorRT-LLM do. vLLM's V1 runner uses the numbers as they are.
+    next to the layers, record the index of the layer that ends there, which is one less. So do
+    SGLang and TensorRT-LLM. vLLM's V1 runner uses the numbers unchanged.
     """
     section = config.get(SECTION) or {}
     offset = 1 if "use_aux_hidden_state" in section else 0
@@ -152,7 +152,10 @@ def nested_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> Foreign | None:
-    """The kind of a draft for which redraft has no module; None if redraft may support it."""
+    """Return the kind of a draft for which redraft has no module.
+
+    None if redraft may support it.
+    """
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or _has_all(kind.tensors, names) or kind.matches(config, names):

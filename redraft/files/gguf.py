@@ -1,7 +1,8 @@
 """Read a GGUF file with `transformers`, and write the model as a folder in bfloat16.
 
-Engines and trainers read safetensors folders. A GGUF file stores its weights in blocks of a few
-bits; they are converted to bfloat16 once, so that every later run loads the same numbers.
+Engines and trainers read safetensors folders. A GGUF file stores its weights in blocks with a few
+bits per weight. They are converted to bfloat16 once, so that every later run loads the same
+numbers.
 """
 
 import importlib.util
@@ -28,7 +29,7 @@ three and four bytes.
 """
 
 WRITE_MARGIN = 1.05
-"""Factor on the bytes of the weights that leaves space for the tokenizer, the config and the file
+"""Factor on the size of the weights, which leaves space for the tokenizer, the config and the file
 system.
 """
 
@@ -75,8 +76,8 @@ def open_gguf(path: Path) -> Any:
 
     class Reader(GGUFReader):  # type: ignore[misc]  # gguf has no types
         def _get_field_parts(self, offset: int, raw_type: int) -> Any:
-            # gguf would read zeros after the end of the file, for as long as a length in the file
-            # demands.
+            # Otherwise, gguf would read zeros after the end of the file, for as long as a length in
+            # the file demands.
             if raw_type == GGUFValueType.ARRAY:
                 length = self._get(offset + 4, np.uint64)
                 if not length.size or length[0] > self.data.size:
@@ -85,7 +86,7 @@ def open_gguf(path: Path) -> Any:
 
     try:
         return Reader(path)
-    # numpy, struct and unicode errors, because the reader itself checks nothing
+    # numpy, struct and unicode errors, because the reader itself checks nothing.
     except Exception as error:
         raise _corrupt(path, error) from error
 
@@ -143,8 +144,8 @@ def read_config(path: Path, architecture: str) -> Any:
     """Load the `transformers` config of a GGUF file.
 
     Raises:
-        ValueError: transformers does not support the architecture, or not as a causal language
-            model.
+        ValueError: transformers does not support the architecture at all, or not as a causal
+            language         model.
     """
     try:
         config = AutoConfig.from_pretrained(
@@ -170,14 +171,15 @@ def require_space_for(config: Any, output: Path) -> None:
 
 
 def load_gguf(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Any]:
-    """(model, tokenizer), with the weights converted to bfloat16 under a progress bar.
+    """Return (model, tokenizer), with the weights converted to bfloat16 under a progress bar.
 
     Raises:
         ValueError: the file is truncated, a weight is missing, or the tokenizer cannot be read.
     """
     folder, name = str(path.parent), path.name
     options: dict[str, Any] = {}
-    # Since transformers 5.19, quantised weights may stay packed, and could then not be saved.
+    # Since transformers 5.19, quantised weights may stay packed, in which case they could not be
+    # saved.
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
@@ -267,14 +269,14 @@ def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
     state: Mapping[str, torch.Tensor] = loaded.state_dict()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    # Assigned, not copied, because a meta model has no memory to copy into. This unties tied
-    # weights, so they are tied again.
+    # Assign the weights instead of copying, because a meta model has no memory to copy into.
+    # Assignment unties tied weights, so tie them again.
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    # A file has one end token. Many chat models end a turn with a different one, without which an
+    # A file has one end token. Many chat models end a turn with a different token, without which an
     # answer would never stop.
     ends = [token for token in (config.eos_token_id, end_of_turn) if token is not None]
-    # otherwise, the next load would use the config's end token again
+    # Otherwise, the next load would use the config's end token again.
     model.generation_config._from_model_config = False
     model.generation_config.eos_token_id = (
         ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None

@@ -1,7 +1,7 @@
 """Write a draft as a GGUF file, with the tokenizer from its target's GGUF file.
 
-llama.cpp checks the names and shapes of a file's tensors, but nothing of their meaning. The names
-and keys are those of its loaders and its converter (b10605); a test serves the files.
+llama.cpp checks the names and shapes of a file's tensors, but not their meaning. The names and keys
+are those of its loaders and its converter (b10605). A test serves the files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ LAYER = {
 """Names of a layer's parts in transformers and in llama.cpp."""
 
 PLAIN, LLAMA3 = "default", "llama3"
-"""Types of rotary embeddings."""
+"""Types of rotary embeddings that can be written."""
 
 TOKENIZER = "tokenizer."
 ROPE_FACTORS = "rope_freqs.weight"
@@ -74,12 +74,15 @@ class GgufTarget:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The vocabulary, by id."""
+        """Return the vocabulary, by id."""
         return list(self._read("tokenizer.ggml.tokens"))
 
     @cached_property
     def quantised(self) -> tuple[str, ...]:
-        """The types of the quantised tensors, e.g. `Q4_K`; empty if no weights are quantised."""
+        """Return the types of the quantised tensors, e.g.
+
+        `Q4_K`. Empty if no weights are quantised.
+        """
         types = {tensor.tensor_type.name for tensor in self._reader.tensors}
         return tuple(sorted(types - UNQUANTISED))
 
@@ -90,7 +93,10 @@ class GgufTarget:
         return {key: field for key, field in fields.items() if key.startswith(TOKENIZER)}
 
     def rows(self, name: str, ids: Sequence[int]) -> Tensor | None:
-        """Rows `ids` of a matrix in float32, [len(ids), D]; None if the file has no such tensor."""
+        """Return rows `ids` of a matrix in float32, [len(ids), D].
+
+        None if there is no such tensor.
+        """
         from gguf.quants import dequantize
 
         found = next((t for t in self._reader.tensors if t.name == name), None)
@@ -106,7 +112,7 @@ def write_gguf(
     tensors: Mapping[str, Tensor],
     tokenizer: Mapping[str, Any],
 ) -> None:
-    """Write a file with the keys `ARCHITECTURE.NAME` and a target's tokenizer, and flush it.
+    """Write a GGUF file with keys `ARCHITECTURE.NAME` and a target's tokenizer, and flush it.
 
     Matrices keep their dtype. Vectors are written in float32, because llama.cpp reads norms in
     float32. A key that starts with `tokenizer.` replaces the target's.
@@ -158,14 +164,17 @@ def _add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
 
 
 def layer_name(layer: int, part: str) -> str | None:
-    """llama.cpp's name for a layer's tensor, e.g. `mlp.up_proj.weight`; None if it has none."""
+    """Return llama.cpp's name for a layer's tensor, e.g.
+
+    `mlp.up_proj.weight`. None if it has none.
+    """
     name, _, kind = part.rpartition(".")
     known = LAYER.get(name)
     return None if known is None else f"blk.{layer}.{known}.{kind}"
 
 
 def interleave(rows: Tensor, num_heads: int) -> Tensor:
-    """Reorder a projection so that rotated pairs are adjacent, as in llama.cpp's `llama`, `eagle3`.
+    """Reorder a projection so that rotated pairs are adjacent, as in llama.cpp's `llama`.
 
     In transformers, each pair has one row in each of the head's two halves.
     """
@@ -202,13 +211,13 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_factors(config: Mapping[str, Any]) -> Tensor:
-    """Llama 3's rotary frequency divisors, [E / 2], as llama.cpp's converter writes them."""
+    """Return Llama 3's rotary frequency divisors, [E / 2], as llama.cpp's converter writes them."""
     found, heads = rope(config), config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     wavelengths = 2 * np.pi * found["rope_theta"] ** exponents
     # Number of turns within the original context, scaled from 0 (long waves, slowed by `factor`) to
-    # 1 (short ones).
+    # 1 (short waves).
     turns = found["original_max_position_embeddings"] / wavelengths
     low, high = found["low_freq_factor"], found["high_freq_factor"]
     share = ((turns - low) / (high - low)).clamp(0, 1)

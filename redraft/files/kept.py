@@ -1,4 +1,4 @@
-"""A disk cache, keyed by a hash of a value's inputs, so that an interrupted run can continue."""
+"""A disk cache that lets an interrupted run continue. Its keys are hashes of a value's inputs."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ def compute_once(
     # 64 bits of the hash are enough for the few values in a folder.
     path = folder / f"{name}-{hash_key(key)[:16]}.json"
     if path.is_file():
-        # compute it again if it was written by a version whose `kind` has other fields
+        # Compute it again if it was written by a version whose `kind` has different fields.
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.json.decode(path.read_bytes(), type=kind)
     value = compute()
@@ -37,7 +37,7 @@ def compute_once(
 
 
 def find_not_kept(folder: Path) -> Path | None:
-    """Return the first file under `folder` whose name is not that of a cached value, or None."""
+    """Return the first file under `folder` that is not named like a cached value, or None."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return next((path for path in files if not KEPT.fullmatch(path.name)), None)
 
@@ -62,6 +62,6 @@ def fingerprint_path(name: str) -> str:
     files = (
         sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
     )
-    # Size and time instead of the bytes, which take minutes to read for a large model.
+    # Use size and time instead of the bytes, which would take minutes to read for a large model.
     stats = [(str(file.relative_to(path)), file.stat()) for file in files]
     return hash_key([(below, stat.st_size, stat.st_mtime_ns) for below, stat in stats])

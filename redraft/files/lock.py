@@ -1,6 +1,6 @@
-"""Locks that give a folder one owner.
+"""Locks that give a folder a single owner.
 
-The kernel releases a lock when the owner exits for any reason.
+When the owner exits for any reason, the kernel releases the lock.
 """
 
 import errno
@@ -32,13 +32,13 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
 
     Raises:
         AlreadyOwnedError: another process holds the lock.
-        OSError: the file system has no locks, or another kind of file has the lock's name; that
+        OSError: the file system has no locks, or a different kind of file has the lock's name; that
             file is left unchanged.
     """
-    # Never unlinked, because two processes could then lock two files of the same name. A program
-    # started by the owner does not inherit the descriptor (PEP 446), so it cannot keep the lock. No
-    # link is followed, and no pipe waited for, because another user could have created either in a
-    # shared folder.
+    # The file is never unlinked, because two processes could then lock two files with the same
+    # name. A program started by the owner does not inherit the descriptor (PEP 446), so it cannot
+    # keep the lock. Do not follow links or wait for pipes, because a different user could have
+    # created either in a shared folder.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -47,13 +47,13 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
         if found.st_nlink > 1 or (owner and not owner.startswith(OWNER)):
             raise OSError(f"{path} is not a lock of redraft: move it away")
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        # on a full disk, the owner cannot be noted, but the lock still holds
+        # On a full disk, the owner cannot be noted, but the lock still holds.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
             note = f"{os.getpid()} on {socket.gethostname()}\n".encode()
             os.pwrite(descriptor, OWNER + note, 0)
     except BlockingIOError:
-        # Read again, because the owner may only just have noted itself.
+        # Read once more, because the owner may only just have noted itself.
         named = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise AlreadyOwnedError(
@@ -71,7 +71,8 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
 def wait_for(path: Path, waiting: str) -> Iterator[None]:
     """Hold the lock `path` while the block runs, after any other process has released it.
 
-    The line `waiting` is printed before a wait. If the file system has no locks, there is no wait.
+    If it has to wait, it prints the line `waiting`. If the file system has no locks, it does not
+    wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -96,7 +97,7 @@ def describe_missing(path: Path, error: OSError) -> str:
 
 
 def find_mount(path: Path) -> tuple[str, str]:
-    """(mount point, type) of the file system that contains a path, which need not exist yet."""
+    """Return (mount point, type) of the file system of a path, which need not exist yet."""
     found = ("/", "unknown file system")
     places = {str(place) for place in (path.resolve(), *path.resolve().parents)}
     with suppress(OSError):
@@ -110,7 +111,7 @@ def find_mount(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def own(path: Path, purpose: str, *, waits: bool = False) -> Iterator[None]:
-    """Hold the lock `path` while the block runs. Raises as `acquire`."""
+    """Hold the lock `path` while the block runs. Raises the same errors as `acquire`."""
     descriptor = acquire(path, purpose, waits=waits)
     try:
         yield

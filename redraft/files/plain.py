@@ -1,4 +1,4 @@
-"""Plain files in folders to which others may write."""
+"""Open plain files in folders to which other users may write."""
 
 import errno
 import os
@@ -11,14 +11,14 @@ def open_file(path: str | Path) -> BinaryIO:
     """Open a file for reading.
 
     Raises:
-        FileNotFoundError: if it was removed in the meantime.
-        OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might
+        FileNotFoundError: it was removed in the meantime.
+        OSError: it cannot be read, or it is a link, a folder, a pipe or a device: reading one might
             never return.
     """
-    # Without O_NONBLOCK, opening a pipe without a writer waits forever. The check follows on the
-    # open file, so nobody can swap it in between.
+    # Without O_NONBLOCK, opening a pipe without a writer would wait forever. The check uses the
+    # open file, so that nobody can replace it in between.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    # Before `fdopen`, which refuses a folder and leaves its descriptor open.
+    # Check before `fdopen`, which fails for a folder and leaves its descriptor open.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

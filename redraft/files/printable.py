@@ -2,7 +2,7 @@
 
 
 def printable(words: str) -> str:
-    r"""Replace each character that is not printable by an escape, e.g. \n or \x1b.
+    r"""Replace each non-printable character by an escape, e.g. \n or \x1b.
 
     A terminal acts on some of these characters: it changes its title, clears the screen, or shows
     one line of text as another. In a log, some of them start new lines.

@@ -1,4 +1,4 @@
-"""Folders that only their owner may open, because they contain users' text, tokens or keys."""
+"""Make folders that only their owner may open, because they contain users' text, tokens or keys."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,8 @@ from pathlib import Path
 def make_private(folder: Path) -> None:
     """Create the folder with mode 0700, or revoke other users' access to an existing folder.
 
-    A folder that another user owns is left unchanged, because a Kubernetes volume belongs to root.
+    A folder that a different user owns is left unchanged, because a Kubernetes volume belongs to
+    root.
 
     Raises:
         OSError: the folder cannot be created or changed.
@@ -18,12 +19,11 @@ def make_private(folder: Path) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse a folder that another user owns, or in which another user owns a file.
+    """Refuse a folder that a different user owns, or in which a different user owns a file.
 
     Its token, spool and settings could come from that user.
 
-    Raises:
-        PermissionError: another user owns the folder or a file in it.
+    Raises:     PermissionError: a different user owns the folder or a file in it.
     """
     try:
         names = [folder, *folder.iterdir()]

@@ -10,7 +10,7 @@ LOG_INTERVAL_S = 10.0  # minimum time between two lines for one bar in a log
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """tqdm bars; without a terminal, a line at most every `LOG_INTERVAL_S` instead of a bar.
+    """tqdm bars. Without a terminal, they write a line at most every `LOG_INTERVAL_S`.
 
     A bar that finishes sooner writes nothing. A longer one also writes its final state.
     """
@@ -18,7 +18,7 @@ class Progress(tqdm):  # type: ignore[misc]
     disable: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # before tqdm's constructor, which already draws the bar
+        # Before tqdm's constructor, which already draws the bar.
         self._is_log = not (kwargs.get("file") or sys.stderr).isatty()
         self._last_line_s = time.monotonic()
         self._has_line = False
@@ -27,14 +27,14 @@ class Progress(tqdm):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw the bar; in a log, write a line if the last one is old enough."""
+        """Draw the bar. In a log, write a line if the last line is old enough."""
         if not self._is_log:
             super().display(msg, pos)
         elif time.monotonic() - self._last_line_s >= LOG_INTERVAL_S:
             self._write_line()
 
     def clear(self, nolock: bool = False) -> None:
-        """Remove the bar from the screen before other text is written; a log keeps its lines."""
+        """Remove the bar from the screen before other text is written. A log keeps its lines."""
         if not self._is_log:
             super().clear(nolock)
 

@@ -3,8 +3,8 @@
     OUT/draft/, OUT/report.json    results, by the names that their command writes
     OUT/.previous/                 those of the earlier run, while the new ones are made
 
-    find_obstacle     before any work: what would be lost that is not a result of redraft
-    keep_previous     when nothing can be refused any more
+    find_obstacle     before any work: finds files that would be lost and are not redraft's results
+    keep_previous     after the last check that could refuse the run
     drop_previous     when the new results are complete
 
 A failed or killed run leaves the earlier results in .previous, and the next --overwrite keeps them.
@@ -25,12 +25,12 @@ RESULTS = ("output", "json")
 
 
 def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
-    """Raise FileExistsError as `require_free` does, or if the command reads from `folder`.
+    """Raise FileExistsError like `require_free`, or if the command reads from `folder`.
 
     `reads` are the command's settings, which may contain paths.
     """
     if obstacle := find_obstacle([folder], reads, lambda _: None):
-        raise FileExistsError(f"{obstacle}: choose another output folder")
+        raise FileExistsError(f"{obstacle}: choose a different output folder")
     require_free(folder, overwrite=overwrite)
 
 
@@ -58,9 +58,9 @@ def find_obstacle(
 ) -> str:
     """Return why `results` may not be replaced, or an empty string.
 
-    `reads` contains the command's settings, as a mapping or a dataclass: no path in them may be
-    inside the results, not even through links. `find_foreign` must not find a file in any results
-    folder either.
+    `reads` contains the command's settings, as a mapping or a dataclass. No path in them may be
+    inside the results, not even through links. Nor may `find_foreign` find a file in any results
+    folder.
     """
     results = [path for path in results if os.path.lexists(path)]
     for path in results:
@@ -84,7 +84,7 @@ def start_over(folder: Path, name: str, reads: object) -> None:
         ValueError: the folder contains other files, or a file that a path in `reads` refers to.
     """
     if obstacle := find_obstacle([folder / name], reads, find_not_kept):
-        raise ValueError(f"{obstacle}: choose another --output")
+        raise ValueError(f"{obstacle}: choose a different --output")
     keep_previous([folder / name], folder / PREVIOUS)
 
 
@@ -134,12 +134,12 @@ def _remove(path: Path) -> None:
 
 
 def _places(path: Path) -> set[Path]:
-    """A path in its resolved parent folder, and the path with all links resolved."""
+    """Return a path in its resolved parent folder, and the path with all links resolved."""
     return {path.parent.resolve() / path.name, path.resolve()}
 
 
 def _list_ends(read: Path) -> Iterator[Path]:
-    """Yield all places whose files are used when `read` is read."""
+    """Yield all paths whose files are used when `read` is read."""
     yield from _places(read)
     for folder, names, files in os.walk(read):
         for name in (*names, *files):
@@ -160,7 +160,7 @@ def _find_paths(value: object, flag: str) -> Iterator[tuple[str, str]]:
         for inner in value:
             yield from _find_paths(inner, flag)
     elif isinstance(value, str | Path) and str(value):
-        # A draft may have a name: NAME=FOLDER.
+        # A draft may be given with a name: NAME=FOLDER.
         for text in (str(value), str(value).partition("=")[2]):
             if text and os.path.exists(text):
                 yield flag, text

@@ -1,6 +1,6 @@
 """Small JSON files with a layout number and a CRC-32, which reveals damage.
 
-Both are stored next to the other fields.
+Layout number and checksum are stored next to the other fields.
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 
@@ -40,7 +40,7 @@ def write_sealed(
 def read_sealed(path: Path, layout: int = 1) -> Any:
     """Read the fields that `write_sealed` wrote.
 
-    For a file with neither layout nor checksum, return the JSON value as it is.
+    For a file with neither layout nor checksum, return the JSON value unchanged.
 
     Raises:
         DamagedError: the file differs from what was written.
@@ -51,14 +51,14 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({error})") from error
-    # Either of the two marks a sealed file: if only one is present, the file is damaged.
+    # Either of the two marks a sealed file. If only one is present, the file is damaged.
     if not isinstance(content, dict) or not {LAYOUT, CRC} & content.keys():
         return content
     checksum = content.pop(CRC, None)
     if checksum != _checksum(content):
         raise DamagedError(f"{path} is damaged (its checksum differs)")
-    # After the checksum, which covers the layout: a flipped bit in it is damage, not a later
-    # release.
+    # Check this after the checksum, which covers the layout: a flipped bit in the layout is damage,
+    # not a later release.
     written = content.pop(LAYOUT, layout)
     if written > layout:
         raise ValueError(
@@ -68,12 +68,10 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 
 
 def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
-    """Read the fields as a record; return `otherwise` if there is no file.
+    """Read the fields as a record. Return `otherwise` if there is no file.
 
-    Raises:
-        DamagedError: as in `read_sealed`, and also if the fields have the wrong type.
-        ValueError: a later release wrote it.
-        OSError: it cannot be read.
+    Raises:     DamagedError: the file differs from what was written, or the fields have the wrong
+        type. ValueError: a later release wrote it. OSError: it cannot be read.
     """
     if not path.exists():
         return otherwise
@@ -95,7 +93,7 @@ def set_aside(path: Path) -> Path:
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
-    # Converted to JSON and back first, because json sorts 2 before 10 as numbers, but "10" before
-    # "2" as keys of a file.
+    # Convert to JSON and back first, because json sorts 2 before 10 as numbers, but "10" before "2"
+    # as keys of a file.
     canonical = json.dumps(json.loads(json.dumps(fields)), sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(canonical.encode()):08x}"

@@ -1,4 +1,4 @@
-"""Check that vLLM serves a target exactly as it computes in training; refuse to train if not."""
+"""Check that vLLM serves a target exactly as training computes it, and refuse to train if not."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ WITH_AUX = frozenset({
     "VaultGemmaForCausalLM",
 })
 # fmt: on
-"""Architectures whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`), named as in
-transformers.
+"""Architectures whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`), under
+transformers' names.
 """
 
 NUM_ROWS = 64  # number of rows compared between two tables that should be equal
@@ -44,9 +44,10 @@ def require_aux(target: TargetFolder, family: str) -> None:
     architecture = next(iter(target.config.architectures or []), "")
     if architecture and architecture not in WITH_AUX:
         raise ValueError(
-            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve {target.name} with "
-            f"a head of the family {family}: train eagle1, medusa, mtp or a standalone draft, or use "
-            "--prove.no-engine to train for another engine"
+            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve "
+            f"{target.name} with "
+            f"a head of the family {family}: train eagle1, medusa, mtp or a standalone draft, "
+            f"or use --prove.no-engine to train for a different engine"
         )
 
 
@@ -54,8 +55,8 @@ def require_served_alike(target: TargetFolder) -> None:
     """Raise ValueError if vLLM would use different positions or ids, or a different output head."""
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
-    # For text and images, the wrapper's setting decides whether a model is tied; the text section's
-    # is often a default.
+    # In a model for text and images, the wrapper's setting decides whether embeddings are tied. The
+    # text section's setting is often a default.
     if all(
         getattr(config, "tie_word_embeddings", False)
         for config in (target.config, target.text_config)
@@ -66,7 +67,7 @@ def require_served_alike(target: TargetFolder) -> None:
 def _require_one_rope(config: Any, name: str) -> None:
     """Refuse longrope beyond the original length.
 
-    vLLM then uses the long factors for all texts, but transformers only for long ones.
+    In that case, vLLM uses the long factors for all texts, but transformers only for long texts.
 
     Raises:
         ValueError: the target has more positions than its original length.
@@ -86,13 +87,13 @@ def _require_one_rope(config: Any, name: str) -> None:
 
 
 def visible_length(config: Any, asked: int | None = None, *, is_head: bool = True) -> int:
-    """The maximum text length, at most `asked` tokens, at which a draft computes as when served.
+    """Return the maximum text length, up to `asked`, at which training matches serving.
 
-    If all of the target's layers have a window, vLLM also applies it to the draft's layers. Heads
-    do the same in training; a standalone draft does not, so its texts end at the window.
+    If all of the target's layers have a window, vLLM also applies it to the draft's layers. In
+    training, heads do the same, but a standalone draft does not, so its texts end at the window.
 
     Raises:
-        ValueError: there is no setting for the length.
+        ValueError: the target's config does not state the length.
     """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
     lengths.append(None if is_head else target_window(config))
@@ -117,7 +118,7 @@ def require_rows(target: TargetFolder) -> None:
     """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
 
     A special token that is not in the chat template, such as padding, needs no row, because it
-    occurs in no text.
+    never occurs in text.
     """
     tokenizer, rows = target.tokenizer, target.text_config.vocab_size
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
@@ -134,7 +135,7 @@ def require_rows(target: TargetFolder) -> None:
 def _require_tied(folder: Path) -> None:
     """Refuse a model with tied embeddings whose files contain two different tables.
 
-    transformers and vLLM may choose different ones.
+    transformers and vLLM may choose different tables.
 
     Raises:
         ValueError: the tables differ.

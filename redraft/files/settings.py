@@ -1,6 +1,6 @@
 """Settings in a TOML file.
 
-They are read into frozen dataclasses, and printed as an example that explains every key.
+They are read into frozen dataclasses. A printed example explains every key.
 
     @dataclass                          [fleet]
     class FleetConfig:          ◄─►     # Seconds between two polls of every server.
@@ -66,7 +66,7 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
     values = read_table(path)
     for override in overrides:
         values = merge(values, _parse(override, f"--set {override}"))
-    # After the merge, so that a misspelt override is found too.
+    # Check after the merge, so that a misspelt override is found too.
     require_known(values, config_type, "")
     folder = path.parent.absolute()
     config: Config = convert(
@@ -87,7 +87,7 @@ def _render_section(config_type: type, prefix: str) -> Iterator[str]:
         key = config_field.name
         if key in sections or not config_field.metadata.get("listed", True):
             continue
-        # Not at hyphens, because --capture.spool must stay in one piece.
+        # Do not break at hyphens, because --capture.spool must stay in one piece.
         for line in textwrap.wrap(documents.get(key, ""), COMMENT_COLUMNS, break_on_hyphens=False):
             yield f"# {line}"
         value = _example_value(config_field)
@@ -109,7 +109,7 @@ def _example_value(config_field: Field[Any]) -> Any:
 
 
 def render_value(value: Any) -> str:
-    """Render a value as TOML, which has no null; the text "None" represents it."""
+    """Render a value as TOML. TOML has no null, so the text "None" represents it."""
     if value is None:
         return json.dumps(NONE)
     if isinstance(value, tuple | list):
@@ -119,10 +119,10 @@ def render_value(value: Any) -> str:
 
 @functools.cache
 def read_field_docs(config_type: type) -> dict[str, str]:
-    """Read the string under each field, as one line; a subclass's field overrides its parent's.
+    """Read the string under each field, as one line. A subclass's field overrides its parent's.
 
-    Python discards such strings, so they are read from the source; a class that was typed into an
-    interpreter has none.
+    Python discards such strings, so they are read from the source. A class that was typed into an
+    interpreter has no source.
     """
     docs: dict[str, str] = {}
     for parent in filter(is_dataclass, reversed(config_type.__mro__)):
@@ -130,8 +130,7 @@ def read_field_docs(config_type: type) -> dict[str, str]:
             definition = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
         except OSError:
             continue
-        # A field and the statement after it, e.g. `port: int = 8001` and `"""Port to listen
-        # on."""`.
+        # E.g. the field `port: int = 8001` and the statement after it, `"""Port to listen on."""`.
         for field, doc in itertools.pairwise(
             definition.body if isinstance(definition, ast.ClassDef) else []
         ):
@@ -170,10 +169,10 @@ def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path])
     """Convert a TOML value to a `kind`.
 
     Raises:
-        ValueError: the value does not fit; the message begins with `where`.
+        ValueError: the value has the wrong type; the message begins with `where`.
     """
 
-    # msgspec does not support Path, and calls this hook.
+    # msgspec does not support Path, so it calls this hook.
     def hook(wanted: type, found: Any) -> Any:
         if wanted is Path and isinstance(found, str):
             return read_path(found)
@@ -198,7 +197,8 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in upper.items()
         if isinstance(value, dict) and isinstance(lower.get(key), dict)
     }
-    # `nested` comes last, because it replaces tables of `upper` that lack the keys of `lower`.
+    # `nested` comes last, because it replaces tables of `upper` that do not have the keys of
+    # `lower`.
     return {**lower, **upper, **nested}
 
 

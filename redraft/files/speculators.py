@@ -23,7 +23,7 @@ def frame(
         "architectures": [architecture],
         MARK: family,
         "speculators_version": "0.9.0",
-        # null means as wide as the head
+        # null means the head's hidden size.
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "speculators_config": {

@@ -1,8 +1,8 @@
-"""A target, opened once and passed on.
+"""A target that is opened once and passed on.
 
-It is a folder, and everything that is read from the files in it.
+It consists of a folder and everything that is read from its files.
 
-This module imports no torch: files that need transformers are read on first use.
+This module does not import torch, because files that need transformers are read on first use.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ class TargetFolder:
     """The files of a target, each read at most once."""
 
     name: str
-    """The folder or hub name as given; reports, servers and other processes use this one."""
+    """The folder or hub name as given, for reports, servers and other processes."""
     folder: Path
     dtype: TargetDtype | None = None
-    """Dtype for the target's computation; None for the stored one
+    """Dtype for the target's computation. None for the stored dtype
     (`engine.target_dtype.open_target`).
     """
 
     @staticmethod
     def open(name_or_path: str | Path) -> TargetFolder:
-        """Find the folder; for a hub name, the small files are downloaded.
+        """Find the folder. For a hub name, download the small files.
 
-        Raises as `open_folder`.
+        Raises the same errors as `open_folder`.
         """
         return TargetFolder(name=str(name_or_path), folder=open_folder(name_or_path))
 
     def in_dtype(self, dtype: TargetDtype | None) -> TargetFolder:
-        """The same target in this dtype, with everything that has been read from its files."""
+        """Return the same target in this dtype, with everything already read from its files."""
         other = replace(self, dtype=dtype)
         vars(other).update({name: value for name, value in vars(self).items() if name != "dtype"})
         return other
 
     @property
     def is_local(self) -> bool:
-        """Whether it was given as a folder, not as a hub name."""
+        """Whether the target was given as a folder instead of a hub name."""
         return self.folder == Path(self.name)
 
     @cached_property
     def whole(self) -> Path:
-        """The folder with all its files: fetched if they are on the hub, and checked.
+        """Return the folder with all its files, fetched from the hub if necessary, and checked.
 
-        Raises: as `fetch_model` and `check_model_folder`.
+        Raises: the same errors as `fetch_model` and `check_model_folder`.
         """
         folder = fetch_model(self.name)
         check_model_folder(folder)
@@ -85,7 +85,8 @@ class TargetFolder:
     def config(self) -> Any:
         """The `transformers` config.
 
-        Copy it before building a model, which would modify it. Raises as `load_config`.
+        Copy it before building a model, which would modify it. Raises the same errors as
+        `load_config`.
         """
         from redraft.files.checkpoint import load_config
 
@@ -107,7 +108,7 @@ class TargetFolder:
 
     @property
     def sizes(self) -> TargetSizes:
-        """The bytes of the weights in `dtype`. Raises: as `size_weights`."""
+        """Return the bytes of the weights in `dtype`. Raises: the same errors as `size_weights`."""
         import torch
 
         from redraft.files.target_sizes import size_weights
@@ -116,20 +117,23 @@ class TargetFolder:
 
     @cached_property
     def quantization(self) -> str | None:
-        """The quantization of the weights, as named by its tool; None if they are not quantised."""
+        """The quantization of the weights, under its tool's name.
+
+        None if they are not quantised.
+        """
         return read_quantization(self.folder)
 
     @cached_property
     def fingerprint(self) -> str:
         """The identity of the model (`folder.fingerprint`).
 
-        Raises as `folder.fingerprint`, also if the weights have not been downloaded yet.
+        Raises the same errors as `folder.fingerprint`, also if the weights are not downloaded yet.
         """
         return fingerprint(self.folder)
 
     @cached_property
     def lineage(self) -> str:
-        """The layout that drafts must fit (`folder.lineage`); empty without safetensors weights.
+        """The layout that drafts must fit (`folder.lineage`). Empty without safetensors weights.
 
         If it is empty, only drafts for exactly these weights fit.
 
@@ -143,7 +147,7 @@ class TargetFolder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, with the chat template. Raises as `load_tokenizer`."""
+        """The tokenizer, with the chat template. Raises like `load_tokenizer`."""
         from redraft.files.checkpoint import load_tokenizer
 
         return load_tokenizer(self)
@@ -157,7 +161,7 @@ class TargetFolder:
 
     @property
     def writes_date(self) -> bool:
-        """Whether the tokenizer's chat template contains today's date."""
+        """Whether the tokenizer's chat template writes today's date."""
         return writes_date(self.tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Tensors by name: read a few from a sharded model; write and load those of a head."""
+"""Read a few tensors from a sharded model by name; write and load those of a head."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,9 @@ ROTARY = "rotary_emb."
 
 
 def list_tensors(folder: Path) -> dict[str, Path]:
-    """`tensor_files`, extended to folders with the older pytorch_model*.bin files.
+    """Do the same as `tensor_files`, also for folders with older pytorch_model*.bin files.
 
-    Raises as `tensor_files`.
+    Raises the same errors as `tensor_files`.
     """
     files = weight_files(folder)
     if (folder / INDEX).is_file() or files[0].name == WEIGHTS:
@@ -74,7 +74,7 @@ def write_head(
     folder.mkdir(parents=True, exist_ok=True)
     types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
     cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
-    # cloned, because safetensors refuses tensors with shared memory
+    # Clone, because safetensors does not accept tensors that share memory.
     save_file(
         {n: t.detach().cpu().contiguous().clone() for n, t in cast.items()},
         folder / WEIGHTS,
@@ -89,7 +89,7 @@ def write_head(
 
 
 def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
-    # FP8 counts as floating-point in torch, but its numbers are meaningless without scales.
+    # torch treats FP8 as floating-point, but its numbers are meaningless without scales.
     return mine.is_floating_point() and (
         tensor.element_size() == 1 or not tensor.is_floating_point()
     )
@@ -108,15 +108,15 @@ class UnknownTensorsError(ValueError):
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Copy `tensors` into the parameters with the same names.
 
-    Engines silently load a head with a missing tensor; here, that is an error.
+    Engines silently load a head with a missing tensor. Here, that is an error.
 
     Raises:
         UnknownTensorsError: there are tensors that the module does not have.
-        ValueError: a tensor is missing, quantised or of another shape; the message names the first
-            one.
+        ValueError: a tensor is missing, quantised or of a different shape; the message names the
+            first         one.
     """
     mine = module.state_dict()
-    # every engine computes the frequencies itself
+    # Every engine computes the frequencies itself.
     tensors = {name: tensor for name, tensor in tensors.items() if ROTARY not in name}
     if packed := sorted(
         name for name, tensor in tensors.items() if name in mine and _is_packed(tensor, mine[name])
@@ -135,8 +135,8 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) ->
         if tensor.shape != mine[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(mine[name].shape)}"
             raise ValueError(
-                f"{source}: tensor {name} has the shape {shapes}; it belongs to another target or "
-                "config"
+                f"{source}: tensor {name} has the shape {shapes}; it belongs to a different "
+                f"target or config"
             )
-    # Copied in the module's dtype: a bfloat16 checkpoint becomes float32 for further training.
+    # The copy has the module's dtype: a bfloat16 checkpoint becomes float32 for further training.
     module.load_state_dict(dict(tensors))

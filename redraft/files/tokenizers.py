@@ -17,17 +17,18 @@ def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     if difference := first_difference(target_tokenizer, draft_tokenizer):
         token_id, target, draft = difference
         raise ValueError(
-            f"the draft's tokenizer differs from the target's: token {token_id} is {_shown(target)} in "
-            f"the target but {_shown(draft)} in the draft; choose a draft of the target's family"
+            f"the draft's tokenizer differs from the target's: token {token_id} is "
+            f"{_shown(target)} in "
+            f"the target but {_shown(draft)} in the draft: choose a draft of the target's family"
         )
 
 
 def first_difference(
     target_tokenizer: Any, draft_tokenizer: Any
 ) -> tuple[int, str | None, str | None] | None:
-    """The lowest id whose tokens differ, with both tokens (None: absent).
+    """Return the lowest id whose tokens differ, with both tokens (None if absent).
 
-    The result is None if all ids agree.
+    Return None if all ids agree.
     """
     target, draft = _read_tokens(target_tokenizer), _read_tokens(draft_tokenizer)
     for token_id in sorted(target.keys() | draft.keys()):
@@ -58,11 +59,11 @@ def fit_vocabulary(draft: Any, vocab_size: int) -> None:
     """Pad or truncate the causal LM `draft`, in place, to the target's `vocab_size`.
 
     The sizes may be 151936 and 152064, for example, but engines require equal sizes. A row added to
-    the head is the mean of all rows. Its logit is then the mean logit, which is never the largest,
-    and by Jensen's inequality its probability is at most 1/V. No other vector has a lower worst
-    case over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
-    would win whenever all logits are negative. Before truncating, call `check_same_tokenizer`: the
-    last rows must be unused.
+    the head is the mean of all rows. Its logit is then the mean logit, which is never the largest.
+    By Jensen's inequality, its probability is at most 1/V. No other vector has a lower worst case
+    over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
+    would win whenever all logits are negative. Call `check_same_tokenizer` before truncating,
+    because the last rows must be unused.
     """
     size = draft.get_input_embeddings().weight.shape[0]
     if size != vocab_size:
@@ -71,7 +72,7 @@ def fit_vocabulary(draft: Any, vocab_size: int) -> None:
 
 
 def _set_rows(draft: Any, make_rows: Any) -> None:
-    """Replace input embeddings and head with `make_rows(weight)`; tied weights stay tied."""
+    """Replace input embeddings and head with `make_rows(weight)`. Tied weights stay tied."""
     embedding, head = draft.get_input_embeddings(), draft.get_output_embeddings()
     tied = head.weight is embedding.weight
     embedding.weight = nn.Parameter(make_rows(embedding.weight))

@@ -1,11 +1,11 @@
 """The positions that each layer of a head attends to, and the keys for them in config.json.
 
-    window W     a query at position p sees the keys above p - W: W of them, its own included
-    is_causal    it sees none after its own; if it is not, also those below p + W
+    window W     a query at position p attends to the W keys above p - W, including its own
+    is_causal    it attends to no later key; if it is not, also to those below p + W
 
 This is the rule of vLLM's FlashAttention, Triton and CPU kernels, and of z-lab's code. Speculators
-trains with up to a block more at the far edge. The second line applies to the slots of a block;
-every other layer is always causal.
+trains with up to a block more at the far edge. The second line applies to the slots of a block. All
+other layers are always causal.
 
 This module uses only the standard library, because servers and control planes read windows without
 torch.
@@ -27,7 +27,7 @@ class View:
     """The positions that one layer attends to."""
 
     window: int | None = None
-    """Size of the window in positions; None for all positions of a document."""
+    """Size of the window in positions. None for all positions of a document."""
     is_causal: bool = False
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ def make_views(
     full_layers: Sequence[int] = (),
     is_causal: bool | None = None,
 ) -> tuple[View, ...]:
-    """Make a view per layer. If `is_causal` is None, exactly the layers with a window are causal.
+    """Make one view per layer. If `is_causal` is None, exactly the layers with a window are causal.
 
     Raises:
         ValueError: a layer in `full_layers` does not exist, or there is no window to exempt it
@@ -92,7 +92,7 @@ def write_views(views: Sequence[View]) -> dict[str, Any]:
 
 
 def count_states(config: Mapping[str, Any]) -> int | None:
-    """Return how many target states before a token the head with this config.json uses for it.
+    """Return the number of target states before a token that a head with this config.json uses.
 
     Return None if a layer uses all of them. All layers of a DFlash or DSpark head attend to the
     target's states. In EAGLE-3 and P-EAGLE, a layer attends to the previous layer's states, so the
@@ -110,7 +110,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dic
     """Read the options `window` and `full_layers` from a config with transformers' keys.
 
     Raises:
-        ValueError: the config has a layer of another kind, a different number of layers, or a
+        ValueError: the config has an unsupported kind of layer, a different number of layers, or a
             window that engines would not apply.
     """
     types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
@@ -143,7 +143,7 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
     They are read as in vLLM (`_resolve_layer_attention` in `qwen3_dflash.py`).
 
     Raises:
-        ValueError: as in `read_windows`.
+        ValueError: for the same reasons as in `read_windows`.
     """
     section, num_layers = config.get(SECTION) or {}, config["num_hidden_layers"]
     types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
@@ -151,13 +151,13 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
     is_causal = section.get("causal") if is_causal is None else is_causal
     read = {**config, "layer_types": types}
     if section.get("use_swa") and SLIDING not in types:
-        # ModelOpt's and MiMo's key for a window in every layer. As no layer type states the window,
-        # it makes no layer causal.
+        # This is ModelOpt's and MiMo's key for a window in every layer. Because no layer type
+        # states the window, it does not make layers causal.
         read["layer_types"], is_causal = [SLIDING] * len(types), bool(is_causal)
     if "swa_window_size" in section:  # transformers does not read this section, so it drops nothing
         read |= {"sliding_window": section["swa_window_size"], "use_sliding_window": True}
     windows = read_windows(read, num_layers, folder)
-    # None if the windows imply it, so that each meaning has one spelling.
+    # None if the windows imply it, so that each meaning has only one spelling.
     is_implied = is_causal is None or make_views(num_layers, **windows) == make_views(
         num_layers, **windows, is_causal=bool(is_causal)
     )
@@ -168,14 +168,14 @@ def served_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple[
     """Return the view of each layer in vLLM, for the draft with this config.json.
 
     Raises:
-        ValueError: as in `read_windows`.
+        ValueError: for the same reasons as in `read_windows`.
     """
     kind = config.get(OF_SPECULATORS)
     layers = {**(config.get("transformer_layer_config") or config)}
     num_layers = layers.get("num_hidden_layers") or 1
     if kind in ("dflash", "dspark"):
         layers = {"model_type": "qwen3", **layers, SECTION: {}}
-        # as in vLLM's `update_dflash`; its `update_dspark` does not read the key
+        # As in vLLM's `update_dflash`. Its `update_dspark` does not read the key.
         if kind == "dflash":
             is_causal = not config.get("sliding_window_non_causal", True)
             layers[SECTION] = {"causal": is_causal}
@@ -197,7 +197,7 @@ def trained_views(config: Mapping[str, Any], folder: Any = "the draft") -> tuple
     `sliding_window_non_causal` specifies.
 
     Raises:
-        ValueError: as in `read_windows`.
+        ValueError: for the same reasons as in `read_windows`.
     """
     if config.get(OF_SPECULATORS) not in ("dflash", "dspark"):
         return served_views(config, folder)
@@ -223,13 +223,14 @@ def require_trained_window(window: int | None, trained: int | None, folder: Any)
 def write_speculators(views: Sequence[View]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keys for a DFlash or DSpark head in speculators' layout.
 
-    The first value has the keys for the section on its layers, the second those for the top level.
+    The first result has the keys for the section on its layers, and the second those for the top
+    level.
     """
     directions = {view.is_causal for view in views}
     layer = {**write_views(views), "num_hidden_layers": len(views)}
     if SLIDING in layer["layer_types"] and len(directions) == 1:
-        # vLLM reads this key, but the package does not: vLLM treats DSpark's windows as causal
-        # whatever `sliding_window_non_causal` is.
+        # vLLM reads this key, but the package does not. vLLM treats DSpark's windows as causal,
+        # whatever the value of `sliding_window_non_causal`.
         layer["is_causal"] = directions == {True}
     # vLLM makes every layer of a DFlash head causal unless this is true.
     return layer, {"sliding_window_non_causal": True not in directions}

@@ -1,1 +1,1 @@
-"""Number-by-number comparison of vLLM's draft with training's."""
+"""Compare vLLM's draft with training's, number by number."""

@@ -5,11 +5,11 @@ vLLM runs in this process.
     python -m redraft.engine.parity.dump runs.json
 
 The file contains a list of `engine.parity.run.EngineRun`. The results are saved next to it with
-torch, as dump-0.pt and so on: `outputs` (token ids by prompt) and `blocks`, one per drafted block.
-A block has `request`, `num_output` (tokens emitted before it), `drafted` (token ids) and, for the
-first blocks of a prompt, `passes` (the drafter's forward passes, with inputs by name and outputs as
-a list) and `confidence` (the estimates of acceptance, if there are any). Requests run one after
-another, so that the rows and the request of every pass are known.
+torch, as dump-0.pt, dump-1.pt and so on: `outputs` (token ids by prompt) and `blocks`, one per
+drafted block. A block has `request`, `num_output` (tokens emitted before it), `drafted` (token ids)
+and, for the first blocks of a prompt, `passes` (the drafter's forward passes, with inputs by name
+and outputs as a list) and `confidence` (the estimates of acceptance, if there are any). Requests
+run one after another, so that the request and the rows of every pass are known.
 """
 
 import functools
@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# In this process, to reach the drafter, and with vLLM's own choice of model runner, as in a server.
+# Run vLLM in this process, to reach the drafter, and with vLLM's own choice of model runner, as in
+# a server.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -46,7 +47,7 @@ class Recorder:
         self.blocks: list[dict[str, Any]] = []
         self._propose: Any
         self._forward: Any
-        # V2 has a speculator, V1 a drafter.
+        # V2 has a speculator, and V1 has a drafter.
         if hasattr(runner, "speculator"):
             self._model = runner.speculator.model
             propose = around(self, "_propose", self.propose_v2)
@@ -62,7 +63,7 @@ class Recorder:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes is None:
             return self._forward(*args, **kwargs)
-        # Before the call, because the engine reuses these buffers for the next pass.
+        # Copy before the call, because the engine reuses these buffers for the next pass.
         given = {"args": copied(args), **{name: copied(value) for name, value in kwargs.items()}}
         out = self._forward(*args, **kwargs)
         self._passes.append(
@@ -73,7 +74,7 @@ class Recorder:
     def propose_v1(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        # rejected places of the block contain -1
+        # Rejected positions of the block contain -1.
         emitted = sum(int(token) >= 0 for token in sampled_token_ids[0])
         propose = functools.partial(
             self._propose, scheduler_output, sampled_token_ids, *args, **kwargs
@@ -81,7 +82,7 @@ class Recorder:
         return self.record(self._runner.input_batch.req_ids[0], emitted, propose)
 
     def propose_v2(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # By name, because vLLM may pass it in any position.
+        # Find it by name, because vLLM may pass it in any position.
         num_sampled = (
             inspect.signature(self._propose)
             .bind(input_batch, *args, **kwargs)
@@ -122,7 +123,7 @@ class Recorder:
         """
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []
-        # The Markov head reads the token before each drafted one: the anchor, then all drafted
+        # The Markov head reads the token before each drafted token: the anchor, then all drafted
         # tokens but the last.
         before = torch.tensor([int(given["input_ids"][0]), *drafted[:-1]])
         hidden, device = given["out"][0][-len(drafted) :], next(self._model.parameters()).device
@@ -173,7 +174,7 @@ def dump(run: EngineRun) -> dict[str, Any]:
 
 
 def rotate_in_pytorch(_: Any) -> Any:
-    """Rotate in PyTorch instead of in the CPU kernel."""
+    """Compute rotary embeddings in PyTorch instead of in the CPU kernel."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     return RotaryEmbedding.forward_native
@@ -182,8 +183,8 @@ def rotate_in_pytorch(_: Any) -> Any:
 def keep_imports_frozen() -> None:
     """Exempt all objects loaded so far from garbage collection.
 
-    Importing vLLM creates a million of them, and collecting these takes three of an engine's four
-    seconds on a CPU.
+    Importing vLLM creates a million of them, and collecting them takes three of the four seconds
+    that an engine needs on a CPU.
     """
     gc.collect()
     gc.freeze()

@@ -25,16 +25,16 @@ class EngineRun:
     prompts: Sequence[Sequence[int]]
     max_tokens: int = 12
     end_ids: Sequence[int] = ()
-    """Token ids that end an answer; without any, every answer has `max_tokens` tokens."""
+    """Token ids that end an answer. Without any, every answer has `max_tokens` tokens."""
     dtype: str = "float32"
     blocks_a_prompt: int = 4
-    """Number of blocks per prompt that are recorded with passes; later blocks have only tokens."""
+    """Number of blocks per prompt that are recorded with passes. Later blocks have only tokens."""
     recorded_prompts: int = 4
     kv_cache_bytes: int = 64 << 20
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `LLM`."""
+    """Additional arguments for `LLM`."""
     native_rotary: bool = False
-    """Rotate in PyTorch instead of in vLLM's CPU kernel."""
+    """Compute rotary embeddings in PyTorch instead of in vLLM's CPU kernel."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -49,11 +49,11 @@ class Block:
     """Number of tokens emitted before the block."""
     drafted: list[int]
     passes: list[dict[str, Any]]
-    """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if
+    """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list. Empty if
     they were not recorded.
     """
     confidence: list[float] = field(default_factory=list)
-    """The estimated acceptance of every drafted token; empty if the drafter has no estimates or
+    """The estimated acceptance of every drafted token. Empty if the drafter has no estimates or
     they were not recorded.
     """
 
@@ -73,7 +73,7 @@ class Dump:
         return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
 
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
-        """Return the engine's counts for each prompt; a request's last block is never verified."""
+        """Return the engine's counts for each prompt. A request's last block is never verified."""
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
         for block, num_accepted in self._verified():
             accepted[block.request].append(num_accepted)
@@ -97,8 +97,8 @@ class Dump:
         """Yield every verified block with the number of its accepted tokens."""
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:
-                # between two blocks, a request emits the first block's accepted tokens and one
-                # token of the target
+                # Between two blocks, a request emits the first block's accepted tokens and one
+                # token of the target.
                 yield block, after.num_output - block.num_output - 1
 
     def counts(self) -> AcceptanceCounts:
@@ -108,7 +108,7 @@ class Dump:
 def run_engine(
     runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None
 ) -> list[Dump]:
-    """Run the engines one after another in a child process; files and log go to `folder`.
+    """Run the engines one after another in a child process. Its files and log go to `folder`.
 
     `environment` is added to the child's environment variables.
 
@@ -119,8 +119,8 @@ def run_engine(
     outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
     spec, log = folder / "runs.json", folder / "vllm.log"
     spec.write_bytes(msgspec.json.encode(runs))
-    # on a CPU, torch and vLLM share OpenMP in this process, and several threads would wait for each
-    # other
+    # On a CPU, torch and vLLM share OpenMP in this process, and several threads would wait for each
+    # other.
     threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
     env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
     with process_group(
@@ -147,7 +147,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(run: EngineRun, path: Path) -> Dump:
-    # Only tensors, lists and numbers, so the loader can refuse all other objects.
+    # The file has only tensors, lists and numbers, so the loader can refuse all other objects.
     saved = torch.load(path, weights_only=True)
     return Dump(
         run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]]
@@ -155,7 +155,7 @@ def _read(run: EngineRun, path: Path) -> Dump:
 
 
 def relative_difference(mine_ND: Tensor, other_ND: Tensor) -> Tensor:
-    """max_D |mine - other| / max_D |other|, [N]; infinite where it would be NaN."""
+    """Return max_D |mine - other| / max_D |other|, [N], and infinity where it would be NaN."""
     apart_N = (mine_ND.float() - other_ND.float()).abs().amax(-1) / other_ND.float().abs().amax(
         -1
     ).clamp(min=1e-12)

@@ -122,7 +122,7 @@ def test_untouched_shards_are_linked_and_the_targets_manifest_is_not(tmp_path: P
 
 def test_stitching_over_the_target_is_refused(tmp_path: Path) -> None:
     head, _ = make_head("mimo", tmp_path)
-    with pytest.raises(FileExistsError, match=r"mimo\b.*another output folder"):
+    with pytest.raises(FileExistsError, match=r"mimo\b.*a different output folder"):
         stitch(tmp_path / "mimo", head.checkpoint_tensors(), tmp_path / "mimo", {})
 
 
