@@ -1,1 +1,1 @@
-"""Draft training: divergences, data, target signals, the step and its checkpoints."""
+"""Draft training: divergences, data, target signals, training steps and checkpoints."""

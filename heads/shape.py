@@ -111,7 +111,7 @@ class LlamaShape:
 
         Raises:
             ValueError: the query heads do not divide the hidden size or share the key heads evenly,
-                or         `from_config` fails.
+                or `from_config` fails.
         """
         chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
         shape = LlamaShape.from_config(target_config)

@@ -48,8 +48,9 @@ COMMON = frozenset(
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
     """Return the recipe for the family that the first argument names, and the other arguments.
 
-    Raises:     ValueError: the first argument names no family.     SystemExit: the help without a
-        family was printed.
+    Raises:
+        ValueError: the first argument names no family.
+        SystemExit: the help without a family was printed.
     """
     names = list_trained()
     if not args or args[0] in ("-h", "--help", "--help-all"):

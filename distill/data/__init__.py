@@ -1,1 +1,1 @@
-"""Data sets read, tokenised, labelled and packed into batches."""
+"""Read data sets, tokenise and label them, and pack them into batches."""

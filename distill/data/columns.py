@@ -1,4 +1,4 @@
-"""The columns of a row by the names used for conversations, and a count of the others."""
+"""Find a row's columns under the names used for conversations, and count the other columns."""
 
 import math
 from collections import Counter
@@ -52,7 +52,7 @@ class Columns:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a table cell has no value; pandas writes NaN there."""
+    """Whether a table cell has no value, for which pandas writes NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -70,7 +70,7 @@ class RowReader:
         return name, self.row[name]
 
     def _take_filled(self, column: str) -> tuple[str, Any] | None:
-        """Like `take`, but ignore an empty text, which is not JSON."""
+        """Like `take`, but ignore empty text, which is not JSON."""
         found = self.take((column,))
         return None if found and found[1] == "" else found
 
@@ -83,11 +83,11 @@ class RowReader:
         """Return the row's (messages, tools).
 
         Raises:
-            UnusableRowError: if the row has no conversation to learn.
+            UnusableRowError: the row has no conversation to learn.
         """
         self._refuse()
         messages = join_turns(self._messages())
-        # Tools in a message, as ChatGLM's data has them, or in a column.
+        # Tools may be in a message, as in ChatGLM's data, or in a column.
         tools = [
             tool
             for key in TOOL_KEYS
@@ -105,10 +105,10 @@ class RowReader:
         return bool(cut and cut[1]) or any(is_cut_reason(reason) for _, reason in reasons)
 
     def arguments(self) -> Arguments:
-        """Return the template arguments of the request that produced the answers; empty if unknown.
+        """Return the template arguments of the request that produced the answers. Empty if unknown.
 
         Raises:
-            UnusableRowError: if they are not an object.
+            UnusableRowError: they are not an object.
         """
         settings = self.row.get("settings")
         ours = settings.get("template_options") if isinstance(settings, dict) else None
@@ -122,11 +122,11 @@ class RowReader:
         """Return the ids of all answers as `redraft regenerate` wrote them, or else an empty list.
 
         Raises:
-            UnusableRowError: if they are incomplete.
+            UnusableRowError: they are incomplete.
         """
         found = self.row.get(TOKEN_IDS)
         first = found[0] if isinstance(found, list) and found else None
-        # a column of this name from another tool
+        # This is a column with the same name from a different tool.
         if not isinstance(first, dict) or first.keys() != KEYS:
             return []
         self.used.add(TOKEN_IDS)
@@ -148,8 +148,8 @@ class RowReader:
         refuse_media(column for column, value in self.row.items() if value)
 
     def _messages(self) -> list[Message]:
-        # The whole conversation first: ultrachat_200k has `prompt` in addition to `messages`.
-        # Merged sets have an empty list of messages next to a question and an answer.
+        # Check the whole conversation first: ultrachat_200k has `prompt` in addition to `messages`.
+        # Merged data sets may have an empty list of messages next to a question and an answer.
         conversation = self.take(CONVERSATIONS)
         if conversation and (
             messages := parse_list(conversation[1], f"a column {conversation[0]}")

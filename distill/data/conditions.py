@@ -1,6 +1,6 @@
-"""Five conditions on a turn before it is learned.
+"""Five conditions that a turn must meet before it is learned.
 
-A wrong loss mask lowers acceptance, and shows nowhere else."""
+A wrong loss mask lowers acceptance, and has no other visible effect."""
 
 import re
 from collections import Counter
@@ -16,11 +16,11 @@ ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn as served: the text that the model reads, and the text that it writes."""
+    """An assistant turn as served: the text that the model reads, and the text that it writes."""
 
     prompt: str
     answer: str
-    """Includes the end of turn."""
+    """The text that the model writes, including the end of turn."""
     arguments: Arguments = field(default_factory=dict)
     """Template arguments of the request with this prompt."""
 
@@ -40,7 +40,7 @@ class Content:
     call_names: tuple[str, ...]
     """Names of functions and arguments, each repeated as often as it must appear."""
     is_ended: bool
-    """False if the answer was truncated at a length limit."""
+    """Whether the answer ended by itself instead of at a length limit."""
 
 
 def broken_condition(
@@ -50,7 +50,7 @@ def broken_condition(
     form: ReasoningForm | None,
     ends: Collection[str] | None,
 ) -> str | None:
-    """Return the reason why a turn cannot be learned, or None if it can be.
+    """Return the reason why a turn cannot be learned, or None if it can.
 
     `rendered` is the rendered conversation through the answer, `form` is the form of the reasoning,
     and `ends` contains the texts of the stop tokens.
@@ -82,7 +82,7 @@ def broken_condition(
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
-    """Return the reason if a prompt lacks a text on which the answer depends, or else None."""
+    """Return the reason if a prompt lacks text on which the answer depends, or else None."""
     for name, text in (
         ("question", content.question),
         *(("system prompt", text) for text in content.systems),

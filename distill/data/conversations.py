@@ -1,4 +1,4 @@
-"""Conversations read from files, folders or the hub, and split into a training and a held-out part."""
+"""Read conversations from files, folders or the hub, and split off a held-out part."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Conversation(TypedDict):
     arguments: NotRequired[Arguments]
     """Template arguments of the request, if the data contains them."""
     turns: NotRequired[list[StoredTurn]]
-    """The token ids of each answer and of its prompt, as the server returned them."""
+    """Token ids of each answer and of its prompt, as the server returned them."""
     split_key: NotRequired[str]
     """Hash (hex) used for the split instead of the hash of the first user message."""
 
@@ -58,8 +58,8 @@ def split_held_out(
 ) -> tuple[list[Conversation], list[Conversation]]:
     """Split the conversations into (train, held out).
 
-    A `fraction` of all first questions is held out, with every conversation that begins with one of
-    them. Only the hashes of the questions decide, so every process holds out the same
+    A `fraction` of all first questions is held out, together with every conversation that begins
+    with one of them. Only the questions' hashes decide, so every process holds out the same
     conversations.
     """
     train: list[Conversation] = []
@@ -72,7 +72,7 @@ def split_held_out(
 
 
 def split_key(conversation: Conversation) -> str:
-    """Return the hash (hex) for `split_held_out`, which is that of the first user message.
+    """Return the hash (hex) for `split_held_out`, i.e. that of the first user message.
 
     Without a user message, it is the hash of the first message. A conversation with a `split_key`
     uses that key instead.
@@ -85,7 +85,7 @@ def split_key(conversation: Conversation) -> str:
 
 @dataclass(kw_only=True)
 class Overlap:
-    """Text that occurs twice in the training part, or in both parts, and is not trained on."""
+    """Counts of text that is not trained on, because it occurs twice or also in the other part."""
 
     held_out_answers: int = 0
     """Number of distinct held-out answers longer than MIN_SHARED_CHARS."""
@@ -112,8 +112,8 @@ def remove_overlap(
 ) -> tuple[list[Conversation], Overlap]:
     """Remove repetitions and held-out answers from the training conversations.
 
-    Returns the conversations that are left, and the counts. Short answers ("Yes.") are shared by
-    chance, and are kept.
+    Returns the remaining conversations and the counts. Short answers ("Yes."), which conversations
+    share by chance, are kept.
     """
     held_out_texts = {text for conversation in held_out for text in _answers(conversation)}
     overlap = Overlap(held_out_answers=len(held_out_texts))
@@ -171,13 +171,13 @@ def load_source(
       `source`;
     - a folder that contains only `.txt` and `.md` files: one document each.
 
-    Rows that cannot be used are skipped and counted by reason; files that are not read are counted
+    Rows that cannot be used are skipped and counted by reason. Files that are not read are counted
     by suffix.
 
     Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is corrupt or no row can be used; with `strict`, for the first row
-            that cannot be used.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is corrupt, or no row can be used; with `strict`, the first row that
+            cannot be used.
     """
     path = Path(source)
     if source in MADE:
@@ -207,9 +207,9 @@ def identify_conversations(source: str, split: str) -> list[Any]:
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:
-    """Let the whole conversation decide the split, not only its first question.
+    """Split by the whole conversation, not only by its first question.
 
-    The demos' small target was trained on one side of this split.
+    The demos' small target was trained on one part of this split.
     """
     conversation = cast(Conversation, row)
     return {**conversation, "split_key": conversation_hash(conversation["messages"])}
@@ -256,7 +256,7 @@ class Skipped:
 
 @dataclass(kw_only=True)
 class Loaded:
-    """The conversations from a source, and everything about it that they do not contain."""
+    """The conversations from a source, and counts of everything that was not read."""
 
     conversations: list[Conversation] = field(default_factory=list)
     columns: Columns = field(default_factory=Columns)
@@ -264,7 +264,7 @@ class Loaded:
     other_files: Counter[str] = field(default_factory=Counter)
     """Number of files that are not read, by suffix."""
     other_splits: Counter[str] = field(default_factory=Counter)
-    """Number of files from other splits, by split."""
+    """Number of files that belong to other splits, by split."""
 
     def lines(self) -> Iterator[str]:
         if self.other_files:
@@ -294,7 +294,7 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
         except UnusableRowError as error:
             if strict:
                 raise ValueError(
-                    f"{source}, {row.place}: {error}; without --data.strict it is skipped"
+                    f"{source}, {row.place}: {error} (without --data.strict, the row is skipped)"
                 ) from None
             loaded.skipped.add(row.place, error)
         else:
@@ -302,7 +302,7 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
     if domain_column and loaded.conversations and not loaded.columns.read[domain_column]:
         names = ", ".join(sorted(loaded.columns.read | loaded.columns.unread))
         raise ValueError(
-            f"{source} has no column {domain_column!r}, but {names}: choose the column with the "
+            f"{source} has no column {domain_column!r}, only {names}: choose the column with the "
             "domain"
         )
     if not loaded.conversations and loaded.skipped.counts:
@@ -323,7 +323,7 @@ def read_conversation(
     Columns and keys that are read, and those that are not, are counted in `columns`.
 
     Raises:
-        UnusableRowError: if there is no conversation.
+        UnusableRowError: there is no conversation.
     """
     reader = RowReader(row)
     messages, tools = reader.read()

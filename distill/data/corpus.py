@@ -1,11 +1,11 @@
-"""Conversations made from the Python standard library.
+"""Make conversations from the Python standard library.
 
-Text in two domains, available in every Python installation.
+Their text has two domains, and is available in every Python installation.
 
 `code`   the user asks for a function by its qualified name and signature; the assistant answers with the source
 `prose`  the user asks about an object; the assistant answers with the English documentation
 
-A third kind has questions only, for a target to answer (`function_questions`): complete a function,
+A third kind has only questions, for a target to answer (`function_questions`): complete a function,
 given its signature and docstring.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_ANSWER_CHARS = 900
-"""About 250 tokens of the small target's tokenizer: short enough for answers to end by themselves,
-as in a chat.
+"""Maximum length of an answer, about 250 tokens of the small target's tokenizer. Answers are short
+enough to end by themselves, as in a chat.
 """
 
 MIN_ANSWER_CHARS = 80
@@ -52,8 +52,8 @@ def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
 def function_questions(root: Path | None = None) -> Iterator[Conversation]:
     """Yield conversations that consist of one question.
 
-    Each asks a model to complete one of the standard library's functions that have a docstring.
-    They are in the order of their hashes.
+    Each asks a model to complete one of the standard library's functions that have a docstring. The
+    questions are in the order of their hashes.
     """
     found = set()
     for module, tree, _ in _modules(root or Path(sysconfig.get_path("stdlib"))):
@@ -135,7 +135,7 @@ def _definitions(
 def _source_without_docstring(
     node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> str:
-    # `lineno` is the line of `def`: decorators are left out.
+    # `lineno` is the line of `def`, so decorators are omitted.
     first, last = node.lineno - 1, node.end_lineno
     body = lines[first:last]
     if ast.get_docstring(node) is not None:
@@ -162,7 +162,7 @@ def _topics(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 def _cut(text: str, max_chars: int = MAX_ANSWER_CHARS) -> list[str]:
     """Cut `text` at line ends into parts of at most `max_chars` characters.
 
-    A longer line stays whole.
+    Longer lines are not cut.
     """
     parts: list[str] = []
     current = ""

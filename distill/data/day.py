@@ -1,6 +1,6 @@
 """The date that some chat templates write.
 
-One for a whole run, and the same when the run is continued.
+A run has only one date, which stays the same when the run is resumed.
 """
 
 import datetime
@@ -28,7 +28,7 @@ def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
 def keep_day(path: Path) -> datetime.date:
     """Return the date stored in a file, which is created with today's date if it is missing.
 
-    A run that is continued therefore keeps its first day.
+    A resumed run therefore keeps its first day.
     """
     if not path.exists():
         write_whole(path, choose_day().isoformat())

@@ -1,4 +1,4 @@
-"""Messages and tools in one shape, from any of the dialects in which conversations are published."""
+"""Read messages and tools into one form, from any dialect in which conversations are published."""
 
 import hashlib
 import json
@@ -9,10 +9,10 @@ from typing import Any
 from redraft.distill.data.rows import UnusableRowError
 
 Message = dict[str, Any]
-"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, `tool_calls`, as in
-the chat API but with the arguments as an object, `cut` if the server cut it, and `unlearned`. A
-tool's result has `name` or `tool_call_id` if the data has them. A content of several texts has
-`parts`, a list of them.
+"""A message has `role` and `content`, which is text. An assistant message may have `reasoning`
+(text), `tool_calls` (as in the chat API, but with the arguments as an object), `cut` if the server
+cut it, and `unlearned`. A tool result has `name` or `tool_call_id` if the data has them. Content of
+several texts also has `parts`, a list of these texts.
 """
 
 Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`
@@ -25,7 +25,7 @@ ROLES = {
     "developer": "system",
     **dict.fromkeys(("ipython", "function", "observation", "function_response"), "tool"),
 }
-"""Roles and speakers with another name, in lower case."""
+"""Roles for speakers with other names, in lower case."""
 
 CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("tool_calls", "function_call")
@@ -37,43 +37,46 @@ TOOL_KEYS = ("tools", "functions")  # keys of a system prompt with tools, in Cha
 MEDIA = re.compile(
     r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values"
 )
-"""Columns, and keys of a message, with a description of their text."""
+"""Columns and message keys for media, with a description of their content."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts with text, in both APIs
 
 PARAMETER_KEYS = ("parameters", "input_schema")
-"""Keys of a tool's definition with the schema of its arguments, in OpenAI's and in Anthropic's API.
+"""Keys of a tool definition that contain the schema of its arguments, in OpenAI's and in
+Anthropic's API.
 """
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-"""Keys of a tool call with its arguments, in OpenAI's API, Llama's, LangChain's and Anthropic's."""
+"""Keys of a tool call that contain its arguments, in OpenAI's API, Llama's, LangChain's and
+Anthropic's.
+"""
 
 EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is no call.
 
 FINISHES = ("finish_reason", "stop_reason")
-"""Keys of an answer, or columns about a row's last answer, with the reason why it ended, in
+"""Keys of an answer, or columns about a row's last answer, that contain the reason why it ended, in
 OpenAI's and Anthropic's APIs.
 """
 
 VERDICTS = ("weight", "train")
-"""Keys of an answer that is not to be learned if they are 0 or false, for OpenAI's fine-tuning and
-for axolotl.
+"""Keys that mark an answer as not to be learned if they are 0 or false, in OpenAI's fine-tuning and
+in axolotl.
 """
 
 CUTS = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
-"""Reasons for which a server ends an answer although the target has not ended it."""
+"""Finish reasons with which a server ends an answer that the target has not ended."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-"""Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and
-gpt-oss's template.
+"""Fields into which a server moves the reasoning: in vLLM today, in earlier vLLM and other servers,
+and in gpt-oss's template.
 """
 
 
 def conversation_hash(messages: Sequence[Message]) -> str:
     """Return the SHA-256 (hex) of the messages, which identifies a conversation.
 
-    Other columns do not count.
+    Other columns have no effect.
     """
     canonical = json.dumps(
         [_identity(m) for m in messages], ensure_ascii=False, separators=(",", ":")
@@ -90,7 +93,7 @@ def parse_list(value: Any, name: str) -> list[Any]:
     """Return a list, parsed from JSON if necessary.
 
     Raises:
-        UnusableRowError: if the value is anything else.
+        UnusableRowError: the value is anything else.
     """
     values = parse_json(value, name)
     if not isinstance(values, list):
@@ -124,15 +127,16 @@ def _speaker(raw: Mapping[str, Any]) -> str:
 
 
 def first_key(values: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """Return the first key with a value, preferably not an empty one; "" if there is none."""
+    """Return the first key with a value, preferably a non-empty one. "" if there is none."""
     there = [key for key in keys if values.get(key) is not None]
     return next((key for key in there if values[key]), there[0] if there else "")
 
 
 def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
-    """Return the keys with a value that is not read.
+    """Return the keys whose values are not read.
 
-    If several keys name the same thing, this includes those whose value differs from the one read.
+    If several keys have the same meaning, this includes those whose value differs from the value
+    that is read.
     """
     read = {key for keys in known for key in keys if raw.get(key) == raw.get(first_key(raw, keys))}
     return {
@@ -148,7 +152,7 @@ def read_messages(
     The names of unread keys are added to `unread`.
 
     Raises:
-        UnusableRowError: if the value contains no text.
+        UnusableRowError: the value contains no text.
     """
     value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str) or _is_whole_number(value):
@@ -163,7 +167,7 @@ def read_messages(
 def _is_whole_number(value: Any) -> bool:
     """Whether a value is an integer, which has only one textual form.
 
-    A `2.0`, in contrast, may be the 2 of a table with missing values.
+    In contrast, `2.0` may be the 2 of a table with missing values.
     """
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -174,7 +178,7 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     The names of unread keys are added to `unread`.
 
     Raises:
-        UnusableRowError: if the message has no text, or its calls are not JSON.
+        UnusableRowError: the message has no text, or its calls are not JSON.
     """
     role = _speaker(raw) if isinstance(raw, dict) else ""
     unread = set() if unread is None else unread
@@ -234,7 +238,7 @@ def _read_harmony_call(raw: Mapping[str, Any], unread: set[str]) -> Message:
 def join_turns(messages: Iterable[Message]) -> list[Message]:
     """Join consecutive assistant messages into the single turn that a server writes.
 
-    Some data sets store the thought, the text and each call of a turn in separate messages.
+    Some data sets store a turn's thought, text and calls in separate messages.
     """
     joined: list[Message] = []
     for message in messages:
@@ -250,7 +254,7 @@ def _continues_turn(first: Message, second: Message) -> bool:
         return False
     if first.get("unlearned") != second.get("unlearned"):
         return False
-    # Templates write a thought, then a text, then calls: in another order, they are turns.
+    # Templates write a thought, then text, then calls. In any other order, they are separate turns.
     is_text_after_call = "tool_calls" in first and second["content"].strip()
     return not is_text_after_call and "reasoning" not in second
 
@@ -271,13 +275,13 @@ def is_cut_reason(value: Any) -> bool:
 
 
 def refuse_media(names: Iterable[str]) -> None:
-    """Refuse a row whose text is about an image or a sound.
+    """Refuse a row whose text is about an image or audio.
 
     Raises:
-        UnusableRowError: if one of these columns or keys contains images or sound.
+        UnusableRowError: one of these columns or keys contains images or audio.
     """
     if media := next(filter(MEDIA.fullmatch, names), None):
-        raise UnusableRowError("with images or sound, which are not read", f"under {media}")
+        raise UnusableRowError("with images or audio, which are not read", f"under {media}")
 
 
 def _content(raw: Mapping[str, Any]) -> Any:
@@ -313,10 +317,10 @@ def _add_reasoning_and_calls(
 
 
 def read_text(content: Any) -> str:
-    """Return a message's content as a single text, without thinking.
+    """Return a message's content as a single text, without reasoning.
 
     Raises:
-        UnusableRowError: if the content is not text.
+        UnusableRowError: the content is not text.
     """
     if content is None:
         return ""
@@ -342,7 +346,7 @@ def _texts(parts: list[Any]) -> list[str]:
 def with_parts(message: Message) -> Message:
     """Return the message in the form that a request has.
 
-    Several texts in the content remain separate parts, because some templates read them one by one.
+    Several texts in the content stay separate parts, because some templates read them one by one.
     """
     if "parts" not in message:
         return message
@@ -352,7 +356,8 @@ def with_parts(message: Message) -> Message:
 
 def _part_text(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    # In a Parquet file, every part has all fields, e.g. an `image_url` of None next to the text.
+    # In a Parquet file, every part has all fields, e.g. `image_url` with the value None next to the
+    # text.
     if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
         raise UnusableRowError("content that is not text", f"a part of type {kind}")
     text: str = part["text"]
@@ -364,7 +369,7 @@ def _is_thinking(part: Any) -> bool:
 
 
 def _thinking_parts(content: Any) -> list[Any]:
-    """Return the reasoning in Mistral's content parts; each is a text or a list of parts."""
+    """Return the reasoning in Mistral's content parts, each of which is text or a list of parts."""
     parts = (
         [part.get("thinking") for part in content if _is_thinking(part)]
         if isinstance(content, list)
@@ -411,8 +416,7 @@ def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
 def read_tools(value: Any, unread: set[str]) -> list[Tool]:
     """Read function definitions, from a list or its JSON, into the form that templates expect.
 
-    The form is the one in which vLLM passes them to a template. The names of unread keys are added
-    to `unread`.
+    vLLM passes them to a template in this form. The names of unread keys are added to `unread`.
 
     Raises:
         UnusableRowError
@@ -425,8 +429,8 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRowError("with a tool that is not a function definition")
-    # The fields and their order are the same as in vLLM's request, because templates write them
-    # with `tojson`.
+    # Keep the fields and their order as in vLLM's request, because templates write them with
+    # `tojson`.
     fields = {
         "name": function["name"],
         "description": function.get("description"),

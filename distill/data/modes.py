@@ -1,6 +1,6 @@
 """Thinking modes: the template arguments of a request that switch a target's reasoning.
 
-Without transformers, because the learner names modes before it loads torch.
+This module does not import transformers, because the learner names modes before it loads torch.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ NO_EFFORTS = ("none", "no_think", "off")  # its levels at which a target does no
 
 
 def name_mode(arguments: Mapping[str, Any]) -> str:
-    """Return the thinking mode that a request's arguments ask for, in words; empty if none."""
-    # First, because vLLM adds `enable_thinking` to an effort.
+    """Return the thinking mode that a request's arguments ask for, in words. Empty if none."""
+    # Check this first, because vLLM adds `enable_thinking` to an effort.
     if (effort := arguments.get(EFFORT)) in (*EFFORTS, *NO_EFFORTS):
         return f"effort {effort}"
     switch = next((arguments[name] for name in SWITCHES if name in arguments), None)

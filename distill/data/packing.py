@@ -1,4 +1,7 @@
-"""Samples packed into rows of one length. Batches of these rows depend only on (seed, index)."""
+"""Pack samples into rows of equal length.
+
+Batches of these rows depend only on (seed, index).
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -15,10 +18,10 @@ from redraft.heads.draft import Batch
 def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
     """Return the sample indices for each row, assigned by best fit.
 
-    In an order drawn from `seed`, each sample goes into the fullest row that has room for it.
+    In a random order drawn from `seed`, each sample goes into the fullest row that has room for it.
 
     Raises:
-        ValueError: if a sample exceeds `capacity`.
+        ValueError: a sample exceeds `capacity`.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
@@ -41,7 +44,7 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
 
 
 def collate(rows: Sequence[Sequence[Sample]], width: int) -> Batch:
-    """Lay the samples of each row end to end, padded to `width` tokens."""
+    """Concatenate the samples of each row, padded to `width` tokens."""
     documents = [[(sample.input_ids, sample.loss_mask) for sample in row] for row in rows]
     return Batch.packed(documents, width=width)
 
@@ -66,7 +69,7 @@ class PackedDataset:
         """Return the number of batches per rank in one epoch.
 
         Raises:
-            ValueError: if the rows do not fill one batch.
+            ValueError: the rows do not fill one batch.
         """
         batches = len(self.rows) // (batch_size * num_ranks)
         if batches == 0:
@@ -84,8 +87,8 @@ class PackedDataset:
         The salt of the batch is the epoch.
         """
         epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
-        # The batches of all ranks next to each other: with 2 ranks of 4 rows, rank 1 starts with
-        # row 4, then row 12.
+        # The batches of all ranks are next to each other: with 2 ranks and 4 rows each, rank 1
+        # starts at row 4, then at row 12.
         first = (index_in_epoch * num_ranks + rank) * batch_size
         batch = self._collate(
             [self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]]
@@ -95,12 +98,13 @@ class PackedDataset:
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         """Return the order of the rows, which is computed from the seed.
 
-        A resumed run or another rank computes the same order. The last one is cached, because a
-        permutation of 500,000 rows takes 60 ms.
+        A resumed run and all other ranks compute the same order. The last order is cached, because
+        a permutation of 500,000 rows takes 60 ms.
         """
         if epoch != self._epoch:
             self._epoch = epoch
-            # A list and not a sum: seed 1 in epoch 2 and seed 2 in epoch 1 have different orders.
+            # A list instead of a sum, so that seed 1 in epoch 2 and seed 2 in epoch 1 have
+            # different orders.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         return self._order
 
@@ -109,12 +113,12 @@ class PackedDataset:
     ) -> Iterator[Batch]:
         """Yield each row from `first` on once, in batches.
 
-        All ranks receive the same number of batches with the same shapes; padding fills the gaps.
+        All ranks get the same number of batches with the same shapes. Padding fills the gaps.
         """
         for start in range(first, len(self.rows), batch_size * num_ranks):
             share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
-            # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is
-            # padding.
+            # E.g. with 5 rows, 2 ranks and batches of 4, both ranks get 3 rows, and the last row of
+            # rank 1 is padding.
             width = min(batch_size, -(-(len(self.rows) - start) // num_ranks))
             yield self._collate([*share, *[[]] * (width - len(share))])
 

@@ -1,7 +1,7 @@
-"""Token ids of texts that repeat each other: each piece between two special tokens is encoded once.
+"""Encode texts that repeat each other: each piece between two special tokens is encoded once.
 
-A conversation of four turns is rendered as four prompts and four texts with an answer, one the
-beginning of the next:
+A conversation of four turns is rendered as four prompts and four texts with an answer, each of
+which is the beginning of the next:
 
     <|user|>q1<|assistant|>                          a tokenizer cuts at special tokens before it does anything
     <|user|>q1<|assistant|>a1<|end|>                 else, and encodes every piece by itself. So the ids of a text are
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "'s", "{}", "")
-"""Texts whose ids depend on the neighbours, if anything in a tokenizer does."""
+"""Texts whose ids depend on their neighbours, if a tokenizer has any such dependence."""
 
 
 class PieceEncoder:
@@ -54,7 +54,7 @@ class PieceEncoder:
         if not self._borders:
             return [text]
         found = self._tokens.finditer(text)
-        # A token at the start of the text needs no cut: 0 is there already.
+        # A token at the start of the text needs no cut, because 0 is already in the list.
         starts = [
             0,
             *(m.start() for m in found if m.start() and m.group() in self._borders),
@@ -70,7 +70,7 @@ class PieceEncoder:
 
 
 class Pieces:
-    """Texts to encode in a single call, stored as the places of their pieces.
+    """Texts to encode in a single call, stored as the indices of their pieces.
 
     A fast tokenizer works in parallel, and the prompts of a conversation share most pieces.
     """
@@ -81,7 +81,7 @@ class Pieces:
         self._ids: list[NDArray[np.int32]] = []
 
     def add(self, text: str) -> NDArray[np.int32]:
-        """Return the places of a text's pieces, to be passed to `ids` after `encode`."""
+        """Return the indices of a text's pieces, to be passed to `ids` after `encode`."""
         places = self._places
         return np.array(
             [places.setdefault(p, len(places)) for p in self._encoder.cut(text)], np.int32
@@ -99,12 +99,13 @@ class Pieces:
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """Return (pattern of the tokens that a tokenizer matches first, those where a text may be cut).
+    """Return patterns for (the tokens that a tokenizer matches first, those where text may be cut).
 
-    Both match nothing if the words next to a token decide whether the tokenizer matches it.
+    Both match nothing if the text next to a token decides whether the tokenizer matches it.
     """
     added = list(tokenizer.added_tokens_decoder.values())
-    # Searched in the unmodified text; a tokenizer in Python searches for all of them in it.
+    # These are searched for in the unmodified text. A tokenizer written in Python searches for all
+    # of them there.
     first = [token for token in added if not token.normalized or not tokenizer.is_fast]
     none: tuple[re.Pattern[str], frozenset[str]] = re.compile("(?!)"), frozenset()
     if any(token.single_word for token in first) or getattr(

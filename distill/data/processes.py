@@ -1,4 +1,4 @@
-"""Chunks of work in processes, each with a tool that is made once."""
+"""Run chunks of work in processes, each with a tool that it makes once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Tool = TypeVar("Tool")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-# Fewer chunks are processed here, because a process takes some seconds to import what it needs.
+# If there are fewer chunks, they are processed here, because a process takes some seconds to import
+# what it needs.
 MIN_CHUNKS = 32
 MAX_PROCESSES = 32
 
@@ -36,15 +37,15 @@ def map_in_processes(
     one core, the work is done in this process.
 
     Raises:
-        RuntimeError: if a process was killed.
+        RuntimeError: a process was killed.
     """
     cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
     tool = make()  # also if the chunks go to processes, so that a wrong argument shows here
     if cores < 2 or len(chunks) < MIN_CHUNKS:
         yield from (work(tool, chunk) for chunk in chunks)
         return
-    # Spawned, because a fork of a process that has a target in memory, CUDA and gloo's threads is
-    # not safe.
+    # Spawn the processes, because forking a process that has a target in memory, CUDA and gloo's
+    # threads is not safe.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(cores, context, _start, (work, make, os.getpid()))
     try:

@@ -1,4 +1,4 @@
-"""The tags in which models write their reasoning, and messages split at them."""
+"""The tags in which models write their reasoning, and functions that split messages at them."""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ReasoningForm:
 
     @cached_property
     def empty(self) -> re.Pattern[str]:
-        """Matches tags without reasoning, or only the closing tag, at the start of a text."""
+        """Pattern for tags without reasoning, or only the closing tag, at the start of a text."""
         opening, closing = map(re.escape, self.tags)
         return re.compile(rf"\s*(?:{opening})?\s*{closing}\s*")
 
@@ -60,7 +60,10 @@ class ReasoningForm:
         return thought.strip(), said.removesuffix(self.after) if self.after else said.lstrip()
 
     def read_open(self, content: str) -> str:
-        """Return the reasoning in a text that ends before its closing tag; otherwise empty."""
+        """Return the reasoning in a text that ends before its closing tag.
+
+        Empty for any other text.
+        """
         opening, text = self.tags[0], content.lstrip()
         is_open = text.startswith(opening) and not any(tag in content for tag in CLOSING_TAGS)
         return text.removeprefix(opening).strip() if is_open else ""
@@ -68,7 +71,7 @@ class ReasoningForm:
 
 THINK = ReasoningForm("<think>\n", "\n</think>\n\n")
 
-# Granite first, because THINK would read such text too.
+# Granite comes first, because THINK would also match such text.
 REASONING_FORMS = (
     ReasoningForm("<think>", "</think><response>", "</response>"),  # Granite 3.3
     THINK,  # Qwen3, DeepSeek-R1, SmolLM3
@@ -83,7 +86,7 @@ def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] |
     """Return (reasoning, answer, the form used in the content) for an assistant message.
 
     Return None if there is no reasoning. The form is None if the reasoning is in a field. If a
-    thought does not close, the answer is empty.
+    thought is not closed, the answer is empty.
     """
     if message["role"] != "assistant":
         return None
@@ -100,7 +103,7 @@ def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] |
 
 
 def is_cut(message: Message) -> bool:
-    """Whether the server cut an assistant message: it is marked as cut, or its thought is open."""
+    """Whether the server cut an assistant message: it is marked as cut or has an open thought."""
     opens = any(form.read_open(message["content"]) for form in REASONING_FORMS)
     return message["role"] == "assistant" and (message.get("cut", False) or opens)
 

@@ -1,4 +1,4 @@
-"""Conversations rendered as they are served.
+"""Render conversations as they are served.
 
 This module finds the prompt of every assistant turn, and the text that the target writes after it.
 
@@ -55,9 +55,9 @@ class Renderer:
         day: datetime.date | None = None,
         ends: Collection[int] | None = None,
     ) -> None:
-        """`day` is the date for a template that writes today's date.
+        """Take `day`, the date for a template that writes today's date.
 
-        `ends` are the stop ids; without them, the first special token after an answer is its end.
+        `ends` are the stop ids. Without them, the first special token after an answer is its end.
         """
         self.tokenizer, self.template_options = tokenizer, template_options
         if writes_date(tokenizer):
@@ -66,7 +66,7 @@ class Renderer:
                     "the chat template contains today's date: set one date for the whole run"
                 )
             midnight = datetime.datetime.combine(day, datetime.time())
-            # An option shadows the global of the same name, which reads the clock.
+            # An option hides the global with the same name, which reads the clock.
             self.template_options = {"strftime_now": midnight.strftime, **template_options}
         special = {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
@@ -89,8 +89,8 @@ class Renderer:
         The template options of this renderer take precedence over a request's `arguments`.
 
         Raises:
-            ValueError: if there is no chat template.
-            jinja2.TemplateError: if the template refuses the messages or fails; a server then
+            ValueError: there is no chat template.
+            jinja2.TemplateError: the template refuses the messages or fails; a server then
                 answers with status 400.
         """
         if self.tokenizer.chat_template is None:
@@ -125,7 +125,7 @@ class Renderer:
     ) -> tuple[list[T], Counter[str]]:
         """Return `keep(turn)` for each assistant turn, and the counts of refused answers by reason.
 
-        Only turns that follow another message are included. A last turn that was cut has no end.
+        Only turns that follow a message are included. A last turn that was cut has no end.
 
         Raises:
             jinja2.TemplateError
@@ -143,7 +143,7 @@ class Renderer:
         """Render the prompt for an answer to `messages`, in a request with these arguments.
 
         Raises:
-            jinja2.TemplateError: if the template refuses them.
+            jinja2.TemplateError: the template refuses them.
         """
         return self.retry_without_opening(
             messages,
@@ -159,7 +159,7 @@ class Renderer:
     def retry_without_opening(
         messages: Sequence[Message], work: Callable[[Sequence[Message]], T]
     ) -> T:
-        """Return `work(messages)`; if the template refuses them, retry without the opening answers.
+        """Return `work(messages)`. If the template refuses them, retry without the opening answers.
 
         A third of ShareGPT's conversations begin with assistant messages, because long chats were
         cut.
@@ -176,7 +176,8 @@ class Renderer:
         self, messages: Sequence[Message], conversation: Conversation, keep: Callable[[Turn], T]
     ) -> tuple[list[T], Counter[str]]:
         cut = len(messages) - 1 if conversation.get("cut") else None
-        # The context as a client sends it back; the writer gets the answer as the model wrote it.
+        # The context is as a client sends it back. The writer gets the answer as the model wrote
+        # it.
         context = [self.as_context(message) for message in messages]
         turns, refused = [], Counter[str]()
         given = self.known_arguments(conversation)
@@ -207,7 +208,7 @@ class Renderer:
 
     @cached_property
     def arguments(self) -> list[Arguments]:
-        """The request arguments with which this template starts an answer, the default first."""
+        """Return the request arguments with which this template starts answers, default first."""
         fixed = set(self.template_options)
         return [
             arguments
@@ -227,8 +228,8 @@ class Renderer:
     def arguments_for(self, given: Arguments, *, thinks: bool) -> list[Arguments]:
         """Return the arguments with which a request gets an answer with a thought, or without one.
 
-        All of them include `given`. A template may write a thought after a prompt that switches the
-        reasoning off, but the target never does.
+        All of them include `given`. A template may render a thought after a prompt that switches
+        the reasoning off, but the target never writes one there.
         """
         if asks_for_thought(given) is not None:
             return [given]
@@ -242,8 +243,9 @@ class Renderer:
     def _asked_thought(self) -> dict[str, bool | None]:
         """Whether the prompt for each entry of `arguments` asks for a thought.
 
-        The value is None if the prompt for a short question does not show it. Prompts are compared,
-        because the default is the same as one of the others, and some arguments change nothing.
+        The value is None if the prompt for a short question does not show it. The prompts are
+        compared, because the default equals one of the other settings, and some arguments change
+        nothing.
         """
         prompts = dict[str, str]()
         asked: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
@@ -253,7 +255,8 @@ class Renderer:
                 prompts[repr(arguments)] = text
                 asked[asks_for_thought(arguments)].add(text)
         on, off = asked[True] - asked[False], asked[False] - asked[True]
-        # A template that only grades the effort, as gpt-oss's, writes answers without a thought too.
+        # A template with only an effort level, like gpt-oss's, also renders answers without a
+        # thought.
         meaning = {**dict.fromkeys(on, True), **dict.fromkeys(off, False)} if on and off else {}
         return {key: meaning.get(text) for key, text in prompts.items()}
 
@@ -263,9 +266,9 @@ class Renderer:
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """The target's reasoning form, identified by the tags in its chat template or vocabulary.
+        """Return the target's reasoning form, by the tags in its chat template or vocabulary.
 
-        None if neither contains such tags.
+        Return None if neither contains such tags.
         """
         template, vocabulary = str(self.tokenizer.chat_template), self.tokenizer.get_vocab()
         # The template takes precedence over the vocabulary, which may also contain tags of other
@@ -279,8 +282,8 @@ class Renderer:
 
     @cached_property
     def reads_reasoning_from(self) -> Literal["fields", "content"]:
-        """The part of a message from which the template reads the reasoning."""
-        # The template writes the probe if it reads one of the fields.
+        """Return the part of a message from which the template reads the reasoning."""
+        # The template writes the probe if it reads one of these fields.
         answer = {"role": "assistant", "content": "so", **dict.fromkeys(REASONING_FIELDS, PROBE)}
         try:
             return "fields" if PROBE in self([*QUESTION, answer], prompt=False) else "content"
@@ -290,19 +293,19 @@ class Renderer:
     def as_context(self, message: Message) -> Message:
         """Return the message as a client sends it back to the server.
 
-        Its reasoning is in the field, or in the content, in which the answer came. A template that
-        does not read the field drops the reasoning.
+        Its reasoning is in the field or the content, depending on where the answer had it. A
+        template that does not read the field drops the reasoning.
         """
         if (split := split_reasoning(message)) is None:
             return message
         thought, said, form = split
         if form is None or self.reads_reasoning_from == "fields":
             return {**without_reasoning(message, said), **dict.fromkeys(REASONING_FIELDS, thought)}
-        # A plain template contains no tags, so the text stays.
+        # A plain template has no tags, so the text stays unchanged.
         return message if self.reasoning_form in (None, form) else without_reasoning(message, said)
 
     def as_answer(self, message: Message) -> Message:
-        """Return the message with its reasoning in the place from which the template reads it.
+        """Return the message with its reasoning where the template reads it.
 
         The reasoning is in the fields, or in the content between the template's own tags.
         """
@@ -314,7 +317,7 @@ class Renderer:
         return without_reasoning(message, self.reasoning_form.write(thought, said))
 
     def through_end(self, tail: str) -> str:
-        """Return `tail` through the first stop token; empty if other text precedes this token."""
+        """Return `tail` through the first stop token. Empty if other text precedes this token."""
         found = self._end.search(tail)
         is_next = found and not self.special.sub("", tail[: found.start()]).strip()
         return tail[: found.end()] if found and is_next else ""
@@ -324,7 +327,7 @@ class Renderer:
         return found.group() if found else ""
 
     def read_end(self, answer: str) -> str:
-        """Return the special token at the end of an answer; empty if there is none."""
+        """Return the special token at the end of an answer. Empty if there is none."""
         tokens = self.ends or [match.group() for match in self.special.finditer(answer)][-1:]
         return next((token for token in tokens if answer.endswith(token)), "")
 
@@ -334,7 +337,7 @@ class Renderer:
 
 
 class PackedTurn(NamedTuple):
-    """A turn in a batch, with its texts stored as the places of pieces."""
+    """A turn in a batch, with its texts stored as the indices of pieces."""
 
     prompt: NDArray[np.int32]
     whole: NDArray[np.int32]
@@ -360,11 +363,11 @@ class TurnBatch:
     def ids(self, turn: PackedTurn) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return (prompt ids, answer ids), with the prompt tokenised by itself, as by a server.
 
-        The answer's ids are those that follow the prompt's ids in the text as a whole. If a token
-        merges across the border, the answer is tokenised alone.
+        The answer's ids are those that follow the prompt's ids in the whole text. If a token spans
+        the border, the answer is tokenised by itself.
         """
         prompt, whole = self._pieces.ids(turn.prompt), self._pieces.ids(turn.whole)
-        # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
+        # E.g. a prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
         keeps_prompt = np.array_equal(whole[: len(prompt)], prompt)
         return prompt, whole[len(prompt) :] if keeps_prompt else np.array(
             self._encode([turn.answer])[0], np.int32
@@ -374,7 +377,7 @@ class TurnBatch:
 def as_parts(message: Message) -> Message:
     """Return the message as vLLM passes it to a template that reads parts.
 
-    A tool result remains text.
+    A tool result stays text.
     """
     if message["role"] == "tool":
         return message
@@ -400,7 +403,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def count_unprompted(messages: Sequence[Message]) -> int:
-    """Count the answers at the beginning of a conversation, which have nothing to answer."""
+    """Count the answers at the beginning of a conversation, which do not follow a question."""
     return sum(_is_answer(message) for message in messages[: _num_opening(messages)])
 
 

@@ -1,9 +1,9 @@
-"""Rows of data files.
+"""Read rows of data files.
 
-JSON Lines, JSON lists and Parquet, plain or compressed, in one file, a folder or the hub.
+They are JSON Lines, JSON lists or Parquet, plain or compressed, in a file, a folder or on the hub.
 
-A damaged row is yielded as an `UnusableRowError` in place of its values, so the caller decides
-whether to go on.
+Instead of a damaged row, an `UnusableRowError` is yielded, so that the caller decides whether to
+continue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TEXTS = (".txt", ".md")
 class UnusableRowError(ValueError):
     """A row that is not a conversation to learn from.
 
-    `reason` is short and identical for all rows with the same fault, so that they can be counted;
+    `reason` is short and identical for all rows with the same fault, so that they can be counted.
     `detail` describes the individual row.
     """
 
@@ -55,10 +55,10 @@ class UnusableRowError(ValueError):
 @dataclass(frozen=True)
 class Row:
     place: str
-    """Location in the source for messages: `row 7`, or `part.jsonl, line 7` in a folder."""
+    """Location in the source, for error messages: `row 7`, or `part.jsonl, line 7` in a folder."""
     values: dict[str, Any] | UnusableRowError
     domain: str = "all"
-    """Domain of the row. Without a domain column, the first folder below the source."""
+    """Domain of the row. Without a domain column, it is the first folder below the source."""
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:
@@ -144,7 +144,7 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
         return saved
     if split not in saved:
         raise ValueError(
-            f"{folder} has no split {split}, but {', '.join(saved)}: choose one with --data.split"
+            f"{folder} has no split {split}, only {', '.join(saved)}: choose one with --data.split"
         )
     return saved[split]
 
@@ -175,8 +175,8 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, and below the folders to which its links point.
 
     Raises:
-        FileNotFoundError: if the link to a data file is broken.
-        OSError: if a folder cannot be read.
+        FileNotFoundError: the link to a data file is broken.
+        OSError: a folder cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -185,7 +185,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     entered = {folder.resolve()}
     for place, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         parent = Path(place)
-        # A snapshot from the hub contains .cache/huggingface with its own JSON files.
+        # A snapshot from the hub contains .cache/huggingface, which has JSON files of its own.
         below = {name: (parent / name).resolve() for name in folders if not name.startswith(".")}
         folders[:] = sorted(name for name, real in below.items() if real not in entered)
         entered |= set(below.values())
@@ -248,14 +248,14 @@ def _find_compression(path: Path, start: bytes) -> str:
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     """Yield the content of all frames.
 
-    zstandard's own reader stops at a frame whose end is missing as it does at a complete one.
+    zstandard's own reader does not distinguish a frame without an end from a complete one.
 
     Raises:
-        EOFError: if the last frame has no end.
+        EOFError: the last frame has no end.
     """
     block = file.read(ZSTD_BLOCK)
     while True:
-        # The largest window: that of `zstd --long=31`.
+        # This is the largest window, that of `zstd --long=31`.
         frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         while not frame.eof:
             if not block:
@@ -267,7 +267,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a stream."""
+    """A stream over blocks of bytes."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._rest = blocks, memoryview(b"")
@@ -308,10 +308,10 @@ def _numbered(rows: Iterable[Any]) -> Iterator[Row]:
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
-    """Yield the rows of a JSON list; a single object, and JSON Lines named .json, are read too."""
+    """Yield the rows of a JSON list, a single object, or JSON Lines in a file named .json."""
     content = file.read().removeprefix(codecs.BOM_UTF8)
     try:
-        # JSON Lines under this name fail at the second line, and are read line by line below.
+        # JSON Lines under this name fail at the second line, and are then read line by line below.
         value = json.loads(content)
     except (ValueError, RecursionError):
         value = None
@@ -326,7 +326,8 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
 def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
     """Yield the rows of JSON Lines.
 
-    The lines are parsed here, because `datasets` would fail on a field that the first rows lack.
+    The lines are parsed here, because `datasets` would fail on a field that is missing in the first
+    rows.
     """
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -374,7 +375,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = _first_line(error)
         if any(words in reason for words in ("Config name is missing", "BuilderConfig")):
-            # The names are in a line below.
+            # The names of the configs are in a line below.
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
             f"{source} is not a {', '.join(TABLES)} file, not a folder, and cannot be loaded "
@@ -385,7 +386,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
 def _without_missing(value: Any) -> Any:
     """Return a table's value without any None in it.
 
-    A table gives every struct all fields, e.g. those of another tool's call.
+    A table gives every struct all fields, e.g. those of a different tool's call.
     """
     if isinstance(value, dict):
         return {key: _without_missing(field) for key, field in value.items() if field is not None}

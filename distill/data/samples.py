@@ -3,8 +3,8 @@
 Every assistant turn is rendered exactly as it is served.
 
 A template may rewrite earlier turns (Qwen3 drops the `<think>`). So a turn joins the sample of the
-turns before it only if the served prompt starts with exactly the tokens of this sample; otherwise a
-new sample begins.
+turns before it only if the served prompt starts with exactly the tokens of this sample. Otherwise,
+a new sample begins.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
 
 CHUNK, CHUNK_CHARS = 256, 1 << 20
-"""Most conversations, and about the most characters, tokenised in one call: a fast tokenizer works
-on them in parallel, with some hundred bytes of memory for each token.
+"""Maximum number of conversations, and about the maximum number of characters, that are tokenised
+in one call. A fast tokenizer works on them in parallel, and takes some hundred bytes of memory per
+token.
 """
 
 
@@ -45,9 +46,9 @@ on them in parallel, with some hundred bytes of memory for each token.
 class Sample:
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    """True if token t is a label: an assistant token or the end of turn."""
+    """Whether token t is a label, i.e. an assistant token or the end of turn."""
     conversation: str
-    """`conversation_hash` of the source."""
+    """`conversation_hash` of the source conversation."""
     domain: str
     arguments: str = "{}"
     """Template arguments of the sample's first answer, as JSON."""
@@ -60,41 +61,41 @@ class SampleStats:
     tokens: int = 0
     labels: int = 0
     cut: int = 0
-    """Number of conversations truncated at a turn because the next answer ends beyond the window.
+    """Number of conversations cut at a turn because the next answer ends beyond the window.
     """
     truncated: int = 0
-    """Number of answers truncated at the window because there is no earlier turn to cut at."""
+    """Number of answers cut at the window because there is no earlier turn to cut at."""
     left_out: int = 0
-    """Number of answers left out because they end beyond the window, after others of the same
+    """Number of answers omitted because they end beyond the window, after other answers of the same
     conversation.
     """
     beyond_window: int = 0
     """Number of conversations whose first answer begins beyond the window."""
     labels_beyond: int = 0
-    """Number of labels of these three kinds that are in no sample."""
+    """Number of labels that are in no sample because of these cuts and omissions."""
     without_answer: int = 0
     """Number of conversations without a non-empty assistant turn."""
     unprompted: int = 0
     """Number of answers at the start of a conversation, with no prompt before them."""
     lone_tokens: int = 0
-    """Number of final tokens of plain texts left alone in a window, with nothing to learn."""
+    """Number of plain texts whose last token is alone in a window, with nothing to learn."""
     refused_answers: Counter[str] = field(default_factory=Counter)
     """Number of answers that are used as context only, by reason."""
     examples: dict[str, str] = field(default_factory=dict)
-    """The first question refused for each reason."""
+    """The first question whose answer was refused, for each reason."""
     arguments: Counter[str] = field(default_factory=Counter)
     """Number of answers by the template arguments (JSON) with which a server starts them."""
     ends: Counter[str] = field(default_factory=Counter)
-    """Number of answers by stop token; empty for truncated answers."""
+    """Number of answers by stop token, which is empty for truncated answers."""
     exact: int = 0
     """Number of answers whose token ids, and those of their prompt, come from the server."""
     foreign_ids: int = 0
-    """Number of conversations with another tokenizer's ids, which were tokenised again from their
-    text.
+    """Number of conversations with a different tokenizer's ids, which were tokenised again from
+    their text.
     """
     marked_texts: int = 0
-    """Number of plain texts that contain special tokens: a rendered chat would also train on user
-    turns.
+    """Number of plain texts that contain special tokens. They may be rendered chats, which would
+    also train on user turns.
     """
     refusals: Counter[str] = field(default_factory=Counter)
     """Number of refused conversations, by the first line of the error."""
@@ -123,7 +124,7 @@ class SampleStats:
 
     @property
     def share_beyond(self) -> float:
-        """Share of all labels that are left out because they lie beyond the window."""
+        """Share of all labels that are omitted because they lie beyond the window."""
         return self.labels_beyond / max(self.labels + self.labels_beyond, 1)
 
     def chosen_arguments(self) -> Arguments:
@@ -171,7 +172,7 @@ COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "in
 def build_samples(
     conversations: Sequence[Conversation], tokenizer: Any, **options: Any
 ) -> tuple[list[Sample], SampleStats]:
-    """Return the samples and their statistics; options and errors are those of `stream_samples`."""
+    """Return the samples and their statistics. Options and errors are those of `stream_samples`."""
     stats = SampleStats()
     return list(stream_samples(conversations, tokenizer, stats, **options)), stats
 
@@ -191,17 +192,17 @@ def stream_samples(
     """Yield samples of at most `max_length` tokens, and count them in `stats`.
 
     The samples are in the order of the conversations' hashes. A conversation that is too long is
-    cut after the last answer that fits, and the rest is dropped. If not even the first answer fits,
-    it is cut in the middle. A plain document that is too long is cut into several samples.
+    cut after the last answer that fits, and the remainder is dropped. If not even the first answer
+    fits, that answer is cut. A plain document that is too long is split into several samples.
     `template_options` are passed to the chat template as in a request, e.g. `enable_thinking`. A
-    template that writes today's date writes `day` instead, which it then requires. `ends` are the
-    stop ids: if they are given, an answer whose end of turn is another token is refused.
+    template that writes today's date writes `day` instead, which is then required. `ends` are the
+    stop ids. If they are given, an answer with a different end of turn is refused.
 
     Raises:
-        ValueError: if nothing is left for the `purpose` (raised at the end), or if a chat template
-            is needed but the tokenizer has none.
+        ValueError: nothing is left for the `purpose` (raised at the end), or a chat template is
+            needed but the tokenizer has none.
     """
-    # By hash, so that the samples do not depend on the order of the rows in a file.
+    # Sort by hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
     chunks = list(_chunks((key, conversations[i]) for key, i in ordered))
     stats.conversations += len(conversations)
@@ -250,13 +251,13 @@ def held_out_prompts(
     The prompts are taken from each domain in turn, and the conversations' hashes decide which ones.
     Prompts that occur in `beside` are excluded, and so are repeats: an answer follows from its
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
-    left out too, and plain documents have no prompt. One line is printed with the number of prompts
-    left out for each reason. `template_options` and `day` are those of `stream_samples`. By
+    excluded too, and plain documents have no prompt. One line is printed with the number of
+    excluded prompts for each reason. `template_options` and `day` are those of `stream_samples`. By
     default, a prompt uses its conversation's own arguments, or else the arguments of most answers.
     If the prompts then ask for several thinking modes, each domain is split by mode.
 
     Raises:
-        ValueError: if no prompt is left.
+        ValueError: no prompt is left.
     """
     usual: Arguments = {}
     if template_options is None:
@@ -268,7 +269,7 @@ def held_out_prompts(
             left_out["plain texts"] += 1
         else:
             by_domain.setdefault(conversation["domain"], []).append(conversation)
-    # One conversation of each domain per round, so that a small domain is not lost among large
+    # Take one conversation of each domain per round, so that a small domain is not lost among large
     # ones.
     in_turns = (
         c
@@ -295,14 +296,14 @@ def held_out_prompts(
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if conversations and left_out["plain texts"] == len(conversations):
         raise ValueError(
-            "plain texts contain no prompts to evaluate on: provide some with --data.prompts FILE (of "
-            "eval, --prompts)"
+            "plain texts contain no prompts to evaluate on: give some with --data.prompts FILE "
+            "(redraft eval: --prompts)"
         )
     if not prompts:
         raise ValueError(
             f"none of {len(conversations):,} conversations has a prompt of at most {max_length} "
-            "tokens: raise --data.max-prompt-tokens (of eval, "
-            f"--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
+            "tokens: raise --data.max-prompt-tokens (redraft eval: "
+            "--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
         )
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")
@@ -330,7 +331,7 @@ def choose_arguments(
 def _prompt(
     conversation: Conversation, render: Renderer, arguments: Arguments, max_length: int
 ) -> Prompt | str:
-    """Render the last assistant turn's prompt as a server does, or return why it is left out."""
+    """Render the last assistant turn's prompt as a server does, or return why it is excluded."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -353,7 +354,8 @@ def _chunk_samples(
 ) -> tuple[list[Sample], SampleStats]:
     samples, stats, batch = [], SampleStats(), render.batch()
     exact = [_exact_turns(conversation, render, stats) for _, conversation in chunk]
-    # All turns in one call: conversations share pieces, and a fast tokenizer works in parallel.
+    # Encode all turns in one call, because conversations share pieces and a fast tokenizer works in
+    # parallel.
     turns = [
         ([], []) if ours else _turns(conversation, render, batch, stats)
         for (_, conversation), ours in zip(chunk, exact, strict=True)
@@ -388,7 +390,7 @@ def _exact_turns(
 ) -> list[StoredTurn]:
     """Return the turns with the server's token ids.
 
-    The list is empty if the data has no token ids, or if another tokenizer produced them.
+    The list is empty if the data has no token ids, or if a different tokenizer produced them.
     """
     turns = conversation.get("turns", [])
     answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
@@ -405,14 +407,14 @@ def _exact_turns(
 
 
 def _decode(turn: StoredTurn, tokenizer: Any) -> str:
-    """Return the text of an answer; empty if an id is outside the vocabulary."""
+    """Return the text of an answer. Empty if an id is outside the vocabulary."""
     if max(int(part.max(initial=0)) for part in turn[1:]) >= len(tokenizer):
         return ""
     return str(tokenizer.decode(turn.answer_A.tolist()))
 
 
 def _has_written(text: str, answer: Message) -> bool:
-    """Whether a decoded answer equals the one in the data, so both come from the same tokenizer."""
+    """Whether a decoded answer equals the data's, so that both come from the same tokenizer."""
     said = [part for part in (answer["content"], answer.get("reasoning", "")) if part.strip()]
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     return bool(text) and all(is_in(part, text) for part in said or names)
@@ -458,14 +460,14 @@ def _documents(
     num_left_out = num_truncated = 0
     for prompt, answer in turns:
         # Turns ([u1], [a1]) and ([u1 a1 u2], [a2]) make one document u1 a1 u2 a2 with the mask 0 1
-        # 0 1. If the second prompt drops a part of a1, they make two.
+        # 0 1. If the second prompt drops a part of a1, they make two documents.
         mask = np.zeros(len(prompt), np.bool_)
         ids = documents[-1][0] if documents else prompt[:0]
         grows = np.array_equal(prompt[: len(ids)], ids)
         # A prompt contains all earlier turns, so this is the remaining space in the sample.
         room = max_length - len(prompt)
-        # only a first answer is cut in the middle, because otherwise nothing of the conversation
-        # would be left
+        # Only a first answer is cut in the middle, because otherwise nothing of the conversation
+        # would be left.
         if room < 1 or (room < len(answer) and documents):
             num_left_out += 1
             stats.labels_beyond += len(answer)
@@ -478,7 +480,7 @@ def _documents(
         labels = np.concatenate([mask, np.ones(len(answer), np.bool_)])
         documents.append((np.concatenate([prompt, answer]), labels))
     stats.truncated += num_truncated
-    # Cut at a turn or in an answer, not both.
+    # Cut either at a turn or in an answer, not at both.
     stats.cut += bool(documents and num_left_out and not num_truncated)
     stats.left_out += num_left_out if documents else 0
     stats.beyond_window += bool(num_left_out and not documents)
@@ -493,7 +495,7 @@ def _text_documents(
     The first token of each window is not a label, because nothing precedes it.
     """
     tokenizer = render.tokenizer
-    # A rendered text has the tokenizer's first token.
+    # A rendered text already has the tokenizer's first token.
     is_begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids = np.array(
         tokenizer(text, verbose=False, add_special_tokens=not is_begun)["input_ids"], np.int32
@@ -508,7 +510,7 @@ def data_hash(samples: Iterable[Sample]) -> str:
     """Return the SHA-256 (hex) over the token ids and masks, in order."""
     digest = hashlib.sha256()
     for sample in samples:
-        # The length first: the samples [1], [2, 3] and [1, 2], [3] differ.
+        # Hash the length first, so that the samples [1], [2, 3] and [1, 2], [3] differ.
         digest.update(len(sample.input_ids).to_bytes(8, "little"))
         digest.update(sample.input_ids.astype("<i4").tobytes())
         digest.update(np.packbits(sample.loss_mask).tobytes())

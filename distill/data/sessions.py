@@ -1,4 +1,4 @@
-"""Sessions with tools: the token ids of their turns, and the results that fit a target's calls.
+"""Sessions with tools: the token ids of their turns, and tool results that fit a target's calls.
 
 P = tokens of a prompt, A = tokens of an answer
 """
@@ -18,7 +18,7 @@ KEYS = {"kept", "prompt", "answer"}
 
 
 class TokenTurn(NamedTuple):
-    """The tokens of the prompt that a server received, and those that the target wrote."""
+    """The prompt tokens that a server received, and the tokens that the target wrote."""
 
     prompt_P: NDArray[np.int32]
     answer_A: NDArray[np.int32]
@@ -30,7 +30,7 @@ class TokenTurn(NamedTuple):
 
 
 class StoredTurn(NamedTuple):
-    """A turn in a session, stored as only the tokens that are new in it."""
+    """A turn in a session, of which only the new tokens are stored."""
 
     kept: int
     """Number of prompt tokens shared with the start of the previous turn."""
@@ -44,7 +44,7 @@ class StoredTurn(NamedTuple):
 
 
 def pack_turns(turns: Iterable[TokenTurn]) -> list[dict[str, Any]]:
-    """Convert the turns for JSON, without the prompt prefix shared with the turn before.
+    """Convert the turns for JSON, without the prompt prefix shared with the previous turn.
 
     Otherwise, a session with many turns would repeat its text in each of them.
     """
@@ -64,7 +64,7 @@ def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
     """Read the turns that `pack_turns` wrote.
 
     Raises:
-        UnusableRowError: if `pack_turns` did not write them.
+        UnusableRowError: `pack_turns` did not write them.
     """
     turns: list[StoredTurn] = []
     length = 0
@@ -122,7 +122,7 @@ def fit_results(
     places = {call["id"]: place for place, call in enumerate(theirs) if "id" in call}
     named = [places.get(result.get("tool_call_id", ""), -1) for result in results]
     in_order = [*range(len(results))]
-    # Without names, or with names of other calls, the results are in the order of the calls.
+    # Without names, or with names of different calls, the results are in the order of the calls.
     order = named if sorted(named) == in_order else in_order
     fitted = list[Message](results)
     for place, result in zip(order, results, strict=True):

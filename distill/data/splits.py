@@ -1,4 +1,4 @@
-"""The files of a folder that belong to one split: as its card declares, or by their names."""
+"""Find the files of a folder that belong to a split, from its dataset card or from their names."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ WORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Splits by the words that name them in a file or folder, as the library `datasets` reads them."""
+"""Splits by the words that stand for them in file or folder names, as in the library `datasets`."""
 
 CARD = "README.md"
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?")
@@ -24,10 +24,10 @@ def choose_files(
 ) -> tuple[list[Path], Counter[str]]:
     """Return the `files` of a folder that belong to `split`, and count the others by split.
 
-    A file that belongs to no split is included for each.
+    A file that belongs to no split is included in every split.
 
     Raises:
-        ValueError: if the folder has other splits but not this one, or several configs.
+        ValueError: the folder has splits but not this one, or has several configs.
     """
     declared = _declared(folder, files)
     named: dict[Path, str | None] = {**declared} or {
@@ -37,7 +37,7 @@ def choose_files(
     found = _find_split(split, splits)
     chosen = [file for file, name in named.items() if name in (found, None)]
     if not chosen and (declared or len(splits) > 1):
-        raise ValueError(f"{folder} has no split {split}, but {', '.join(splits)}: {WAY_OUT}")
+        raise ValueError(f"{folder} has no split {split}, only {', '.join(splits)}: {WAY_OUT}")
     if not chosen:  # the files of a single split are read, whatever its name is
         return list(files), Counter()
     splits.pop(found or "", None)
@@ -45,7 +45,10 @@ def choose_files(
 
 
 def _find_split(asked: str, splits: Collection[str]) -> str | None:
-    """Return the requested split, or else the only one of its kind: `train` for `train_sft`."""
+    """Return the requested split, or else the only split of its kind, e.g.
+
+    `train` for `train_sft`.
+    """
     alike = [name for name in splits if _find_word(name) == _find_word(asked)]
     return asked if asked in splits else alike[0] if len(alike) == 1 else None
 
@@ -55,7 +58,7 @@ def is_split(name: str) -> bool:
 
 
 def _name_split(path: Path, asked: str) -> str | None:
-    """Return the split in the name of a file, or otherwise of a folder above it.
+    """Return the split in the name of a file, or else in that of a folder above it.
 
     Return `asked` if the name begins with it.
     """

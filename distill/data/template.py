@@ -1,4 +1,4 @@
-"""Inputs of a chat template, found in its syntax tree."""
+"""Find the inputs of a chat template in its syntax tree."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 def find_arguments(tokenizer: Any) -> list[Arguments]:
     """Return the arguments with which a request may start an answer.
 
-    The order is: no arguments, each switch on and off, a level of effort, and a level without
+    The order is: no arguments, each switch on and off, an effort level, and a level without
     thinking.
     """
     read, trees = read_names(tokenizer), [_parse(text) for text in _templates(tokenizer)]
@@ -25,7 +25,7 @@ def find_arguments(tokenizer: Any) -> list[Arguments]:
     ]
     if EFFORT in read:
         texts = set[str]().union(*map(_constant_texts, trees))
-        # A template without levels writes any.
+        # A template without a list of levels writes any level.
         found += [{EFFORT: next((level for level in EFFORTS if level in texts), EFFORTS[0])}]
         found += [{EFFORT: level} for level in NO_EFFORTS if level in texts][:1]
     return [{}, *found]
@@ -41,7 +41,7 @@ def read_names(tokenizer: Any) -> set[str]:
 
 
 def asks_for_thought(arguments: Arguments) -> bool | None:
-    """Whether these request arguments switch the reasoning on or off; None if they do neither."""
+    """Whether these request arguments switch the reasoning on or off. None if they do neither."""
     for name, value in arguments.items():
         if name in SWITCHES:
             return bool(value)
@@ -59,14 +59,14 @@ def _constant_texts(tree: nodes.Template) -> set[str]:
 def reads_parts(tokenizer: Any) -> bool:
     """Whether a server passes lists of parts to the template.
 
-    By vLLM's rule, it does so if the template loops over a message's content.
+    As in vLLM, it does so if the template loops over a message's content.
     """
     return any(map(_loops_over_content, _templates(tokenizer)))
 
 
 def _templates(tokenizer: Any) -> list[str]:
     template = tokenizer.chat_template
-    # Some tokenizers have several by name, e.g. one for tools.
+    # Some tokenizers have several templates by name, e.g. one for tools.
     return list(template.values()) if isinstance(template, dict) else [template] if template else []
 
 
@@ -74,7 +74,7 @@ def _templates(tokenizer: Any) -> list[str]:
 def _parse(template: str) -> nodes.Template:
     from transformers.utils import chat_template_utils  # takes a second: not for --help
 
-    # The environment of transformers supports its tags, e.g. `generation`.
+    # transformers' environment supports its own tags, e.g. `generation`.
     tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(
         template
     )

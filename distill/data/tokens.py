@@ -1,13 +1,14 @@
 """Tokenised data on disk.
 
-Written once by the first process of a launch, and mapped by all, also when a run is resumed.
+The first process of a launch writes it once, and all processes memory-map it, also when a run is
+resumed.
 
 tokens/3f2a.../                 the name is a hash of everything on which the tokens depend (`Origin`)
-  train.ids      int32          the tokens of all samples, end to end
+  train.ids      int32          the tokens of all samples, concatenated
   train.labels   bool           whether each is a label
   train.ends     int64          where each sample ends
-  train.keys     32 bytes       each sample's conversation, by hash
-  train.kinds    int32          domain and template arguments, as a place in `about.json`
+  train.keys     32 bytes       hash of each sample's conversation
+  train.kinds    int32          domain and template arguments, as an index in `about.json`
   held-out.*                    the same
   about.json                    origin, counts, held-out prompts
 """
@@ -41,7 +42,7 @@ Origin = dict[str, Any]  # everything on which the tokens depend, by its name in
 
 
 class MappedSamples(Sequence[Sample]):
-    """The samples of one part, read from disk when they are used.
+    """The samples of one part, which are read from disk when they are used.
 
     All processes on a machine share the memory.
     """
@@ -78,7 +79,7 @@ class MappedSamples(Sequence[Sample]):
         number = range(len(self))[index]
         span = slice(int(self._ends[number - 1]) if number else 0, int(self._ends[number]))
         domain, arguments = self._kinds[self._kind_of[number]]
-        # Copies, because torch warns of arrays that it cannot write to.
+        # Copy, because torch warns about arrays that it cannot write to.
         return Sample(
             input_ids=self._ids[span].copy(),
             loss_mask=self._labels[span].copy(),
@@ -89,7 +90,7 @@ class MappedSamples(Sequence[Sample]):
 
 
 def _map(path: Path, dtype: Any) -> NDArray[Any]:
-    # A plain array of the same memory: slices of a memmap object are slower.
+    # Use a plain array over the same memory, because slices of a memmap object are slower.
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
@@ -106,12 +107,12 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """The data of a run before it is written; the samples are made while they are written."""
+    """The data of a run before it is written. The samples are made while they are written."""
 
     train: Iterable[Sample]
     held_out: Iterable[Sample]
     prompts: Callable[[], list[Prompt]]
-    """Builds the held-out prompts; called after both parts are written."""
+    """Function that builds the held-out prompts, which is called after both parts are written."""
     stats: SampleStats
     say: Callable[[], list[str]]
 
@@ -119,8 +120,8 @@ class Content:
 def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shared: bool) -> Path:
     """Return the folder below `root` with the tokens for `origin`, and write it if incomplete.
 
-    A `root` that is not `shared` belongs to a single run: tokens for another origin are removed,
-    and a printed line gives the reason.
+    A `root` that is not `shared` belongs to a single run. Tokens for a different origin are then
+    removed, and a printed line gives the reason.
     """
     folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     if _is_whole(folder):
@@ -134,7 +135,7 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
         before = json.loads((other / ABOUT).read_text())["origin"]
         changed = [name for name in origin if before.get(name) != origin[name]]
         print(f"the data is tokenised again, because this changed: {', '.join(changed)}")
-    # Several runs may share a root: one writes, and the others wait and read.
+    # Several runs may share a root. One writes, and the others wait and then read.
     lock = root / f".{folder.name}.lock"
     waiting = f"another run tokenises the data in {root}: this one waits for it"
     with wait_for(lock, waiting) if shared else nullcontext():
@@ -150,7 +151,7 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
                 if not _is_whole(folder):
                     raise
         lock.unlink(missing_ok=True)  # a process that locks it from now on finds complete tokens
-    # Last: a kill before this leaves the old tokens whole.
+    # Do this last, so that a kill before this leaves the old tokens complete.
     for other in others:
         shutil.rmtree(other)
     return folder
@@ -172,7 +173,7 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
         "origin": origin,
         "kinds": list(kinds),
         "prompts": [asdict(prompt) for prompt in content.prompts()],
-        # The hash of the files just written, because the samples were a stream.
+        # Hash the files just written, because the samples were a stream.
         "hash": data_hash(MappedSamples(folder, PARTS[0], list(kinds))),
         "stats": vars(content.stats),
         "said": content.say(),
@@ -230,8 +231,8 @@ def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
         "the chat template": _digest([json.dumps(tokenizer.chat_template)]),
         "the tokenizer": _digest(_spelling(tokenizer)),
         "the date": day if writes_date(tokenizer) else None,
-        # Any edit in this folder counts, even of a comment: tokenising twice is better than wrong
-        # tokens.
+        # Any edit in this folder counts, even of a comment, because tokenising twice is better than
+        # wrong tokens.
         "redraft": _digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
         "the libraries": [
             f"{name} {importlib.metadata.version(name)}"
@@ -245,7 +246,7 @@ def _spelling(tokenizer: Any) -> Iterator[str]:
     yield json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     if getattr(tokenizer, "is_fast", False):
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # The settings of the call before this one.
+        # Keep the settings from before this call.
         yield json.dumps(
             {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
         )

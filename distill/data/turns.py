@@ -1,6 +1,6 @@
-"""One assistant turn as served.
+"""Write one assistant turn as served.
 
-The text that the server reads, and the text that the target writes.
+It consists of the text that the server reads, and the text that the target writes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from redraft.distill.data.rendering import Renderer
 
 PROBE = "redraft5f1cprobe"
-"""Rendered in place of a text, to find the text written around one by a template. Nothing in it can
-be trimmed or parsed by a template."""
+"""Text that is rendered in place of a message, to find what a template writes around it. A template
+can neither trim nor parse it."""
 
 QUESTION: list[Message] = [{"role": "user", "content": "why?"}]
 
@@ -39,16 +39,16 @@ WAYS: tuple[Way, ...] = ("from the prompt", "after an empty thought", "alone", "
 
 - the rendering after the generation prompt;
 - the same, if the template, not the target, writes the tags of an empty thought first;
-- the rendering after a lone question, because an answer may change the turns before it: gpt-oss
-  drops the reasoning before a tool call once the call has led to an answer, which the server did not
-  have when it made the prompt;
+- the rendering after a single question, because an answer may change the turns before it: gpt-oss
+  drops the reasoning before a tool call once the call has led to an answer, which did not exist when
+  the server made the prompt;
 - the answer's own text, because some templates drop the reasoning even of the last answer
   (DeepSeek-R1).
 """
 
 
 class RefusedAnswerError(ValueError):
-    """An answer that the chat template does not write as the target does."""
+    """Raised for an answer that the chat template does not render as the target writes it."""
 
 
 class Choice(NamedTuple):
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Traits of an answer that determine the best choice."""
+    """Traits of an answer that determine the best way to render it."""
 
     thinks: bool
     calls: bool
@@ -102,11 +102,11 @@ class TurnWriter:
     ) -> Turn:
         """Write the turn for an assistant message that follows the messages `before`.
 
-        These are in the form in which a client sends them. `given` contains the request's template
-        arguments that the data records.
+        `before` has the form in which a client sends the messages. `given` contains the request's
+        template arguments, as recorded in the data.
 
         Raises:
-            RefusedAnswerError: if no way to write the turn satisfies the conditions.
+            RefusedAnswerError: no way to write the turn satisfies the conditions.
         """
         kind = Kind(self._thinks(message), "tool_calls" in message)
         if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
@@ -117,7 +117,7 @@ class TurnWriter:
         return turn
 
     def split(self, message: Message) -> tuple[str, str]:
-        """Return (reasoning, text said) for an assistant message.
+        """Return (reasoning, remaining text) for an assistant message.
 
         If the server opens the thought in its prompt, the answer has no opening tag.
         """
@@ -196,7 +196,7 @@ class TurnWriter:
         return bool(self.render.special.search(self._after(arguments, calls=True, is_last=True)))
 
     def _after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
-        """Return the template's text from an answer or a call's arguments to the next message."""
+        """Return the template's text between an answer (or a call) and the next message."""
         key = (repr(arguments), calls, is_last)
         if key not in self._known:
             self._known[key] = self._render_after(arguments, calls=calls, is_last=is_last)
@@ -319,8 +319,8 @@ class _Answer:
         if isinstance(alone, str):
             return alone
         before = self._alone._render(arguments)[0]
-        # If an open thought was closed before the answer, the prompt is another: it has no place
-        # here.
+        # If the thought that the prompt opens was closed before the answer, the prompt differs, so
+        # this way does not apply.
         if not alone.prompt.startswith(before):
             return self._absence
         prompt += alone.prompt.removeprefix(before)
@@ -349,9 +349,9 @@ class _Answer:
         return Turn(text[:start], answer, arguments)
 
     def _end_of_empty_thought(self, prompt: str, text: str) -> int | None:
-        """Return the end of an empty thought that the template wrote, and not the target.
+        """Return the end of an empty thought that the template wrote, not the target.
 
-        The end is a place in the rendering; None if there is no such thought.
+        The end is an index in the rendering. Return None if there is no such thought.
         """
         form = self.render.reasoning_form
         if form is None:
@@ -379,8 +379,8 @@ class _Answer:
                 between = form.between if prompt != prompt.rstrip() else closing
                 prompt = prompt.rstrip() + ("\n" if prompt != prompt.rstrip() else "") + between
             elif is_open and "reasoning" in self.message and prompt.endswith(opening):
-                # If there is no line end after the opening tag, there is none around the closing
-                # one.
+                # If there is no line break after the opening tag, there is none around the closing
+                # tag.
                 content = opening + thought + closing + said
         written = self._strip_opening(prompt, content.lstrip())
         return Turn(

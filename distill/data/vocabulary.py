@@ -13,16 +13,16 @@ from torch import Tensor
 from redraft.distill.data.samples import Sample
 from redraft.distill.data.tokens import MappedSamples
 
-# number of samples counted at once, because each one alone would need an array of the vocabulary's
-# size
+# Number of samples counted at once, because each one alone would need an array of the vocabulary's
+# size.
 CHUNK = 1024
 
 
 def choose_size(asked: int | None, usual: int | None, vocab_size: int) -> int:
-    """Return the size of the draft's vocabulary; 0 means the target's whole vocabulary.
+    """Return the size of the draft's vocabulary. 0 means the target's whole vocabulary.
 
-    It is `asked`, the value of --draft-vocab-size. If that is None, it is the family's `usual`
-    size, or the whole vocabulary if that is not larger.
+    It is `asked`, the value of --draft-vocab-size. If `asked` is None, it is the family's `usual`
+    size, or 0 if the target's vocabulary is not larger.
 
     Raises:
         ValueError: `asked` is not between 0 and `vocab_size`.
@@ -31,8 +31,8 @@ def choose_size(asked: int | None, usual: int | None, vocab_size: int) -> int:
         return usual if usual is not None and usual < vocab_size else 0
     if not 0 <= asked <= vocab_size:
         raise ValueError(
-            f"--draft-vocab-size {asked}: the target's vocabulary has {vocab_size} ids; choose at "
-            "most that number, or 0 for all ids"
+            f"--draft-vocab-size {asked}: the target's vocabulary has {vocab_size} ids: choose "
+            f"at most that number, or 0 for all ids"
         )
     return asked
 
@@ -46,7 +46,8 @@ def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tenso
     if size in (0, vocab_size):
         return None
     counts_V = _count_labels(samples, vocab_size)
-    # Stable: of equal counts the lower id is kept. Ascending: the loss searches in the ids.
+    # The sort is stable, so of equal counts, the lower id is kept. The ids ascend, because the loss
+    # searches in them.
     kept_W = np.sort(np.argsort(-counts_V, kind="stable")[:size])
     print(
         f"draft vocabulary: {size:,} of {vocab_size:,} ids, "
@@ -58,7 +59,7 @@ def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tenso
 def measure_coverage(
     train: Iterable[Sample], judged: Iterable[Sample], sizes: Sequence[int], vocab_size: int
 ) -> dict[int, float]:
-    """Return, by size, the fraction of `judged` labels among the most frequent ones of `train`."""
+    """Return, by size, the fraction of `judged` labels among the most frequent of `train`."""
     frequent_first_V = np.argsort(-_count_labels(train, vocab_size), kind="stable")
     judged_V = _count_labels(judged, vocab_size)
     covered_V = judged_V[frequent_first_V].cumsum()

@@ -3,9 +3,9 @@
     prompts ─► server ─► answers and counts ─┐
                               └─► forecast ────┴─► findings
 
-The forecast uses the served text, so a target that writes different text on this server, e.g.
-because it is quantised, is no fault. The comparison is about how well the draft predicts this text,
-in the server and with training's arithmetic.
+The forecast uses the served text, so it is not a fault if the target writes different text on this
+server, e.g. because it is quantised. The comparison shows how well the draft predicts this text, on
+the server and with training's arithmetic.
 """
 
 import math
@@ -37,7 +37,7 @@ from redraft.heads.target import Target
 
 MIN_OWN_TEXT = 0.5
 """Minimum fraction of a server's greedy tokens that are the target's most probable ones. If the
-target is quantised to a few bits, some differ; with another target, most do.
+target is quantised to a few bits, some tokens differ. With a different target, most of them do.
 """
 
 CURE = (
@@ -50,18 +50,19 @@ CURE = (
 class ServerCheck:
     server: RunningServer
     known_version: str
-    """Engine version that redraft's rules follow."""
+    """Engine version on which redraft's rules are based."""
     num_speculative_tokens: int | None
     engine: EngineCheck
-    """The prompts and their number, the answer length and the dtype."""
+    """Settings of the comparison: the prompts and their number, the answer length, and the dtype.
+    """
 
 
 def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Iterator[Finding | str]:
-    """Findings, and notes as text; numbers are added to `facts`.
+    """Return findings, and notes as text. Numbers are added to `facts`.
 
     Raises:
         ConnectionError: the server stopped answering.
-        ValueError: the server drafts nothing, or has other clients.
+        ValueError: the server drafts nothing, or also serves other clients.
     """
     server = check.server
     facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unnamed version'}"
@@ -110,7 +111,8 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     facts["text"] = f"{own:.1%} of the tokens are the most probable ones of {pair.target.name}"
     yield from find_other_text(own, pair)
     yield from find_dead(total)
-    # In float32 and with the target's text to the last token, the server computes as training does.
+    # In float32, and with the target's text up to the last token, the server computes as training
+    # does.
     is_exact = dtype == "float32" and own == 1
     missed = list(
         find_missed_forecast(served, expected, is_exact=is_exact, source="the forecast", cure=CURE)
@@ -124,7 +126,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
 
 
 def find_unknown_version(server: RunningServer, known: str) -> Iterator[Finding]:
-    """A doubt if the server's release is not the one that redraft's rules follow."""
+    """Report a doubt if redraft's rules are for a different release than the server's."""
     if server.version and not server.version.startswith(known):
         yield Finding(
             f"the server is {server.engine} {server.version}, and redraft's rules follow {known}",
@@ -134,11 +136,11 @@ def find_unknown_version(server: RunningServer, known: str) -> Iterator[Finding]
 
 
 def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
-    """A finding if the served text is not the target's; a note if a few tokens differ."""
+    """Report a finding if the served text is not the target's, or a note if a few tokens differ."""
     if own < MIN_OWN_TEXT:
         yield Finding(
             f"only {own:.0%} of the served tokens are the most probable ones of {pair.target.name}: "
-            "the server serves another target, or does not decode greedily",
+            "the server serves a different target, or does not decode greedily",
             "give the served model as --target",
         )
     elif own < 1:
@@ -149,7 +151,7 @@ def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
 
 
 def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
-    """Draft tokens per step, from the server's counts.
+    """Return the number of draft tokens per step, from the server's counts.
 
     It is the maximum over the answers, because the blocks at the end of an answer may be shorter.
     """
@@ -160,7 +162,7 @@ def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
 def continue_text(
     model: object, prompt: Sequence[int], answer: CountedAnswer, num_tokens: int
 ) -> Continuation:
-    """A served answer, followed by the target's tokens that vLLM's last block may reach."""
+    """Return a served answer, followed by target tokens that vLLM's last block may reach."""
     whole = Prompt(token_ids=[*prompt, *answer.token_ids])
     (rest,) = generate_answers(
         model, [whole], max_tokens=max(num_tokens - 1, 1), num_speculative_tokens=1, end_ids=()
@@ -174,7 +176,7 @@ def continue_text(
 
 @torch.no_grad()
 def own_share(signal: InProcessTarget, texts: Sequence[Continuation]) -> float:
-    """The fraction of served tokens that are the target's most probable ones, given the text."""
+    """Return the fraction of served tokens that are the target's most probable ones there."""
     num_own = num_all = 0
     for text in texts:
         ids = [*text.prompt.token_ids, *text.output_ids]

@@ -1,12 +1,12 @@
 """Check that a draft gets the same inputs in serving as in training.
 
-Folder, labels, and the real engine.
+The checks cover the folder, the labels, and the real engine.
 
 static      configs, headers, tensors, provenance                  heads.doctor.checks
 labels      the loss mask recorded in training                     distill.doctor.label_probe
-numeric     vLLM's drafter beside the draft's training steps       eval.parity.compare
-acceptance  in vLLM, beside the forecast of publication            eval.parity.acceptance
-readings    would the same weights accept more, read otherwise?    distill.doctor.readings
+numeric     vLLM's drafter against the draft's training steps      eval.parity.compare
+acceptance  in vLLM, against the published forecast                eval.parity.acceptance
+readings    would a different reading of the weights accept more?  distill.doctor.readings
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ def check_draft(
 
     Raises:
         FileNotFoundError: a folder is missing.
-        ValueError: a folder is corrupt or holds no draft.
+        ValueError: a folder is corrupt or contains no draft.
     """
     pair = Pair.read(TargetFolder.open(target), model_folder(draft))
     checked, num_tokens = check_folder(pair, method, num_speculative_tokens, engine_name)

@@ -1,6 +1,6 @@
-"""A draft in the real engine.
+"""Check a draft in the real engine.
 
-Compared with training number by number, and its acceptance with the forecast's.
+Its numbers are compared with training, and its acceptance with the forecast.
 
 plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights
 """
@@ -44,10 +44,12 @@ from redraft.heads.draft import Draft
 from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64
-# length of a prompt with which a windowed head is compared, in addition to one of three windows
+# Length of a prompt with which a windowed head is compared, in addition to a prompt of three
+# windows.
 LONG_TOKENS = 12_000
 CACHE_BLOCK = 128  # Tokens of a block of vLLM's cache on a CPU; on a GPU a block has fewer.
-# Minimum number of the published forecast's prompts available here to judge serving by it.
+# Minimum number of the published forecast's prompts that must be available here for a comparison
+# with it.
 COMPARED_PROMPTS = 4
 MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
 
@@ -69,8 +71,8 @@ FALLBACK = (
     "Describe a rainy day in a big city.",
     "Write a class for a bank account with deposit and withdraw.",
 )
-"""Questions to ask if the data is unknown: enough to detect a useless draft, but no measure of a
-good one.
+"""Questions to ask if the draft's data is unknown. They are enough to detect a useless draft, but
+do not measure a good one.
 """
 
 
@@ -79,12 +81,14 @@ class EngineCheck:
     folder: Path
     """Folder for the engine's log and tensor dumps."""
     dtype: TargetDtype | None = None
-    """Dtype of the engine. None: the dtype of the published forecast, if this machine supports it.
+    """Dtype of the engine. If None, it is the dtype of the published forecast, if this machine
+    supports it.
     """
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
-    """Maximum answer length. None: that of the published forecast, or DEFAULT_MAX_TOKENS."""
+    """Maximum answer length. If None, it is that of the published forecast, or DEFAULT_MAX_TOKENS.
+    """
     on_cpu: bool = ENGINE_IS_CPU
 
 
@@ -95,20 +99,21 @@ class Plan:
     are_held_out: bool
     """Whether the prompts come from the draft's training data or from --prompts."""
     num_long: int = 0
-    """Number of leading prompts longer than the head's windows, which are compared but not counted.
+    """Number of prompts at the start that are longer than the head's windows. They are compared,
+    but their acceptance does not count.
     """
     notes: list[str] = field(default_factory=list)
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """The prompts by which acceptance is judged."""
+        """The prompts on which acceptance is judged."""
         return self.run.prompts[self.num_long :]
 
 
 def plan_run(
     pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None
 ) -> Plan:
-    """The engine run for a draft with `num_tokens` tokens per step; on this machine by default.
+    """Plan the engine run for a draft with `num_tokens` tokens per step.
 
     Raises:
         ValueError: the target, which this process loads to judge the run, does not fit.
@@ -131,7 +136,7 @@ def plan_run(
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = find_prompts(pair, num_tokens, max_tokens, engine, notes)
-    # After a window, the engine evicts blocks of its cache, and only a long prompt shows how.
+    # The engine evicts cache blocks that lie before a window, and only a long prompt shows how.
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
     long = _beyond_windows(pair, prompts, room, notes)
     speculative = {**pair.family.speculative, "num_speculative_tokens": num_tokens}
@@ -142,7 +147,7 @@ def plan_run(
         speculative_config=speculative,
         prompts=[*long, *prompts],
         max_tokens=max_tokens,
-        # The fallback questions are answered to the full length, which gives more drafts to count.
+        # The fallback questions are answered at full length, which gives more drafts to count.
         end_ids=pair.target.end_ids if are_held_out else (),
         dtype=dtype,
         recorded_prompts=len(long) + COMPARED_PROMPTS,
@@ -154,10 +159,10 @@ def plan_run(
 def _beyond_windows(
     pair: Pair, prompts: Sequence[Sequence[int]], room: int, notes: list[str]
 ) -> list[list[int]]:
-    """Prompts that reach beyond the head's windows; empty if it has no windows.
+    """Return prompts longer than the head's windows; empty if it has no windows.
 
-    One prompt is as long as three windows and two blocks, and another has LONG_TOKENS tokens. Both
-    are cut to `room`, and prompts no longer than the widest window are left out.
+    One prompt is as long as three windows and two blocks, and a second has LONG_TOKENS tokens. Both
+    are cut to `room`, and omitted if they are then no longer than the widest window.
     """
     views = served_views(pair.config) if pair.family.layers_key else ()
     windows = [view.window for view in views if view.window]
@@ -175,7 +180,7 @@ def _beyond_windows(
 
 
 def _cache_bytes(pair: Pair, num_tokens: int) -> int:
-    """An upper bound for the bytes of the KV cache of `num_tokens` tokens, in float32."""
+    """Return an upper bound on the KV cache of `num_tokens` tokens, in float32, in bytes."""
     config = pair.target.text_config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layers = config.num_hidden_layers + len(served_views(pair.config))
@@ -187,8 +192,8 @@ def choose_dtype(
 ) -> TargetDtype:
     """Choose the dtype for an engine run if the user sets none.
 
-    It is the published forecast's dtype if the engine can compute in it, because acceptance is then
-    comparable with the forecast.
+    It is the published forecast's dtype if the engine can compute in it, because acceptance can
+    then be compared with the forecast.
     """
     known = stored.dtype if stored else None
     if known and (
@@ -217,7 +222,7 @@ class Served:
 def judge_dump(
     pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]
 ) -> Iterator[Finding | str]:
-    """Findings, and notes as text; numbers are added to `facts`."""
+    """Return findings, and notes as text. Numbers are added to `facts`."""
     draft, signal = load_as_trained(pair, dump.run.dtype)
     yield from compare(draft, pair.family.name, signal, dump, device=this_machine().device)
     num_tokens = dump.run.num_speculative_tokens
@@ -238,9 +243,10 @@ def judge_acceptance(
     signal: InProcessTarget | None,
     facts: dict[str, str],
 ) -> Iterator[Finding | str]:
-    """Findings and notes on acceptance.
+    """Return findings and notes on acceptance.
 
-    Acceptance is judged by itself, and against the published forecast or else against training.
+    Acceptance is judged by itself, and against the published forecast or, without one, against
+    training.
     """
     total, known = served.total, _in_forecast(plan, served)
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
@@ -248,7 +254,7 @@ def judge_acceptance(
         facts["by context"] = format_contexts(served.by_context)
     yield from find_dead(total)
     if len(known) >= MIN_PROMPTS:
-        # Only the prompts of both: the others have nothing to be compared with.
+        # Keep only the prompts of both, because the others have no counterpart.
         expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
         facts["forecast"] = (
             f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
@@ -269,9 +275,9 @@ def judge_acceptance(
 
 
 def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
-    """(served, expected) counts for each prompt in the published forecast.
+    """Return (served, expected) counts for each prompt in the published forecast.
 
-    Empty if the forecast was made with another number of draft tokens or another longest answer.
+    Return nothing if the forecast used a different number of draft tokens or maximum answer length.
     """
     stored, run = plan.stored, plan.run
     if stored is None or (run.num_speculative_tokens, run.max_tokens) != (
@@ -311,7 +317,7 @@ def _judge_without_forecast(
 def find_prompts(
     pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
 ) -> tuple[list[list[int]], bool]:
-    """(token ids of the prompts to answer, whether they are data and not fallback questions).
+    """Return (token ids of the prompts, whether they come from data instead of fallback questions).
 
     The data come from --prompts, or otherwise from the held-out part of the draft's training data.
     """
@@ -346,7 +352,7 @@ def find_prompts(
 def ask_fallback(
     tokenizer: Any, num_prompts: int, day: datetime.date | None = None
 ) -> list[list[int]]:
-    """The first questions of FALLBACK as token ids.
+    """Return the first questions of FALLBACK as token ids.
 
     They are rendered with the chat template if there is one. A template that writes today's date
     writes `day`, which is then required.
@@ -361,7 +367,7 @@ def ask_fallback(
 
 
 def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
-    """(the draft as the module used in training, the target's signal).
+    """Return (the draft as the module used in training, the target's signal).
 
     The signal is None if the draft reads nothing from the target.
     """
@@ -381,7 +387,7 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
 
 
 def day_of_training(pair: Pair) -> datetime.date:
-    """The date in the template's text in training, or today if the provenance has none.
+    """Return the date that the template wrote in training, or today if the provenance has none.
 
     With that date, a template that contains the date produces the same text on another day.
     """

@@ -1,7 +1,7 @@
 """The training labels of a fixed conversation, recorded for a later comparison with serving.
 
-After a changed chat template, another tokenizer, or a loss mask shifted by one token, the draft has
-learned other rows than it drafts. The weights do not show this.
+If the chat template or the tokenizer has changed, or the loss mask is shifted by one token, the
+draft has learned rows other than those it drafts. The weights do not show this.
 """
 
 import datetime
@@ -26,7 +26,7 @@ MAX_TOKENS = 4096  # More than the probe has with any template and tokenizer.
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
     """Return the probe's `input_ids`, and `labels`, the positions of its training labels.
 
-    None without a chat template. A template that contains the date uses `day`, which is then
+    Return None without a chat template. A template that contains the date uses `day`, which is then
     required.
     """
     if tokenizer.chat_template is None:
@@ -54,7 +54,8 @@ def compare_probes(
             "is served",
         )
     elif labels != served_labels:
-        # Recorded from position 12, served from 11: by = 1, one token late.
+        # E.g. if labels were recorded from position 12 and are served from 11, by = 1: one token
+        # late.
         by = labels[0] - served_labels[0] if labels else 0
         side = (
             f"begin {abs(by)} tokens {'late' if by > 0 else 'early'}"

@@ -1,11 +1,11 @@
-"""Would the same weights accept more if they were read in another way?
+"""Check whether the same weights would accept more if they were read differently.
 
-Then the checkpoint is in the wrong order.
+If so, the checkpoint is wrong.
 
-A converter that swaps two tensors, or a config that names the wrong layers, leaves a head that
-loads, runs and agrees with vLLM number by number, and is just poor. Its tensors cannot show this,
-but acceptance can: every other reading is tried on the target's answers, and one that accepts
-clearly more is the right one.
+A converter may swap two tensors, or a config may name the wrong layers. Such a head loads, runs and
+agrees with vLLM number by number, but is poor. Its tensors do not show this, but acceptance does:
+every alternative reading is tried on the target's answers, and one that accepts clearly more is the
+right one.
 
 V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts.
 """
@@ -38,12 +38,13 @@ from redraft.heads.nn.layers import Attention, Rotary
 from redraft.heads.shape import LlamaShape
 
 MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
-# Also in tokens per target step, because a useless head gains any fraction by chance.
+# The gain must also be large in tokens per target step, because a useless head gains any fraction
+# by chance.
 MIN_GAIN_TOKENS = 0.02
 
 MIN_GAIN_OF_ANCHOR = 0.25
-"""The minimum gain for a reading with a feature that reveals the next token, which may improve a
-sound head by a few per cent.
+"""Minimum gain for a reading whose feature reveals the next token. Even a sound head may gain a few
+per cent from it.
 """
 
 MAX_PERMUTED = 4  # Aux layers up to which every order is tried: 23 for 4 of them.
@@ -57,9 +58,9 @@ class Reading:
     problem: str
     cure: str
     change: Callable[[Any], None]
-    """Applies the change to a copy of the head."""
+    """Function that applies the change to a copy of the head."""
     aux_layer_ids: tuple[int, ...] | None = None
-    """Target layers to feed into the head; None for the head's own."""
+    """Target layers to feed into the head. None for the head's own layers."""
     min_gain: float = MIN_GAIN
     """Minimum gain that counts, as a fraction of the accepted tokens."""
 
@@ -74,8 +75,8 @@ def find_better_readings(
 ) -> Iterator[Finding]:
     """Yield a finding for the reading of the head that accepts most on the target's answers.
 
-    There is none unless a reading accepts clearly more than the unchanged head. `answers` are the
-    token ids of prompts and answers.
+    There is no finding unless a reading accepts clearly more than the unchanged head. `answers` are
+    the token ids of prompts and answers.
     """
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
@@ -86,7 +87,7 @@ def find_better_readings(
     readings = list(list_readings(pair, head, head_VD))
     if len(texts) < 2 or not readings:
         return
-    # The union of all layers read, so one pass of the target serves every reading.
+    # Capture the union of all layers read, so that one pass of the target serves every reading.
     layers = sorted({*head.aux_layer_ids, *(k for r in readings for k in r.aux_layer_ids or ())})
     remembered = _Remembered(InProcessTarget(signal.model, layers))
 
@@ -102,7 +103,8 @@ def find_better_readings(
     better = []
     for reading in Progress(readings, desc="other readings of the weights", unit="reading"):
         gain = estimate_tau_gain(count(reading), as_it_is)
-        # `tau - 1` is accepted tokens per step: the share is of these, not of the target's token.
+        # `tau - 1` is the number of accepted tokens per step. The share refers to these, without
+        # the target's own token.
         if (
             gain.value >= max(reading.min_gain * (tau - 1), MIN_GAIN_TOKENS)
             and gain.interval()[0] > 0
@@ -111,7 +113,7 @@ def find_better_readings(
     if not better:
         return
     gain, best = max(better, key=lambda each: each[0].value)
-    # Bonferroni, because the best of many readings gains some by chance.
+    # Apply the Bonferroni correction, because the best of many readings gains something by chance.
     is_certain = gain.interval(1 - (1 - CONFIDENCE) / len(readings))[0] > 0
     more = (
         ""
@@ -131,7 +133,7 @@ class _Remembered:
         self._target, self._signals = target, {}  # type: ignore[var-annotated]
 
     def with_layers(self, layers: Sequence[int]) -> Callable[[Batch], TargetSignal]:
-        """A signal function that returns only the streams after these layers."""
+        """Return a signal function that returns only the streams after these layers."""
         chosen = [self._target.aux_layers.index(k) for k in layers]
 
         def read(batch: Batch) -> TargetSignal:
@@ -155,7 +157,7 @@ def _copy_head(head: Any, num_tokens: int) -> Any:
 
 
 def list_readings(pair: Pair, head: Any, head_VD: Tensor) -> Iterator[Reading]:
-    """Alternative readings of the weights, for heads of every family.
+    """Return alternative readings of the weights, for heads of every family.
 
     `head_VD` is the target's output head.
     """
@@ -197,7 +199,7 @@ def _swapped_tensors(head: nn.Module) -> Iterator[Reading]:
         yield Reading(
             problem=f"{name} and {partner} are swapped",
             cure=f"swap the tensors {name} and {partner} in the checkpoint, and fix the converter",
-            # `partial` and not a lambda, which would use the last names of the loop.
+            # Use `partial` instead of a lambda, which would use the last names of the loop.
             change=partial(_swap, name=name, partner=partner),
         )
 
@@ -208,7 +210,7 @@ def _swap(head: nn.Module, name: str, partner: str) -> None:
 
 
 READ_BOTH = ("q_proj", "k_proj", "v_proj", "fc", "combine")
-"""Names of the matrices that read embedding and feature side by side, if they are twice as wide as
+"""Names of the matrices that read concatenated embedding and feature, if they are twice as wide as
 the target.
 """
 
@@ -279,12 +281,12 @@ def _transpose(matrix_ND: Tensor, width: int) -> Tensor:
 
 def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
     ids, num_layers = head.aux_layer_ids, pair.target_config.num_hidden_layers
-    # Layer 0 is the embeddings, which engines do not feed to a drafter of blocks.
+    # Layer 0 is the embeddings, which engines do not feed to block drafters.
     first = 1 if isinstance(head, DFlash) else 0
-    # Off by one either way: layer k may be meant as the input of layer k or as the output.
+    # Try off-by-one errors in both directions: layer k may mean the input or the output of layer k.
     others = [tuple(k + shift for k in ids) for shift in (-1, 1)]
     if len(ids) == 3 and isinstance(head, Eagle3):
-        # vLLM's default for EAGLE-3, if config.json names no layers.
+        # vLLM's default for EAGLE-3, if config.json lists no layers.
         others.append((2, num_layers // 2, num_layers - 3))
     for other in dict.fromkeys(others):
         if (
@@ -311,7 +313,7 @@ def _write_layers(pair: Pair, layers: Sequence[int]) -> str:
 
 
 def _place(pair: Pair, key: str) -> str:
-    # Engines look for the keys of a DSpark head in DFlash's section first, too.
+    # For a DSpark head too, engines look for the keys in DFlash's section first.
     is_inside = key in (pair.config.get(SECTION) or {})
     return f"into {SECTION} of config.json" if is_inside else "at the top level of config.json"
 
@@ -327,8 +329,8 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
 
     def flip_layout(copied: Any) -> None:
         config = copied.config
-        # One more slot, because the same number of tokens would otherwise not fit if the anchor
-        # proposes none.
+        # Use one more slot, because if the anchor proposes no token, the same number of tokens
+        # would otherwise not fit.
         copied.config = dataclasses.replace(
             config,
             sample_from_anchor=not config.sample_from_anchor,
@@ -369,7 +371,7 @@ def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
 
 
 def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
-    """Tokens that trainers put into the slots, the likeliest first.
+    """Return tokens that trainers may put into the slots, the likeliest first.
 
     They are at most MAX_MASKS of the `num_embeddings` tokens.
     """
@@ -379,9 +381,9 @@ def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
         index for text, index in special.items() if "reserved" in text or "unused" in text
     )
     found = [
-        # The first row without a token is redraft's choice, and DFlash's authors take it for Qwen3.
+        # The first row without a token is redraft's choice, and that of DFlash's authors for Qwen3.
         len(tokenizer),
-        # A config from another tool may contain the right one under another name.
+        # A config from a different tool may contain the right token under a different name.
         *_named_tokens(pair.config),
         tokenizer.pad_token_id,
         tokenizer.eos_token_id,
@@ -411,9 +413,9 @@ def _set_mask_token(head: Any, token: int) -> None:
 
 
 def _anchor_in_context() -> Reading:
-    """The reading in which the context has the anchor's feature, as it may have had in training.
+    """Yield the reading in which the context has the anchor's feature, as perhaps in training.
 
-    In serving it does not, because the target reads the anchor only during verification.
+    In serving, it does not, because the target reads the anchor only during verification.
     """
     return Reading(
         problem="the head was trained with the target's feature of the anchor in the context, and "
@@ -426,7 +428,7 @@ def _anchor_in_context() -> Reading:
 
 
 def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
-    # A head without lm_head reads the target's already.
+    # A head without lm_head already reads the target's.
     if not head.config.own_head:
         return
     ids_W = head._draft_ids_W
@@ -451,13 +453,13 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
         name: getattr(its, name)
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     }
-    # Other numbers of heads fit the same matrices: 32 heads of size 64 have as many rows as 16 of
-    # size 128.
+    # Other numbers of attention heads fit the same matrices: 32 heads of size 64 have as many rows
+    # as 16 heads of size 128.
     counts = ("num_attention_heads", "num_key_value_heads")
     same_rows = all(
         mine.head_dim * getattr(mine, n) == its.head_dim * getattr(its, n) for n in counts
     )
-    # Norms of queries and keys have as many weights as a head has numbers, so they settle it.
+    # Query and key norms have as many weights as the attention head size, so they determine it.
     norms = [
         p
         for name, p in head.named_parameters()

@@ -1,11 +1,11 @@
-"""Layers of target and draft compiled by `torch.compile`.
+"""Compile layers of target and draft with `torch.compile`.
 
-What lies between two matrix products becomes one kernel.
+All operations between two matrix products become one kernel.
 
-target       each transformer layer, in the calls of its signal only (`running_compiled`)
+target       each transformer layer, only in the calls of its signal (`running_compiled`)
 draft        each layer, in place: forward and backward
 divergence   on a CPU, the operations on a block of logits (`distill.loss.compiled`); a GPU has kernels for them
-as it was    attention over ranges of keys, embeddings, the optimizer
+unchanged    attention over ranges of keys, embeddings, the optimizer
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ EAGER: Sequence[tuple[Any, str]] = (
     (blocks, "attend"),
     (causal_lm, "attend"),
 )
-"""These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and
-the keys grow by a pair with every draft step: each would need another graph.
+"""Functions that stay outside of graphs. Their loops and branches depend on the documents of a
+batch, and their keys grow by a pair with every draft step, so each case would need a separate
+graph.
 """
 
 
@@ -76,19 +77,21 @@ def draft_layers(draft: Any) -> list[nn.Module]:
 def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
     """Compile all calls of these layers from now on.
 
-    Parameters and their names stay as they are.
+    Parameters and their names stay unchanged.
     """
     _keep_attention_eager()
-    # Layer by layer there is nothing to overlap within a graph, so DDP's buckets must not cut it.
+    # With layer-by-layer graphs, there is nothing to overlap within a graph, so DDP's buckets must
+    # not cut it.
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
-        # One graph for all shapes, since activations must be computed again by the graph they had.
+        # Use one graph for all shapes, because activations must be recomputed by the graph that
+        # computed them.
         layer.compile(dynamic=True if recomputed else None)
 
 
 @contextmanager
 def running_compiled(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Run these layers compiled within this context. Hooks stay outside the graphs."""
+    """Run these layers compiled within this context. Hooks stay outside of the graphs."""
     for layer in layers:
         vars(layer)["forward"] = MethodType(_compiled(type(layer).forward), layer)
     try:
@@ -106,5 +109,5 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _keep_attention_eager() -> None:
     for owner, name in EAGER:
-        # Safe to repeat: a function that is already wrapped is unwrapped and wrapped again.
+        # This is safe to repeat: a function that is already wrapped is unwrapped and wrapped again.
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]

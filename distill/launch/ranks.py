@@ -1,6 +1,6 @@
 """The processes of one run.
 
-None outlives the launcher, and accelerate shards over CPU ranks as over GPUs.
+No process outlives the launcher, and accelerate shards over CPU ranks as over GPUs.
 
 accelerate launch, torchrun ──► rank 0, 1, ...     `make_accelerator` of `distill.train.loop` joins them
         killed? the kernel kills these ──┘
@@ -26,9 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
 
 LONGEST_WAIT = timedelta(hours=24)
-"""Time until the ranks give up on one that is alive but silent, because the first rank may be
-caching the target, or measuring a draft in the engine. A dead rank is noticed at once, by the
-launcher and by closed connections.
+"""Time until the ranks give up on a rank that is alive but silent. It is long because the first
+rank may be caching the target, or measuring a draft in the engine. A dead rank is noticed at once,
+by the launcher and by closed connections.
 """
 
 LONGEST_BUILD_S = 1800  # for DeepSpeed to compile its CPU extension; a minute is usual
@@ -51,11 +51,11 @@ def join_on_cpu() -> None:
     them.
     """
     if uses_deepspeed():
-        # Before the first import of deepspeed, which reads it.
+        # Set it before the first import of deepspeed, which reads it.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         refuse_abandoned_build()
-    # All instances of PartialState share one state: the Accelerator finds this one and joins no
-    # second group.
+    # All instances of PartialState share one state, so the Accelerator finds this one and does not
+    # join a second group.
     state = PartialState(cpu=True, timeout=LONGEST_WAIT)
     if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("FSDP"):
         state.distributed_type = (
@@ -69,7 +69,7 @@ def refuse_abandoned_build() -> None:
     PyTorch would wait forever for its release.
 
     Raises:
-        TimeoutError: if a lock is older than any build.
+        TimeoutError: a lock is older than any build.
     """
     from torch.utils.cpp_extension import (
         get_default_build_root,
@@ -107,7 +107,7 @@ def _is_requested(plugin: str) -> bool:
 def keep_models_whole() -> None:
     """Stop `transformers` from sharding every model under ZeRO-3.
 
-    The target is not trained, and is read whole.
+    The target is not trained, and every rank reads all of it.
     """
     from transformers.integrations import unset_hf_deepspeed_config
 
@@ -115,14 +115,14 @@ def keep_models_whole() -> None:
 
 
 def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
-    """Give DeepSpeed the recipe's settings, because it clips and accumulates by itself."""
+    """Give DeepSpeed the recipe's settings, because it clips and accumulates gradients itself."""
     config: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     config["gradient_clipping"] = max_grad_norm
     config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
-    # required, without effect: the loss is divided by labels, not by rows
+    # Required but without effect: the loss is divided by labels, not by rows.
     config["train_micro_batch_size_per_gpu"] = 1
-    # Torch's fused AdamW on the CPU too: the same arithmetic in every way of training, and no
-    # compiler needed.
+    # Use torch's fused AdamW on the CPU too: the arithmetic is then the same in every launch, and
+    # no compiler is needed.
     config["zero_force_ds_cpu_optimizer"] = False
     from deepspeed.utils import groups  # an extra
 
@@ -138,9 +138,9 @@ def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = module._no_split_modules
     if plugin.mixed_precision_policy is not None:
-        # accelerate's policy also rounds inputs, outputs and reduced gradients to bfloat16, among
-        # them the target's log-probabilities and sums over thousands of rows. Inside, autocast
-        # rounds as under DDP.
+        # accelerate's policy would also round inputs, outputs and reduced gradients to bfloat16,
+        # including the target's log-probabilities and sums over thousands of rows. Inside the
+        # modules, autocast rounds as under DDP.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=plugin.mixed_precision_policy.param_dtype,
             reduce_dtype=torch.float32,
@@ -155,15 +155,15 @@ def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
 def shards_parameters(accelerator: Accelerator) -> bool:
     """Whether no rank holds the whole draft outside a forward pass."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # Stages 1 and 2 share out the optimizer's state and the gradients, not the parameters.
+        # Stages 1 and 2 shard the optimizer's state and the gradients, but not the parameters.
         return bool(accelerator.deepspeed_plugin.zero_stage == 3)
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
 def describe_layout(accelerator: Accelerator) -> str:
-    """The number of ranks and how they shard, e.g. "2 processes of FSDP".
+    """Return the number of ranks and how they shard, e.g. "2 processes of FSDP".
 
-    A checkpoint fits only the same layout.
+    A checkpoint fits only the layout with which it was saved.
     """
     kind = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed ZeRO"}.get(
         accelerator.distributed_type

@@ -1,11 +1,13 @@
-"""The choices of a plan by name. Without torch, so a command's config reads them fast."""
+"""The choices of a plan by name. The module does not import torch, so commands read it quickly."""
 
 from typing import Literal
 
 SignalKind = Literal["model", "endpoint", "cache"]
-"""Place of the target: in the training process, on other GPUs, or on disk before training."""
+"""Location of the target: in the training process, on other GPUs, or run before training, with its
+states on disk.
+"""
 
 ShardingKind = Literal["none", "zero2", "fsdp2"]
-"""Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights
-too.
+"""State that is sharded over the devices: with zero2, the optimizer's state and the gradients; with
+fsdp2, also the weights.
 """

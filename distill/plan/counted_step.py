@@ -1,4 +1,4 @@
-"""One training step of a draft at given sizes, counted: with random weights, or without any."""
+"""Count one training step of a draft at given sizes, with random weights or without weights."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -44,15 +44,15 @@ class Plan:
     whole: Any = None
     """The enclosing config, for a target with images."""
     head: Any
-    """The family's options; for a standalone draft, its text config."""
+    """The family's options. For a standalone draft, its text config."""
     draft_vocab_size: int = 0
-    """Size of the draft's vocabulary; 0 for the target's whole vocabulary."""
+    """Size of the draft's vocabulary. 0 for the target's whole vocabulary."""
     divergence: Divergence
     optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
     signal: SignalKind = "model"
-    """Whether the target runs within the step or sends hidden states (top k for a standalone
-    draft).
+    """Source of the signal: the target runs within the step, or sends hidden states (top-k
+    probabilities for a standalone draft).
     """
     top_k: int = 32
     batch_size: int
@@ -67,7 +67,7 @@ class Plan:
     """Whether gradients stay allocated between steps, as with several devices."""
     gradient_checkpointing: bool = False
     exact: bool = False
-    """Whether a standalone draft receives hidden states instead of the top k."""
+    """Whether a standalone draft receives hidden states instead of top-k probabilities."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
@@ -92,7 +92,7 @@ class Counted:
     memory: Counter[str]
     """Bytes by owner."""
     signal_bytes: int = 0
-    """Bytes that the device receives from the target's servers or a cache."""
+    """Number of bytes that the device receives from the target's servers or a cache."""
 
 
 def count_step(
@@ -106,13 +106,12 @@ def count_step(
     """Run one step and count its operations and memory.
 
     By default, `make_batch` makes `batch`, and `signal` comes from the source that the plan names.
-    The code takes the branches for the device `shown_on`: those for a CPU, or else those for an
-    accelerator.
+    The code takes the branches for the device `shown_on`, which is a CPU or an accelerator.
     """
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
     with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):
-        # device=meta: for `Count`, the sign to give weights no memory
+        # device=meta tells `Count` to give weights no memory.
         with torch.device("meta") if weightless else nullcontext():
             model = _make_target(plan)
             draft = _make_draft(plan, model)
@@ -127,15 +126,15 @@ def count_step(
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
         count.memory.hold(SIGNAL, _tensors(signal))
-        # The state is created in an optimizer's first step. This moment is left out, because it
-        # occurs once per training.
+        # An optimizer creates its state in its first step. This moment is not counted, because it
+        # occurs once per training run.
         _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
         count.memory.restart()
         run_parts(plan, draft, source, batch, signal, optimizers, count)
         count.begin("")
         return Counted(
             operations=count.operations,
-            # Unary plus drops the holders with no bytes.
+            # Unary plus drops holders without bytes.
             memory=+count.memory.peak,
             signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
         )
@@ -157,15 +156,15 @@ def count_flops(counted: Counted) -> int:
 
 
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """A plan's (target, draft) on a device, with random weights."""
+    """Make a plan's (target, draft) on a device, with random weights."""
     with device:
         model = _make_target(plan)
-        # The ids of a reduced vocabulary are made on the CPU, also here.
+        # The ids of a reduced vocabulary are made on the CPU here too.
         return model, _make_draft(plan, model).to(device)
 
 
 class Marker(Protocol):
-    """Called at the beginning of every part of a step."""
+    """Function called at the beginning of every part of a step."""
 
     def begin(self, part: str) -> None: ...
 
@@ -182,7 +181,7 @@ def run_parts(
 ) -> None:
     """Run the step of `distill.train.step`, part by part.
 
-    For autocast, weightless tensors are on the CPU.
+    Autocast treats weightless tensors as CPU tensors.
     """
     scale = 1 / int(batch.loss_mask_BT.sum())
     if signal is None:
@@ -193,7 +192,7 @@ def run_parts(
         steps = draft.draft_steps(batch, signal)
         count.begin(LOSS)
         loss = distill_loss(steps, batch, signal, plan.divergence, scale).loss
-    # The graph keeps the tensors it needs of these. The signal stays, as in `Distillation.step`.
+    # The graph keeps the tensors it needs from these. The signal stays, as in `Distillation.step`.
     del steps
     count.begin(BACKWARD)
     torch.autograd.backward(loss)
@@ -214,7 +213,8 @@ def _update(optimizers: list[torch.optim.Optimizer], max_grad_norm: float) -> No
 
 def _take_step(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
-        # AdamW refuses an unknown device. Muon checks whether the device computes in bfloat16.
+        # AdamW does not accept an unknown device. Muon checks whether the device computes in
+        # bfloat16.
         shown_on = Weightless.shown_on if isinstance(optimizer, Muon) else torch.device("cpu")
         with _shown_on(shown_on):
             optimizer.step()
@@ -228,7 +228,7 @@ def make_step_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
 def _make_state(
     optimizers: list[torch.optim.Optimizer], trained: list[Tensor], count: Count, *, keep: bool
 ) -> None:
-    """Bring the optimizers into the middle of a training run, where they have a state.
+    """Give the optimizers the state that they have in the middle of a training run.
 
     With `keep`, the gradients stay, as they do between steps on several devices.
     """
@@ -277,14 +277,14 @@ def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
 def _make_model(config: Any, dtype: torch.dtype) -> Any:
     text = config.get_text_config()
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
-        # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the
-        # router's choices
+        # This sorts rows by expert, as on GPUs. It is the only way whose sizes do not depend on the
+        # router's choices.
         text._experts_implementation = "grouped_mm"
     return new_model(config, dtype).eval().requires_grad_(False)
 
 
 def _make_target(plan: Plan) -> Any:
-    """The target, or only its embeddings and output head if it runs elsewhere.
+    """Make the target, or only its embeddings and output head if it runs elsewhere.
 
     A trainer loads no other weights of such a target.
     """
@@ -324,7 +324,7 @@ def _make_draft(plan: Plan, model: Any) -> Any:
 
 
 def make_batch(plan: Plan) -> Batch:
-    """Rows of documents of equal length, in which every token is a label."""
+    """Make rows of documents of equal length, in which every token is a label."""
     length = plan.sequence_length // plan.documents
     seeded = torch.Generator().manual_seed(
         0

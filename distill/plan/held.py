@@ -1,8 +1,8 @@
-"""The memory that a training occupies on a device all the time, in closed form: bytes by owner.
+"""Memory that training permanently takes on a device, in closed form: bytes by holder.
 
-target's weights whole, or shared out layer by layer, or embeddings and head alone
-(`signal.sharded`) draft's weights 4 bytes a weight: it trains in float32 gradients 4 bytes a weight
-optimizer state 8 bytes a weight; under Muon 4 for a weight in a matrix
+target's weights whole, sharded by layer, or only embeddings and head (`signal.sharded`) draft's
+weights 4 bytes per weight, because it trains in float32 gradients 4 bytes a weight optimizer state
+8 bytes per weight; under Muon, 4 for weights in matrices
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
     "gradients",
     "target's hidden states",
 )
-"""The holders of memory besides activations."""
+"""Holders of memory, apart from activations."""
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8  # of a weight in float32; AdamW keeps two means
 MOMENTUM_BYTES = 4  # Muon's state per weight in a matrix
@@ -36,7 +36,7 @@ MOMENTUM_BYTES = 4  # Muon's state per weight in a matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The share of each holder's bytes that one device keeps."""
+    """The fraction of each holder's bytes that one device keeps."""
 
     weights: float = 1.0
     gradients: float = 1.0
@@ -50,7 +50,10 @@ class Sharing:
         return Sharing(weights=weights, gradients=1 / ranks, state=1 / ranks)
 
     def share_out(self, memory: Mapping[str, float]) -> dict[str, float]:
-        """Bytes by holder on one device. Weights gathered during a step count as activations."""
+        """Return bytes by holder on one device.
+
+        Weights gathered during a step count as activations.
+        """
         kept = {DRAFT_WEIGHTS: self.weights, GRADIENTS: self.gradients, STATE: self.state}
         return {holder: num_bytes * kept.get(holder, 1.0) for holder, num_bytes in memory.items()}
 
@@ -70,7 +73,7 @@ class DraftSize:
         )
 
     def hold(self, optimizer: str) -> dict[str, int]:
-        """Bytes by holder, without AdamW's step count for each tensor."""
+        """Return bytes by holder, without AdamW's step count for each tensor."""
         matrices = self.matrices if optimizer == "muon" else 0
         return {
             DRAFT_WEIGHTS: WEIGHT_BYTES * self.weights,
@@ -82,7 +85,7 @@ class DraftSize:
 def sketch_draft(
     family: Family, options: Any, target_config: Any, draft_vocab_size: int = 0
 ) -> Any:
-    """An untrained draft for a target with this text config, without memory for its weights.
+    """Make an untrained draft for a target with this text config, without memory for its weights.
 
     Raises:
         ValueError: the options do not fit the target.

@@ -1,9 +1,9 @@
-"""Whether a training fits into memory, answered before anything is loaded.
+"""Check whether a training run fits into memory, before anything is loaded.
 
-every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
-                                4 of gradient, 8 of optimizer state (4 for a matrix under Muon),
+every process, on the device    the target, or with servers only embeddings and head; the draft: per weight,
+                                4 bytes, 4 of gradient, 8 of optimizer state (4 for a matrix under Muon),
                                 unless the ranks shard them
-every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
+every machine, in host memory   the target once per process on it: each reads all of it before it is moved;
                                 with --signal.shard once, for the process that reads it
 """
 
@@ -32,7 +32,7 @@ class Need:
     target: int
     draft: int
     host: int | None = None
-    """Bytes that one process reads into host memory if the target is sharded. None: every process
+    """Bytes that one process reads into host memory if the target is sharded. None if every process
     reads the target.
     """
 
@@ -41,7 +41,7 @@ class Need:
 class Room:
     device: str
     device_bytes: int | None
-    """Memory of the device in bytes; None if the processes compute on the CPU."""
+    """Memory of the device in bytes. None if the processes compute on the CPU."""
     host_bytes: int
     processes: int
 
@@ -58,9 +58,10 @@ def require_room(
 ) -> None:
     """Refuse a training run that cannot fit into memory.
 
-    One process on each machine reports the reason, and the others exit with it. If the fit is
-    tight, the main process warns that activations come on top, and prints the `command` that counts
-    them. `optimizer` is the name of the draft's optimizer. `machine` is this machine by default.
+    One process on each machine reports the reason, and the others exit with it. If memory is tight,
+    the main process warns that activations need additional memory, and prints the `command` that
+    counts them. `optimizer` is the name of the draft's optimizer. `machine` is this machine by
+    default.
 
     Raises:
         ValueError: the target or the draft does not fit (the message has the bytes and the ways
@@ -82,7 +83,7 @@ def require_room(
         check(target.name, need, room, has_servers=bool(signal.url))
     except ValueError:
         if not accelerator.is_local_main_process:
-            # One message for each machine: the other processes leave without a word.
+            # Raise one message per machine. The other processes exit without a message.
             raise SystemExit(2) from None
         raise
     taken = need.target + need.draft
@@ -93,8 +94,8 @@ def require_room(
         and taken > TIGHT * room.device_bytes
     ):
         print(
-            f"warning: target and draft need {_gb(taken)} of the {_gb(room.device_bytes)} of "
-            f"{room.device}, without activations; to count those, run {command}"
+            f"warning: without activations, target and draft already need {_gb(taken)} of the "
+            f"{_gb(room.device_bytes)} of {room.device}; to count activations, run {command}"
         )
 
 
@@ -172,7 +173,7 @@ def sharing_of(accelerator: Accelerator) -> Sharing:
     ranks: int = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.FSDP:
         if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-            # Weights and states stay in host memory, and the device has one layer at a time.
+            # Weights and states stay in host memory, and the device has only one layer at a time.
             return Sharing(weights=0, gradients=0, state=0)
         return Sharing.of("fsdp2", ranks)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -190,7 +191,7 @@ def _on(device: torch.device, machine: Machine | None) -> Machine:
 
 
 def read_room(accelerator: Accelerator, machine: Machine | None = None) -> Room:
-    """The memory of this process's device and machine, within a container's limit."""
+    """Return the memory of this process's device and machine, within a container's limit."""
     here = _on(accelerator.device, machine)
     return Room(
         device=str(accelerator.device),

@@ -1,4 +1,4 @@
-"""Counted operations, and the GPUs by their data sheets."""
+"""Counted operations, and GPUs as described by their data sheets."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -29,7 +29,9 @@ class Device:
     """Peak rate of matrix products in bfloat16."""
     bytes_per_s: float
     memory_bytes: float
-    """Advertised memory. The chips have 2^30 bytes per GB; the difference is for CUDA and NCCL."""
+    """Advertised memory, in units of 10^9 bytes. The chips have 2^30 bytes per GB, and the
+    difference is left to CUDA and NCCL.
+    """
 
 
 DEVICES = (
@@ -37,7 +39,7 @@ DEVICES = (
     Device("H100", 989.4e12, 3.35e12, 80e9),
     # NVIDIA H200 SXM data sheet
     Device("H200", 989.4e12, 4.8e12, 141e9),
-    # NVIDIA DGX B200 data sheet, an eighth of the system
+    # NVIDIA DGX B200 data sheet, one eighth of the system
     Device("B200", 2250e12, 8e12, 180e9),
     # AMD Instinct MI300X data sheet
     Device("MI300X", 1307.4e12, 5.3e12, 192e9),
@@ -56,7 +58,7 @@ def add_up(operations: Counter[Operation], chosen: Iterable[Operation]) -> Work:
     return Work(
         flops=sum(work.flops * times for work, times in kept),
         num_bytes=sum(work.num_bytes * times for work, times in kept),
-        # A view moves no byte and launches no kernel.
+        # A view moves no bytes and launches no kernel.
         calls=sum(times for work, times in kept if work.num_bytes),
     )
 

@@ -1,4 +1,4 @@
-"""Sizes of well-known models, so that they can be counted without access to the hub."""
+"""Sizes of well-known models, which can then be counted without access to the hub."""
 
 import difflib
 import json
@@ -49,11 +49,11 @@ KNOWN = {
         num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, num_nextn_predict_layers=1,
     ),
 }  # fmt: skip
-"""From the config.json of each on the hub."""
+"""Sizes by name, from each model's config.json on the hub."""
 
 
 def find_sizes(name: str) -> Any:
-    """The config for a known name, a folder, a config.json or a hub name.
+    """Return the config for a known name, a folder, a config.json or a hub name.
 
     Raises:
         ValueError: there is no such config.
@@ -61,7 +61,7 @@ def find_sizes(name: str) -> Any:
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)
-    # For a config.json in a model folder, use the folder, which may have further files.
+    # For a config.json in a model folder, use the folder, which may have additional files.
     source = path.parent if path.name == CONFIG else path
     if path.exists():
         config = load_config(source)
@@ -80,7 +80,10 @@ def find_sizes(name: str) -> Any:
 
 
 def stored_bits(config: Any) -> int | None:
-    """Bits per weight of a target that is stored quantised; None for any other target."""
+    """Return the bits per weight of a target that is stored quantised.
+
+    None for any other target.
+    """
     section = quantization_section(config.to_dict())
     if not section:
         return None

@@ -1,15 +1,15 @@
-"""Count the work of a piece of PyTorch.
+"""Count the work of PyTorch code.
 
-Floating-point operations, bytes and live memory, with or without weights.
+The module counts floating-point operations, bytes and live memory, with or without weights.
 
-    with Count(weightless=True) as count:        every tensor made here has a shape and no memory
-        count.begin("forward")                   the name of the following part
+    with Count(weightless=True) as count:        tensors made here have a shape but no memory
+        count.begin("forward")                   the name of the next part
         ...                                      any code, autograd and autocast included
     count.operations                             how often each operation ran, FLOPs and bytes
-    count.memory                                 live bytes at the worst moment, by holder
+    count.memory                                 live bytes at the peak, by holder
 
-The mode sees the operations below autograd and autocast, as kernels. Floating-point tensors are
-weightless. Small tensors of integers keep values, so code may branch on the ids, masks and
+The mode intercepts operations below autograd and autocast, i.e. as kernels. Floating-point tensors
+are weightless. Small integer tensors keep their values, so code may branch on the ids, masks and
 documents of a batch.
 """
 
@@ -38,19 +38,21 @@ VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 class Weightless(Tensor):
     """A tensor without memory.
 
-    For PyTorch it is on the CPU, so the CPU's autocast and autograd apply. Python code reads
-    `device` as `shown_on`, and so takes the branches for an accelerator or for the CPU.
+    To PyTorch, it is on the CPU, so the CPU's autocast and autograd apply. Python code sees
+    `shown_on` as its `device`, and takes the branches for an accelerator or for the CPU
+    accordingly.
     """
 
     shown_on = META
     plain: Tensor  # the same on `meta`; views share a storage, by which memory is counted
 
-    # No Python detour above autograd: the operations are seen once, in __torch_dispatch__.
+    # There is no Python code above autograd: operations are intercepted once, in
+    # __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: Tensor) -> Weightless:
-        # No device is given, so autograd and autocast take the wrapper for a CPU tensor.
+        # No device is given, so autograd and autocast treat the wrapper as a CPU tensor.
         made: Weightless = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             plain.size(),
@@ -76,18 +78,18 @@ class Weightless(Tensor):
 
 
 def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation, as weightless tensors.
+    """Compute the result of an operation as weightless tensors.
 
     A tensor that was changed in place is returned as the same object that was passed in.
 
     Raises:
         ValueError: the result depends on values.
     """
-    # By id: the arguments live until the results are made, so no id is taken twice.
+    # Compare by id: the arguments live until the results are made, so no id is reused.
     given: dict[int, Tensor] = {}
 
-    # The meta kernel of a grouped product accepts only bfloat16; those of devices also accept
-    # float32.
+    # The meta kernel of a grouped product accepts only bfloat16, but the devices' kernels also
+    # accept float32.
     widened = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
     def strip(x: Any) -> Any:
@@ -103,7 +105,7 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return Weightless(x.to(args[0].dtype) if widened else x)
 
     try:
-        # PyTorch's meta kernels work out shapes and strides, and compute nothing.
+        # PyTorch's meta kernels determine shapes and strides, and compute nothing.
         return tree_map(dress, func(*tree_map(strip, args), **tree_map(strip, kwargs)))
     except (NotImplementedError, RuntimeError) as error:
         if not VALUE_TAGS.intersection(func.tags):
@@ -122,19 +124,19 @@ def _strip(x: Tensor) -> Tensor:
 def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation can run without memory.
 
-    It can if it reads or makes a weightless tensor, or makes a large one.
+    It can if it reads or makes a weightless tensor, or makes a large tensor.
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kwargs.get("device") == META or any(isinstance(x, Weightless) or x.is_meta for x in tensors):
         return True
     try:
-        # A dry run on `meta`, only to learn the size of the result.
+        # This is a dry run on `meta`, only to learn the size of the result.
         made = func(*tree_map(_try_strip, args), **tree_map(_try_strip, kwargs))
     except (RuntimeError, NotImplementedError):  # the size depends on values, e.g. `nonzero`
         return False
     sizes = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-    # Made from nothing: floating-point tensors are weights, and need no values; integers are ids or
-    # masks.
+    # For tensors created from nothing: floating-point tensors are weights, which need no values.
+    # Integers are ids or masks, which do.
     return any(x.numel() > MAX_VALUES or (not tensors and x.is_floating_point()) for x in sizes)
 
 
@@ -150,18 +152,18 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that runs and counts every operation inside its `with` block."""
 
     def __init__(self, *, weightless: bool) -> None:
-        """Without `weightless`, operations run on tensors with memory but are counted alike."""
+        """Without `weightless`, operations run on real tensors, but are counted in the same way."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weightless, self.part = weightless, ""
         self.operations: Counter[Operation] = Counter()
         self.memory = Memory()
 
     def begin(self, part: str) -> None:
-        """Count the following operations under this name; an empty name stops the counting."""
+        """Count the following operations under this name. An empty name stops the counting."""
         self.part = part
 
     def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted as one kernel.
+        """Return the function, to be counted as one kernel.
 
         The kernel reads the arguments once and writes the results once.
         """
@@ -206,17 +208,19 @@ def describe(
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backward: bool) -> int:
-    """FLOPs of attention: two products forward, and five backward.
+    """Return the FLOPs of attention: two products forward, and five backward.
 
     The backward products are the scores again, and the gradients of v, p, q and k. A causal kernel
     computes scores only up to the diagonal.
     """
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
-    # Causal: row i of T attends to i + 1 keys, T (T + 1) / 2 pairs, and to all earlier keys if any.
+    # With causal attention, row i of T attends to i + 1 keys, i.e. T (T + 1) / 2 pairs, and to all
+    # earlier keys if there are any.
     pairs = (
         queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
     )
-    # Backward: scores, gradients of q and k by the size of a key, of p and v of a value.
+    # Backward, the scores and the gradients of q and k depend on the key size, and the gradients of
+    # p and v on the value size.
     factors = 3 * size + 2 * v.shape[3] if backward else size + v.shape[3]
     return 2 * batch * heads * pairs * factors
 
@@ -242,7 +246,8 @@ def _backward(
 
 
 def _range_pairs(q: Tensor, start_BN: Tensor, end_BN: Tensor) -> int:
-    # The same pairs for each of the H heads. The ranges are small integers: they have values.
+    # Each of the H heads has the same pairs. The ranges are small integer tensors, so they have
+    # values.
     return q.shape[1] * int((end_BN - start_BN).sum())
 
 
@@ -268,7 +273,7 @@ def _range_backward(
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of a grouped product: every row of x is multiplied by one expert's matrix."""
+    """Return the FLOPs of a grouped product: each row of x is multiplied by one expert's matrix."""
     return 2 * x.shape[0] * x.shape[1] * weights.shape[-1]
 
 
@@ -278,16 +283,16 @@ def _addmm(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
 
 aten = torch.ops.aten
 ATTENTION: dict[Any, Callable[..., int]] = {
-    # a CPU's fused kernel, which represents those of GPUs: they compute and move the same
+    # A CPU's fused kernel stands for those of GPUs, which compute and move the same amounts.
     aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
-    # each row over a range of keys; the operations of `heads.nn.prefix`
+    # Each row attends to a range of keys. These are the operations of `heads.nn.prefix`.
     torch.ops.redraft.prefix_attention: _range,
     torch.ops.redraft.prefix_attention_backward: _range_backward,
 }
 PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm, aten.addmm: _addmm}
-"""Formulas that PyTorch's table lacks or has wrong: its formula for `addmm` fails if the result's
-dtype is given.
+"""Formulas that are missing or wrong in PyTorch's table. Its formula for `addmm` fails if the
+result's dtype is given.
 """
 
 
@@ -297,23 +302,23 @@ dtype is given.
 GATHERS = {"embedding", "index", "gather", "index_select"}  # read only as much as they return
 
 SCATTERS = {"index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"}
-"""They write no more of the first argument than they are given."""
+"""Operations that write only the given values into their first argument."""
 
 OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_"}
-"""They read nothing of the first argument."""
+"""Operations that do not read their first argument."""
 
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
-    """Bytes that an operation reads and writes; 0 for a view."""
+    """Return the bytes that an operation reads and writes, which are 0 for a view."""
     # The schema shows which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
     name = func._schema.name.removeprefix("aten::")
     if name in EMPTY:
         return 0
     named = {a.name: (a, value) for a, value in zip(func._schema.arguments, args, strict=False)}
     named |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}
-    # A result in the storage of an argument is not fresh: it is a view, or the changed argument.
+    # A result in the storage of an argument is not new: it is a view, or the changed argument.
     held = {_storage(x)._cdata for x in _tensors(value for _, value in named.values())}
     fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
     written = [
@@ -337,13 +342,14 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
     if name in GATHERS:
         read += fresh
     if name in SCATTERS:
-        # The values come last, as in index_add_(self, dim, index, source): as many are written.
+        # The values are the last argument, as in index_add_(self, dim, index, source). As many
+        # elements are written as there are values.
         written = read[-1:]
     return sum(map(size_bytes, (*fresh, *written, *read)))
 
 
 def size_bytes(x: Tensor) -> int:
-    """Bytes that a tensor's elements occupy; elements repeated by a stride of 0 count once."""
+    """Return the bytes of a tensor's elements. Elements repeated by a stride of 0 count once."""
     return x.element_size() * math.prod(
         n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n
     )
@@ -377,7 +383,7 @@ class Memory:
             storage = _storage(x)
             if storage._cdata not in self._holders:
                 self._watch(storage)
-        # After each operation, with arguments and results alive at once, as on a device.
+        # Measure after each operation, when arguments and results are both alive, as on a device.
         if self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 
@@ -398,7 +404,7 @@ class Memory:
         address, num_bytes = storage._cdata, storage.nbytes()
         self._holders[address] = ACTIVATIONS, num_bytes
         self.live[ACTIVATIONS] += num_bytes
-        # PyTorch keeps the Python object of a storage for as long as the storage lives
+        # PyTorch keeps the Python object of a storage for as long as the storage lives.
         self._watched[address] = weakref.ref(storage, lambda _: self._end(address))
 
     def _end(self, address: int) -> None:

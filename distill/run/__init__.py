@@ -1,1 +1,1 @@
-"""One training of a draft: refuse, open, start, forecast, train, publish, prove."""
+"""A training run of a draft: refuse, open, start, forecast, train, publish, prove."""

@@ -1,12 +1,12 @@
-"""Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
+"""Adapt a draft to a different version of the target: a fine-tune, or a later checkpoint.
 
     OLD ──────────────► forecast ─┐
                                   ├─► train the better start ─► forecast ─► gain over OLD proven? ─► publish
     a new start ──────► forecast ─┘                                                       no ─► keep OLD
 
-After a fine-tune, the head of the base model is the better start; a standalone draft of target
-layers is better begun with those of the fine-tune. So both starts are forecast, on answers of the
-new target.
+After a fine-tune, the base model's head is usually the better start, but a standalone draft made of
+target layers starts better from the fine-tune's layers. So both starts are forecast on answers of
+the new target.
 """
 
 import json
@@ -50,14 +50,14 @@ class Adaptation:
     tau_old: float
     """Forecast of the old draft without further training."""
     tau_new_start: float | None
-    """Forecast of the newly initialised draft before training; None if it could not be created."""
+    """Forecast of the newly initialised draft before training. None if it could not be created."""
     tau_adapted: float
     gain: float
     """`tau_adapted` - `tau_old`."""
     interval: tuple[float, float]
     """95% interval of the gain, over prompts."""
     draft: str | None
-    """Folder of the published draft; None if the old draft is kept."""
+    """Folder of the published draft. None if the old draft is kept."""
 
     @property
     def verdict(self) -> str:
@@ -76,9 +76,9 @@ class Adaptation:
 def adapt(
     family: Family, cfg: Config, old: Path, machine: Machine | None = None
 ) -> Adaptation | None:
-    """Train `old`, or a new start, for the target in `cfg`, and publish the draft if it gains.
+    """Train `old` or a new start for the target in `cfg`, and publish the draft if it gains.
 
-    The target is a continuation of the target of `old`. The result is returned on the main process
+    The target must be a later version of `old`'s target. The result is returned on the main process
     only. Raises the same errors as `run`.
     """
     started_s = time.perf_counter()
@@ -129,7 +129,10 @@ def adapt(
 
 
 def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
-    """The start with the higher forecast; a resumed run keeps the start that it chose before."""
+    """Return the start with the higher forecast.
+
+    A resumed run keeps the start that it chose before.
+    """
     taus = {
         name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None
     }
@@ -145,7 +148,7 @@ def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
 
 
 def _options(head: Any) -> Any:
-    """The options of a head.
+    """Return the options of a head.
 
     A P-EAGLE head has them in `options`, because its `config` describes only its first layer, an
     EAGLE-3 head.
@@ -154,7 +157,10 @@ def _options(head: Any) -> Any:
 
 
 def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
-    """The settings for a new start with the options of `old`; None if no new start is possible."""
+    """Return settings for a new start with the options of `old`.
+
+    None if no new start is possible.
+    """
     cfg = training.cfg
     if isinstance(cfg, HeadConfig):
         new = replace(cfg, start_from=None, head=_options(loaded))

@@ -43,27 +43,27 @@ from redraft.heads.logits import LogitRule
 from redraft.heads.target import LoadedTarget
 
 TOKENS_A_WRITE = 32_768
-"""Tokens of a batch whose states are computed and written to a cache together."""
+"""Number of tokens in a batch whose states are computed and written to a cache together."""
 
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
 
 def require_no_engine(signal: Signal, *, engine: bool) -> None:
-    """Raise ValueError if a sharded target is also to be served in an engine.
+    """Raise ValueError if a sharded target should also be served in an engine.
 
     The training processes occupy the GPU memory until they exit.
     """
     if signal.shard and engine:
         raise ValueError(
-            "a sharded target leaves no memory for vLLM: add --prove.no-engine, and then run "
-            "redraft eval"
+            "a sharded target leaves no memory for vLLM: add --prove.no-engine, and run redraft "
+            "eval afterwards"
         )
 
 
 def load_target(
     target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None
 ) -> Any:
-    """A target's model, frozen and in the target's dtype. `machine` is this machine by default.
+    """Load a target's model, frozen and in its dtype. `machine` is this machine by default.
 
     With a URL, only the embeddings, the final norm and the head are loaded here.
 
@@ -97,7 +97,7 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
     for weight, values in model.named_parameters():
         if values.is_meta or not values.is_floating_point():
             continue
-        # In parts: the comparison makes a tensor of booleans.
+        # In parts, because the comparison makes a boolean tensor.
         flat = values.detach().flatten()
         if not all(bool(part.isfinite().all()) for part in torch.split(flat, 1 << 26)):
             raise ValueError(f"{name} has non-finite values in {weight}: download it again")
@@ -106,19 +106,19 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
 def load_data(
     data: Data, target: TargetFolder, loop: Loop, run: RunFolder, *, is_head: bool = True
 ) -> LoadedData:
-    """The training and held-out rows, the held-out prompts and the target's end tokens.
+    """Return training and held-out rows, the held-out prompts and the target's end tokens.
 
-    A row has `loop.sequence_length` tokens, packed from documents short enough for a server to show
-    a draft whole. The main process tokenises once; all processes memory-map the result, and so does
-    a resumed run.
+    A row has `loop.sequence_length` tokens, packed from documents that a server can show to a draft
+    as a whole. The main process tokenises once. All processes memory-map the result, and so does a
+    resumed run.
 
     Raises:
-        ValueError: if the source is empty or nothing in it can be trained on.
+        ValueError: the source is empty, or nothing in it can be trained on.
     """
     day = choose_day(data.date, "--data.date") if data.date else run.date
     tokenizer, ends = target.tokenizer, target.end_ids
     length = visible_length(target.text_config, loop.sequence_length, is_head=is_head)
-    # A shared cache keeps the tokens of other settings, a run's folder only the latest.
+    # A shared cache also keeps the tokens of other settings. A run's folder keeps only the latest.
     root = data.cache or run.folder / TOKENS
 
     def keep() -> Path:
@@ -131,8 +131,8 @@ def load_data(
         print("\n".join(tokens.said))
         if length < loop.sequence_length:
             print(
-                f"conversations are cut at {length:,} tokens: a server shows a draft no more at "
-                "once"
+                f"conversations are cut at {length:,} tokens, because a server shows a draft no "
+                "more at once"
             )
     packed = functools.partial(PackedDataset, sequence_length=loop.sequence_length, seed=loop.seed)
     return LoadedData(
@@ -167,10 +167,11 @@ def _describe_origin(data: Data, tokenizer: Any, length: int, day: datetime.date
 def _tokenise(
     data: Data, tokenizer: Any, max_length: int, day: datetime.date, ends: tuple[int, ...]
 ) -> TokenContent:
-    """The tokens of the training and held-out parts, generated while they are read."""
+    """Return the tokens of the training and held-out parts, generated while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
-    # After the split, which is by question, because an answer may follow questions of both parts.
+    # Do this after the split, which is by question, because the same answer may follow questions of
+    # both parts.
     asked, unseen = held_out, held_out
     if data.prompts:
         asked = load_conversations(data.prompts, split=data.split, strict=data.strict)
@@ -184,11 +185,11 @@ def _tokenise(
         if num_questions == 1 and len(conversations) > 1:
             raise ValueError(
                 f"{data.source}: all {len(conversations)} conversations have the same first "
-                "question, so none can be held out: add conversations with other questions"
+                "question, so none can be held out: add conversations with different questions"
             )
         raise ValueError(
-            f"{data.source}: {found}, of {num_questions} first questions; give more data or change "
-            "--data.held-out"
+            f"{data.source}: {found}, of {num_questions} first questions: give more data or "
+            f"change --data.held-out"
         )
     stats, held_out_stats = SampleStats(), SampleStats()
     stream = functools.partial(
@@ -220,25 +221,24 @@ def _tokenise(
 def live_signal(
     signal: Signal, target: LoadedTarget, aux_layers: Sequence[int] | None
 ) -> InProcessTarget | EndpointTarget:
-    """A function from any batch to the target's predictions.
+    """Return a function from any batch to the target's predictions.
 
     They are computed here, or on servers if there is a URL. `aux_layers` is None for a standalone
-    draft, which reads only the text. For a head, it lists the target layers to read besides the
-    last hidden state; the list may be empty. The servers are compared with the target's
-    files.
+    draft, which reads only the text. For a head, it lists the target layers to read in addition to
+    the last hidden state. The list may be empty. The servers are compared with the target's files.
 
     Raises:
-        ValueError: if the target, or the model on its server, does not fit.
+        ValueError: the target, or the model on its server, does not fit.
     """
     if not signal.url:
         return InProcessTarget(target.model, aux_layers or ())
-    # One attempt per server, because `Endpoints` then tries the next one.
+    # Make one attempt per server, because `Endpoints` then tries the next one.
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
         if signal.kept:
             raise ValueError(
-                "--signal.kept contains hidden states, but a standalone draft reads the top k: add "
-                "--signal.exact"
+                "--signal.kept contains hidden states, but a standalone draft reads top-k "
+                "probabilities: add --signal.exact"
             )
         source = EndpointTarget(servers, signal.k, target.files)
     else:
@@ -257,30 +257,31 @@ def target_signal(
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
 ) -> SignalFunction:
-    """The source of the training signal.
+    """Return the source of the training signal.
 
     It is `live_signal`, or a cache, which is written here if it does not exist. Signals from
     servers and caches are fetched one batch ahead.
 
     Raises:
-        ValueError: if the config, the cache or a server does not fit.
-        OSError: if the disk has no room.
+        ValueError: the config, the cache or a server does not fit.
+        OSError: the disk is full.
     """
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, aux_layers)
-    # As for a head that reads no auxiliary layers: only the last hidden state.
+    # As for a head that reads no auxiliary layers, only the last hidden state is read.
     if signal.exact:
         aux_layers = aux_layers or ()
     device, model = accelerator.device, target.model
     if signal.kind != "cache":
         return OneAhead(live_signal(signal, target, aux_layers), device)
-    # Held-out samples too: evaluations read the signal from the same source.
+    # Cache held-out samples too, because evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
     cache, content = signal.cache or folder / "target-cache", _content(signal, model, aux_layers)
-    # With the dtype in which the target computes, because it rounds the cached values.
+    # Include the target's compute dtype, because it rounds the cached values.
     computed = f"{str(model.dtype).removeprefix('torch.')} {target.files.fingerprint}"
-    # With a whole target or servers, every rank writes its own shards. A sharded target makes every
-    # pass on all ranks, so only rank 0 writes. All wait below, up to LONGEST_WAIT.
+    # With an unsharded target or with servers, every rank writes its own shards. A sharded target
+    # runs every pass on all ranks, so only rank 0 writes. All ranks wait below, for up to
+    # LONGEST_WAIT.
     alone = is_sharded(model)
     with leading(model) as leads:
         if (leads or not alone) and not is_complete(cache):
@@ -291,8 +292,9 @@ def target_signal(
                 content,
                 target=computed,
                 sequence_length=data.train.sequence_length,
-                # Not the training batch size, because it is in the header, and an interrupted cache
-                # continues only with an equal header. Long rows are written one by one.
+                # Do not use the training batch size: the batch size is in the header, and an
+                # interrupted cache continues only with an equal header. Long rows are written one
+                # by one.
                 batch_size=max(1, TOKENS_A_WRITE // data.train.sequence_length),
                 device=accelerator.device,
                 rank=0 if alone else accelerator.process_index,

@@ -1,6 +1,6 @@
 """The proof of a trained draft.
 
-Export it, forecast it on held-out prompts, serve it in a real vLLM, and report.
+The draft is exported, forecast on held-out prompts, served in a real vLLM, and reported on.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Forecaster:
         *,
         is_head: bool = True,
     ) -> None:
-        """`signal` provides the target's distribution, unless `forecast` is given another one."""
+        """Take `signal`, the target's distribution, which a call of `forecast` can replace."""
         self.cfg, self.signal, self.is_head = cfg, signal, is_head
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         key = [
@@ -126,9 +126,9 @@ class Forecaster:
         )
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
-        """The draft's forecast.
+        """Return the draft's forecast.
 
-        For a draft with further inputs from the target, `signal` replaces the usual signal.
+        For a draft with additional inputs from the target, `signal` replaces the usual signal.
         """
         draft.to(self.device).eval()
         number = self.cfg.num_speculative_tokens
@@ -138,7 +138,7 @@ class Forecaster:
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
-    """Raise ValueError if the draft tokens exceed the head's draft steps, or these vLLM's limit."""
+    """Raise ValueError if draft tokens exceed the head's draft steps, or the steps vLLM's limit."""
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(
             f"the head has {num_steps} draft steps, but vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
@@ -164,15 +164,15 @@ def describe_origin(run: Run) -> dict[str, Any]:
         "target_fingerprint": target.fingerprint,
         "target_lineage": target.lineage,
         "label_probe": label_probe(target.tokenizer, data.date),
-        # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the
-        # tau.
+        # If there are evaluations, use the last one and the last training line, because
+        # `doctor.in_engine` reads tau there.
         "metrics": folder.metrics[-2:],
         "environment": environment(),
     }
 
 
 def store(forecast: Forecast, run: Run) -> StoredForecast:
-    """The forecast in the form kept in the draft's provenance, to compare serving with."""
+    """Return the forecast in the form that the provenance keeps, for comparisons with serving."""
     cfg = run.cfg.prove
     return store_forecast(
         forecast,
@@ -185,11 +185,11 @@ def store(forecast: Forecast, run: Run) -> StoredForecast:
 
 
 def _computed_in(model: Any) -> str | None:
-    """The dtype in which a target in these processes computes.
+    """Return the dtype in which a target in these processes computes.
 
-    None for a target on servers, which choose the dtype themselves.
+    Return None for a target on servers, which choose the dtype themselves.
     """
-    # Of a target on servers the layers are on `meta` here.
+    # The layers of a target on servers are on `meta` here.
     if model is None or any(weight.is_meta for weight in model.parameters()):
         return None
     return str(model.dtype).removeprefix("torch.")
@@ -230,8 +230,8 @@ def prove_in_engine(
     Each server gets one round, which is enough to prove acceptance and answers; `redraft bench`
     measures speed. Logs go to `folder`. `speculative` is vLLM's speculative config without the
     number of tokens. `served` is the folder to serve with the draft if the draft's tensors are
-    inside a copy of the target (MTP); by default, the target itself. `dtype` is the engine's dtype;
-    by default, the one of training (`default_target_dtype`).
+    inside a copy of the target (MTP). By default, it is the target itself. `dtype` is the engine's
+    dtype, by default that of training (`default_target_dtype`).
 
     Raises:
         ChildProcessError: the engine failed; the error has its message.
@@ -241,7 +241,7 @@ def prove_in_engine(
     load = cfg.concurrency
     plan = Plan(rounds=1, prompts={load: len(prompts)}, max_tokens=cfg.max_tokens, most_repeats=0)
     options: dict[str, Any] = {
-        # The last block may reach past the answer by all of the draft tokens.
+        # The last block may extend past the answer by all of its draft tokens.
         "max_model_len": max(len(p.token_ids) for p in prompts)
         + cfg.max_tokens
         + cfg.num_speculative_tokens,
@@ -268,8 +268,8 @@ def prove_in_engine(
 def make_logits(target: str | TargetFolder) -> Callable[[Sequence[int]], torch.Tensor]:
     """Return a function that returns the target's next-token logits, [V].
 
-    It loads the target at the first call, which happens only if two outputs differ and a tie must
-    be distinguished from an error.
+    It loads the target at the first call. A call happens only if two outputs differ, to distinguish
+    a tie from an error.
     """
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 
@@ -298,7 +298,7 @@ def report(
     cost: TrainingCost,
     started: float,
 ) -> Path:
-    """Write report.json and report.html into the run's folder; returns the path of report.html."""
+    """Write report.json and report.html into the run's folder. Return the path of report.html."""
     sections: dict[str, Any] = {
         "target": target,
         "draft": str(run.folder / "draft"),

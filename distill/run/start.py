@@ -1,4 +1,4 @@
-"""How a draft starts: with the weights that `--init` chooses, or as a draft trained before.
+"""Make the initial draft: with the weights that `--init` chooses, or from an earlier draft.
 
 D = hidden.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:
-    """A run's untrained draft, or the draft to continue, the same on every rank.
+    """Return a run's untrained draft, or the draft to continue, which is the same on every rank.
 
     `cfg`, if given, replaces the settings of the run.
 
@@ -75,12 +75,13 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
         )
     reach = target_window(run.shape)
     if reach is not None and getattr(options, "window", 0) is None:
-        # vLLM always applies it to layers without a window, so the export should state it.
+        # vLLM always applies the target's window to layers without one, so the export should state
+        # it.
         options = replace(options, window=reach)
         _say(run, f"the head has the window of the target's layers, {reach} positions")
     if run.family.training and (usual := run.family.training.draft_vocab_size) is not None:
-        # Counted only on the training part, because held-out text must not choose the vocabulary
-        # with which it is evaluated.
+        # Count only on the training part, because held-out text must not choose the vocabulary with
+        # which it is evaluated.
         all_ids = run.shape.vocab_size
         size = choose_size(cfg.draft_vocab_size, usual, all_ids)
         vocabulary.append(frequent_ids(run.data.train.samples, size, all_ids))
@@ -88,7 +89,7 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
-    """The head given by `--start-from`, with the options of its own training."""
+    """Load the head given by `--start-from`, with the options of its own training run."""
     assert cfg.start_from is not None
     trained_for = read_provenance(cfg.start_from).target_fingerprint
     head = run.load(cfg.start_from, has_moved=trained_for not in ("", run.target.files.fingerprint))
@@ -97,7 +98,7 @@ def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
-    """The MTP layer from the target's weights, with the options of this run."""
+    """Load the MTP layer from the target's weights, with the options of this run."""
     head = run.family.draft_class().load(run.target.source.folder, run.target.borrowed)
     head.config = cfg.head
     return head
@@ -132,11 +133,11 @@ def _start_as_layers(run: Run, head: Any, count: int) -> None:
 def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
     scales = read_scales(run, head.aux_layer_ids)
     _say(run, f"the head starts from a least-squares fit on up to {num_tokens:,} tokens")
-    # Only the final norm, because everything else except the output head is replaced.
+    # Keep only the final norm, because everything else except the output head is replaced.
     head.init_from_layers([nn.Module()], final_norm(run.target.model))
     head.to(run.accelerator.device)
     start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
-    # Each rank has solved for itself, and other hardware may give other signs.
+    # Each rank has solved the equations itself, and different hardware may give different signs.
     share(run, head)
 
 
@@ -148,11 +149,11 @@ def share(run: Run, head: Any) -> None:
 
 
 def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
-    """The factors of the norm that reads each stream (the states after k layers), [D].
+    """Return the factors of the norm that reads each stream (the states after k layers), [D].
 
     Raises:
-        ValueError: a stream is not read by an RMS norm, or the target's final norm is of another
-            kind.
+        ValueError: a stream is not read by an RMS norm, or the target's final norm is of a
+            different kind.
     """
     name, model = run.cfg.target, run.target.model
     if is_whole(model):
@@ -164,11 +165,11 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
 def read_last_signals(
     run: Run, layer_ids: Sequence[int], num_tokens: int
 ) -> list[tuple[Batch, TargetSignal]]:
-    """The last batches of the first epoch, with the target's states.
+    """Return the last batches of the first epoch, with the target's states.
 
-    They have `num_tokens` tokens, or all tokens if there are fewer. The last batches are used
-    because training reaches them late, and a head learns little from text that its start was fitted
-    to. They are the same on every rank.
+    They have `num_tokens` tokens in total, or all tokens if there are fewer. The last batches are
+    used because training reaches them late, and a head learns little from text to which its start
+    was fitted. They are the same on every rank.
     """
     source = live_signal(run.cfg.signal, run.target, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size

@@ -1,11 +1,11 @@
-"""One training of a draft, of any family.
+"""A training run of a draft of any family.
 
     refuse ─► open ─► start ─► forecast ─► train ─► publish ─► prove
     flags     target   weights   of the      loop     folder     a real vLLM
     memory    data     (start)   start                forecast   report
     folder
 
-The family's row in `heads.catalog` and its module say what differs: initial weights, defaults,
+The family's row in `heads.catalog` and its module define what differs: initial weights, defaults,
 export layouts.
 """
 
@@ -80,7 +80,8 @@ def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     `machine` is this machine by default. A refused run leaves nothing behind.
 
     Raises:
-        ValueError, OSError: the flags do not fit each other, the target or the machine.
+        ValueError, OSError: the flags contradict each other, or do not fit the target or the
+            machine.
     """
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
@@ -99,18 +100,19 @@ class Run:
     def __init__(self, family: Family, cfg: Config, machine: Machine | None = None) -> None:
         """Refuse settings that cannot work, then open the target, the data and the folder.
 
-        Torch's random state is seeded at the end, so that a draft made next starts with the same
+        Torch's random state is seeded at the end, so that the draft made next starts with the same
         weights in every run. Raises the same errors as `run`.
         """
         if isinstance(cfg, HeadConfig) and cfg.start_from is not None:
             cfg = replace(cfg, start_from=fetch_model(cfg.start_from))  # a hub name, or a folder
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
-        # 1. Flags against each other and against the target, before anything is joined, written or
-        #    loaded.
+        # 1. Check the flags against each other and the target, before anything is joined, written
+        # or loaded.
         files, sketch = refuse(family, cfg)
         self.shape = files.text_config
-        # 2. The ranks, the memory, the folder: a run that is too large creates none.
+        # 2. Set up the ranks, the memory check and the folder. A run that is too large creates no
+        # folder.
         machine = launch_machine(machine)
         dtype = cfg.target_dtype or default_target_dtype(
             files, on_cpu=machine.gpu is None, machine=machine
@@ -125,7 +127,7 @@ class Run:
         self.folder = RunFolder.open(
             cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite
         )
-        # 3. The target, perhaps rewritten, and the data.
+        # 3. Open the target, which may be converted, and the data.
         rewritten = self._rewrite(files) if sketch is None else None
         model = load_target(rewritten or files, cfg.signal, self.accelerator.device)
         self._require_parts(model)
@@ -151,7 +153,7 @@ class Run:
             final_norm(model)
 
     def _require_hardware(self, files: TargetFolder, sketch: Any, machine: Machine) -> None:
-        """Raise ValueError if the draft's attention cannot launch, or the run needs more memory."""
+        """Raise ValueError if the draft's attention cannot launch, or memory is too small."""
         cfg = self.cfg
         dtype = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
         sizes = (
@@ -191,9 +193,9 @@ class Run:
         return TargetFolder(name=str(folder), folder=folder, dtype=files.dtype)
 
     def load(self, folder: Path, *, has_moved: bool = False) -> Any:
-        """The exported draft in `folder`, built on this run's target, in float32.
+        """Load the exported draft in `folder` on this run's target, in float32.
 
-        `has_moved` is as in `Target`.
+        `has_moved` has the same meaning as in `Target`.
         """
         target = self.target.borrowed
         target = replace(target, has_moved=has_moved or target.has_moved)
@@ -217,7 +219,7 @@ class Run:
         )
 
     def forecast(self, draft: Any) -> Forecast | None:
-        """The draft's expected acceptance in the engine's dtype; None on all but the main process.
+        """Forecast the draft's acceptance in the engine's dtype. None on all but the main process.
 
         The draft itself keeps its dtype.
         """
@@ -228,9 +230,9 @@ class Run:
         return found
 
     def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction | None]:
-        """A copy of a head in the engine's dtype, and the head's signal.
+        """Return a copy of a head in the engine's dtype, and the head's signal.
 
-        A standalone draft is returned unchanged, without a signal of its own.
+        A standalone draft is returned unchanged, without a separate signal.
         """
         if not self.family.is_head:
             return draft, None
@@ -239,9 +241,9 @@ class Run:
 
     def _copy(self, draft: Any) -> Any:
         target = self.target.borrowed
-        # Gigabytes, which a head reads and never changes.
+        # These take gigabytes, which a head reads but never changes.
         shared = (target.embed_VD, target.head_VD)
-        # `deepcopy` reuses an object that is in this memo.
+        # `deepcopy` reuses objects that are in this memo.
         return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})
 
     # ----------------------------------------------------------------------------------------------------------
@@ -250,19 +252,19 @@ class Run:
     def train(
         self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
     ) -> tuple[Any, TrainingCost]:
-        """Train `draft`; returns a draft with the trained weights, and the cost.
+        """Train `draft`. Return a draft with the trained weights, and the cost.
 
-        `distill.train.loop.train` does the work. A `stage` beside the main training has its own
-        checkpoints and metrics, in a folder of that name. The returned draft is whole even if the
-        ranks sharded it during training; on all but the main process it is None.
+        `distill.train.loop.train` does the work. A `stage` in addition to the main training has its
+        own checkpoints and metrics, in a folder with that name. The returned draft is complete even
+        if the ranks sharded it during training. On all but the main process, it is None.
         """
         cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
-        # Before `Distillation`, which may shard the draft in place.
+        # Do this before `Distillation`, which may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
         if cfg.gradient_checkpointing:
             draft.recomputes = True
         layers = draft.aux_layer_ids if self.family.is_head else None
-        # A rewritten target has the states of the original.
+        # A converted target has the same states as the original.
         signal = target_signal(
             cfg.signal, self.target, self.data, folder.folder, self.accelerator, layers
         )
@@ -279,8 +281,8 @@ class Run:
         weights = distillation.weights()
         if whole is not None:
             whole.load_state_dict(weights)
-        # Before the next training: the accelerator would save this one into the checkpoints of the
-        # next.
+        # Do this before the next training stage: otherwise, the accelerator would save this one
+        # into the next one's checkpoints.
         distillation.close()
         return whole, cost
 
@@ -296,9 +298,9 @@ class Run:
         )
 
     def train_baseline(self, draft: Any) -> Forecast | None:
-        """The forecast for a copy of the draft trained by cross-entropy.
+        """Return the forecast for a copy of the draft trained by cross-entropy.
 
-        None without --prove.ce-baseline.
+        Return None without --prove.ce-baseline.
         """
         if not self.cfg.prove.ce_baseline:
             return None
@@ -313,15 +315,15 @@ class Run:
     def publish(self, draft: Any, name: str = "draft") -> Path:
         """Publish the draft, with provenance and forecast, as `name` in the run's folder.
 
-        The main process writes, and the others wait for it.
+        The main process writes, and the other processes wait for it.
         """
         folder = self.folder.folder / name
         with leading(self.target.model) as leads:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
                     self._export(draft, new.path)
-                    # From the files, not the module, because the served draft is rounded to the
-                    # exported dtype.
+                    # Load it from the files instead of using the module, because the served draft
+                    # is rounded to the exported dtype.
                     after = self.forecast(self.load(new.path))
                     assert after is not None, "the main process"
                     self.forecasts[folder] = after
@@ -337,8 +339,8 @@ class Run:
             tensors = {
                 name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()
             }
-            # The weights contain one MTP layer, so the config must say 1, however many the target
-            # had.
+            # The weights contain one MTP layer, so the config must say 1, whatever the target's
+            # number.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}
             stitch(self.target.source.folder, tensors, folder, changes)
         elif len(_training(self.family).layouts) > 1:
@@ -364,8 +366,8 @@ class Run:
         cost: TrainingCost,
         started_s: float,
     ) -> None:
-        """Serve the published draft, write the report, and end this rank's part of the launch."""
-        # On the main process only.
+        """Serve the published draft, write the report, and end this rank's part in the launch."""
+        # Only on the main process.
         if before is not None:
             engine = self._serve(draft) if self.cfg.prove.engine else None
             page = report(
@@ -382,12 +384,14 @@ class Run:
             self.folder.complete()
             print(f"draft: {draft}\nreport: {page}")
             if engine:
-                print(f"its speed: redraft bench --target {self.cfg.target} --draft {draft}")
+                print(
+                    f"measure its speed: redraft bench --target {self.cfg.target} --draft {draft}"
+                )
         leave(self.accelerator)
 
     def _serve(self, draft: Path) -> EngineProof:
         cfg = self.cfg.prove
-        # Drafts and the forecaster share the target's two views.
+        # Drafts and the forecaster share these two views of the target.
         target = self.target.borrowed
         leave_gpu(self.target.model, target.embed_VD, target.head_VD)
         speculative = self.family.speculative
@@ -412,8 +416,8 @@ def _training(family: Family) -> Training:
 def refuse(family: Family, cfg: Config) -> tuple[TargetFolder, Any]:
     """Check the flags against each other, the family and the target's config.
 
-    Returns the opened target, and an untrained draft for it without memory for its weights. For a
-    target to rewrite the draft is None, because its layer follows from the new layout.
+    Returns the opened target, and an untrained draft for it without memory for its weights. If the
+    target must be converted, the draft is None, because its layer depends on the new layout.
 
     Raises:
         FileNotFoundError: there is no such target.
@@ -460,14 +464,14 @@ def _open(row: Training, cfg: Config) -> TargetFolder:
         _ = target.whole
     model_class(target.config)
     length = cfg.loop.sequence_length
-    # The user did not choose the default: a longer row then contains several short conversations.
+    # The user did not choose this length. A longer row then contains several short conversations.
     if length != row.loop.get("sequence_length", Loop.sequence_length):
         require_positions(target.text_config, length, "--loop.sequence-length", cfg.target)
     return target
 
 
 def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:
-    """The views of the head's layers; empty for a draft without such layers."""
+    """Return the views of the head's layers; empty for a draft without such layers."""
     if not isinstance(cfg.head, Windows):
         return ()
     if cfg.start_from is None:
@@ -476,10 +480,10 @@ def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:
 
 
 def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: TargetFolder) -> Any:
-    """Check a head's options against the target's config. Returns as `refuse`.
+    """Check a head's options against the target's config. Returns the same as `refuse`.
 
     Raises:
-        ValueError: if one does not fit.
+        ValueError: an option does not fit.
     """
     options, shape = cfg.head, target.text_config
     size = choose_size(cfg.draft_vocab_size, row.draft_vocab_size, shape.vocab_size)
@@ -510,7 +514,7 @@ def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: Ta
     if cfg.init == "least_squares" and not options.fc_norm:
         raise ValueError(
             "--init least_squares needs --head.fc-norm, because the head trains badly without "
-            "it: set it, or choose another --init"
+            "it: set it, or choose a different --init"
         )
     if cfg.init == "least_squares" and options.norm_before_residual:
         raise ValueError(
@@ -518,7 +522,7 @@ def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: Ta
             "--init last_layer"
         )
     if family.is_in_target:
-        # The layer would be stored next to scales for other weights.
+        # The layer would be stored next to scales that belong to different weights.
         refuse_quantised(
             target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights"
         )

@@ -1,4 +1,4 @@
 """The target's distributions and hidden states.
 
-Computed here, cached on disk, or read from servers.
+They are computed here, cached on disk, or read from servers.
 """

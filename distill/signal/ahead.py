@@ -1,9 +1,9 @@
-"""The signal one batch ahead.
+"""Fetch the signal one batch ahead.
 
-A server or a disk works on the next batch's signal while the draft trains on this one.
+A server or a disk works on the next batch's signal while the draft trains on the current batch.
 
 training     | step 1           | step 2           | step 3
-teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
+teacher   1  | 2                | 3                | 4          a step takes the slower one's time
 """
 
 import threading
@@ -23,7 +23,7 @@ class OneAhead:
     """
 
     def __init__(self, source: Callable[[Batch], TargetSignal], device: torch.device) -> None:
-        """Nothing else may call `source`. `device` is the device of the batches."""
+        """Take the only reference to `source`. `device` is the device of the batches."""
         self._source = source
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._flight: _Flight | None = None
@@ -39,15 +39,15 @@ class OneAhead:
         self._flight = _Flight(batch, lambda: self._get(batch))
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """Return the signal for a batch: the one started with this very object, or else a new one.
+        """Return the signal for a batch: the one that was started with this object, or a new one.
 
         Raises the errors of the source.
         """
         flight = self._flight
         if flight is not None:
             flight.thread.join()  # a source is for one thread at a time
-        # A held-out batch may come in between: its signal is fetched now, and the one in flight
-        # stays for the next step.
+        # A held-out batch may come in between. Its signal is fetched now, and the signal in flight
+        # is kept for the next step.
         if flight is None or flight.batch is not batch:
             self._follow()
             signal = self._get(batch)
@@ -77,7 +77,7 @@ class OneAhead:
                 self._stream.synchronize()  # the thread waits for the copies, not the step
 
     def _hand_over(self, signal: TargetSignal) -> None:
-        """Keep the memory of the tensors until the step's stream is done with them too."""
+        """Keep the tensors' memory until the step's stream is done with them too."""
         known = signal.distribution
         tensors = (
             [known.hidden_BTD]
@@ -92,7 +92,7 @@ class _Flight:
     def __init__(self, batch: Batch, get: Callable[[], TargetSignal]) -> None:
         self.batch, self._get = batch, get
         self._result: Future[TargetSignal] = Future()
-        # A daemon thread, so that a finished run does not wait minutes for a dead server.
+        # Use a daemon thread, so that a finished run does not wait minutes for a dead server.
         self.thread = threading.Thread(target=self._fly, name="one batch ahead", daemon=True)
         self.thread.start()
 
@@ -100,7 +100,7 @@ class _Flight:
         try:
             self._result.set_result(self._get())
         except BaseException as error:
-            # Raised by `take`, in the step that needs the signal.
+            # `take` raises it, in the step that needs the signal.
             self._result.set_exception(error)
 
     def take(self) -> TargetSignal:

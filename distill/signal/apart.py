@@ -1,12 +1,13 @@
-"""One document a row: the passes of a target whose packed documents would see each other.
+"""Run one document per row, for a target whose packed documents would affect each other.
 
     packed                 a a a b b c c c c c . .          [B, T], position ids begin again in every document
-    apart, in 2 passes     c c c c c | a a a      b b .     rows of about one length; padding on the right, no mask
-    back                   h h h h h h h h h h . .          the states of every token in the old place
+    apart, in 2 passes     c c c c c | a a a      b b .     rows of similar length, padding on the right
+    back                   h h h h h h h h h h . .          every token's states in its old position
 
-Padding on the right needs no mask: attention, convolutions and recurrences look to the left only.
+Padding on the right needs no mask, because attention, convolutions and recurrences look only to the
+left.
 
-B = batch, T = tokens, b = documents of a pass, t = tokens of the longest of them, n = documents, N
+B = batch, T = tokens, b = documents in a pass, t = tokens in its longest document, n = documents, N
 = rows, D = hidden.
 """
 
@@ -32,9 +33,9 @@ def documents(document_BT: Tensor) -> list[Tensor]:
 
 
 def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
-    """Return for each pass the indices [b, t] into the flattened batch, with -1 on padding.
+    """Return, for each pass, the indices [b, t] into the flattened batch, with -1 on padding.
 
-    There are at most `PASSES` passes, or more where b * t * t would exceed `most_pairs`.
+    There are at most `PASSES` passes, or more if b * t * t would exceed `most_pairs`.
     """
     found = sorted(documents(document_BT), key=len, reverse=True)
     passes, start = [], 0
@@ -48,16 +49,16 @@ def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
 
 
 def split_by_length(lengths: Sequence[int]) -> list[int]:
-    """Split lengths that are in descending order into at most `PASSES` runs.
+    """Split lengths in descending order into at most `PASSES` runs.
 
-    Returns the ends of the runs that cost the fewest padded tokens.
+    Returns the ends of the runs with the fewest padded tokens.
     """
-    # A run may begin at the first of all lengths with the same number of steps.
+    # A run may begin only at the first of all lengths with the same number of steps.
     rounded = [-(-length // STEP) for length in lengths]
     begins = [n for n in range(len(lengths)) if n == 0 or rounded[n] != rounded[n - 1]]
     ends = [*begins[1:], len(lengths)]
-    # best[n]: (padded tokens of the lengths from n on, ends of the runs), for one more run in every
-    # round.
+    # best[n] is (padded tokens of the lengths from n on, ends of the runs), with one more run in
+    # every round.
     best: dict[int, tuple[int, list[int]]] = {len(lengths): (0, [])}
     best |= {n: (lengths[n] * (len(lengths) - n), [len(lengths)]) for n in begins}
     for _ in range(PASSES - 1):
@@ -76,7 +77,7 @@ def split_by_length(lengths: Sequence[int]) -> list[int]:
 def positions(at_bt: Tensor, position_ids_BT: Tensor) -> Tensor:
     """Return the positions in a pass, [b, t].
 
-    They do not restart over the padding, because a restart would make a mask.
+    They do not restart on the padding, because a restart would create a mask.
     """
     first_b1 = position_ids_BT.flatten()[at_bt[:, :1]]
     return first_b1 + torch.arange(at_bt.shape[1], device=at_bt.device)
@@ -85,7 +86,7 @@ def positions(at_bt: Tensor, position_ids_BT: Tensor) -> Tensor:
 def put_back(whole: Tensor | None, states_btD: Tensor, at_bt: Tensor, num_rows: int) -> Tensor:
     """Put the states of a pass in the rows of the flattened batch, [N, D].
 
-    Rows that no pass has reached are zero.
+    Rows that are in no pass are zero.
     """
     if whole is None:
         whole = states_btD.new_zeros(num_rows, states_btD.shape[2])

@@ -1,16 +1,16 @@
-"""Target signals read from disk in every epoch, without the target.
+"""Read target signals from disk in every epoch, without the target.
 
                  one row per       holds                                                        distribution
 TopK             labelled token    k ids and log-probabilities, 8 k bytes                       top k and a tail
 HiddenStates     token             last hidden state and L streams, 2 (L + 1) D bytes in bf16   exact
                                    the same in float8 (`heads.nn.float8`), (L + 1) (D + 4)      rounded to 4 bits
 
-A head needs the streams of every token anyway. The last hidden state makes the distribution exact,
-by one matmul with the target's head, and takes 8 KB per token at D = 4096; a row of logits takes
-256 KB at a vocabulary of 128k.
+A head needs every token's streams anyway. The last hidden state gives the exact distribution with
+one matmul by the target's head. It takes 8 KB per token at D = 4096, whereas a row of logits takes
+256 KB for a vocabulary of 128k.
 
 B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V =
-vocabulary, S = numbers stored of one state: D, or D + 4 bytes in float8.
+vocabulary, S = values stored per state: D, or D + 4 bytes in float8.
 """
 
 from dataclasses import asdict, dataclass
@@ -58,7 +58,7 @@ class TopK:
         if isinstance(signal.distribution, ExactTarget):
             ids_NK, log_probs_NK = top_k(signal.distribution, rows_N, self.k)
         else:
-            # In descending order, so the first k are the largest.
+            # They are in descending order, so the first k are the largest.
             known = signal.distribution
             ids_NK = known.ids_BTK.flatten(0, 1)[rows_N, : self.k]
             log_probs_NK = known.log_probs_BTK.flatten(0, 1)[rows_N, : self.k]
@@ -105,7 +105,7 @@ class HiddenStates:
         """Return the states to keep for these rows.
 
         Raises:
-            ValueError: if float8 cannot represent a state.
+            ValueError: float8 cannot represent a state.
         """
         states = {"hidden": final_hidden(signal)}
         if self.layers:
@@ -127,16 +127,17 @@ class HiddenStates:
 
 class CachedTarget:
     def __init__(self, folder: Path, content: TopK, *, target: str, data: str) -> None:
-        """Open a complete cache. Raises: as `Shards`."""
+        """Open a complete cache. Raises: the same errors as `Shards`."""
         self._shards, self.k = Shards(folder, content, target=target, data=data), content.k
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Return the signal for a batch.
 
         Raises:
-            ValueError: if a document of the batch was not cached or is corrupt.
+            ValueError: a document of the batch was not cached or is corrupt.
         """
-        # Something to concatenate without labels. Records are in host memory, rows on the device.
+        # Start with an empty tensor, so that there is something to concatenate without labels.
+        # Records are in host memory, and rows on the device.
         ids_NK, log_probs_NK = [torch.empty(0, self.k, dtype=torch.int32)], [torch.empty(0, self.k)]
         rows_N = [torch.empty(0, dtype=torch.int64, device=batch.input_ids_BT.device)]
         for key, rows in keyed_rows(batch, label_rows(batch, 0)):
@@ -163,14 +164,14 @@ class CachedHiddenStates:
         head_VD: Tensor,
         rule: LogitRule = PLAIN,
     ) -> None:
-        """Open a complete cache. Raises: as `Shards`."""
+        """Open a complete cache. Raises: the same errors as `Shards`."""
         self._shards, self.head_VD, self._rule = (
             Shards(folder, content, target=target, data=data),
             head_VD,
             rule,
         )
         self._is_float8 = content.dtype == "float8"
-        # A cache of layers [2, 8, 13] and a head of [2, 13]: places [0, 2].
+        # E.g. for a cache with layers [2, 8, 13] and a head with [2, 13], these are [0, 2].
         self._places = [
             self._shards.header.content["layers"].index(layer) for layer in content.layers
         ]
@@ -179,7 +180,7 @@ class CachedHiddenStates:
         """Return the signal for a batch.
 
         Raises:
-            ValueError: if a document of the batch was not cached or is corrupt.
+            ValueError: a document of the batch was not cached or is corrupt.
         """
         shape, num_stored = batch.input_ids_BT.shape, self.head_VD.shape[1]
         dtype, device = self.head_VD.dtype, self.head_VD.device
@@ -193,8 +194,8 @@ class CachedHiddenStates:
             kept = self._shards.document(key)
             # A document's rows are consecutive.
             for rows, part in parts_here(batch, int(rows_N[0]), len(rows_N)):
-                # `copy_` converts the dtype while it reads from the mapped file: no second copy in
-                # memory.
+                # `copy_` converts the dtype while it reads from the mapped file, so there is no
+                # second copy in memory.
                 hidden_NS[rows].copy_(kept["hidden"][part])
                 for own, place in enumerate(self._places):
                     aux_NLS[rows, own].copy_(kept["aux"][part, place])
@@ -208,5 +209,5 @@ class CachedHiddenStates:
     def _on_device(self, states: Tensor) -> Tensor:
         """Copy states [..., S] from host memory to the head's device; return them as [..., D]."""
         there = states.to(self.head_VD.device, non_blocking=True)
-        # There, because a GPU decodes faster, and half the bytes have to be copied.
+        # Decode on the device, because a GPU decodes faster and only half the bytes must be copied.
         return decode_float8(there, self.head_VD.dtype) if self._is_float8 else there

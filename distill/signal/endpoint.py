@@ -1,4 +1,4 @@
-"""A client of one OpenAI-compatible server, with limited concurrency and with retries."""
+"""A client for one OpenAI-compatible server, with limited concurrency and retries."""
 
 import asyncio
 import ssl
@@ -9,7 +9,7 @@ import httpx
 
 from redraft.engine.proxies import describe_proxy, is_local_url
 
-# overloaded or restarting; other statuses do not recover
+# The server is overloaded or restarting. Retries do not help with other statuses.
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
 TLS_FAULTS = {
     "CERTIFICATE_VERIFY_FAILED": "name a file with its authority in the variable SSL_CERT_FILE",
@@ -62,8 +62,8 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
         self._model, self._timeout_s = model, timeout_s
-        # In addition to httpx's limit, under which a request that waits for a connection would use
-        # up `timeout_s`.
+        # This comes in addition to httpx's limit, under which a request that waits for a connection
+        # would use up `timeout_s`.
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency)
@@ -86,7 +86,7 @@ class Endpoint:
         """Return the name of the model.
 
         Raises:
-            RequestRefusedError: if the server lists no model.
+            RequestRefusedError: the server lists no model.
         """
         if self._model is None:
             listed = await self._request("GET", "/v1/models")
@@ -107,8 +107,8 @@ class Endpoint:
         try:
             listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
             return self._model in {None, *(model["id"] for model in listed["data"])}
-        # While a server starts, a proxy may answer instead: with an error, with no model, or not in
-        # JSON.
+        # While a server starts, a proxy may answer instead: with an error, without a model, or not
+        # in JSON.
         except (OSError, ValueError, LookupError, TypeError):
             return False
 
@@ -128,7 +128,7 @@ class Endpoint:
         url, failure = self.url + path, ""
         for attempt in range(self.attempts):
             if attempt:
-                # The pause holds no slot, so other requests continue.
+                # The pause does not occupy a slot, so other requests continue.
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
                 async with self._slots:
@@ -172,7 +172,7 @@ def _load_certificates(url: str) -> ssl.SSLContext | bool:
 
 
 def _read(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the object in an answer, or None if there is none."""
+    """Return the JSON object in an answer, or None if there is none."""
     try:
         answer = response.json()
     except ValueError:

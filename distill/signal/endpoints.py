@@ -1,7 +1,7 @@
-"""Several servers of one target, used as if they were one.
+"""Use several servers of one target like a single server.
 
 request ──► the live server with the fewest tokens in flight, as soon as one has a free slot
-                no answer? ──► another server; the silent one gets no requests until it answers a probe again
+                no answer? ──► another server; the first gets no requests until it answers a probe
 """
 
 import asyncio
@@ -22,10 +22,10 @@ class Member:
     endpoint: Endpoint
     requests: int = 0
     tokens: int = 0
-    """Prompt tokens in flight."""
+    """Number of prompt tokens in flight."""
     is_dead: bool = False
     failures: int = 0
-    """Failed probes since the server's last answer."""
+    """Number of failed probes since the server's last answer."""
 
     @property
     def is_free(self) -> bool:
@@ -41,10 +41,10 @@ class Member:
 
 
 class Endpoints:
-    """Requests to whichever server has the least to do, from one event loop.
+    """Sends each request to the least busy server, from one event loop.
 
-    A request waits here, not at a server, until a server has a free slot. A fast server therefore
-    gets more requests.
+    Requests wait here instead of at a server, until a server has a free slot. A fast server
+    therefore gets more requests.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Endpoints:
         return ", ".join(member.endpoint.url for member in self.members)
 
     async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Run `check` on every server, and on a dead one when it comes back.
+        """Run `check` on every server, and on a dead server when it comes back.
 
         Raises:
-            ConnectionError: if no server answers. Errors raised by `check` are passed on.
+            ConnectionError: no server answers. Errors raised by `check` are passed on.
         """
         self._check = check
         failure: ConnectionError | None = None
@@ -96,14 +96,15 @@ class Endpoints:
 
         Raises:
             RequestRefusedError: the server refuses the request.
-            ConnectionError: after `attempts` tries, or if all servers stay dead.
+            ConnectionError: `attempts` tries failed, or all servers stay dead.
         """
-        # Prompts are lists of ids here; of a text this would count characters.
+        # Prompts are lists of ids here. For text, this would count characters.
         tokens, failure = len(body.get("prompt", "")), ""
         for _ in range(self.attempts):
             member = await self._free_member()
             try:
-                # No `await` since the choice: else two requests could take the last slot.
+                # There must be no `await` after the choice, or two requests could take the last
+                # slot.
                 with member.busy(tokens):
                     answer = await member.endpoint.post(path, **body)
                 member.failures = 0
@@ -113,7 +114,7 @@ class Endpoints:
                 self._bury(member, failure)
             finally:
                 async with self._changed:
-                    # one slot is free again, so one waiting request can go
+                    # A slot is free again, so one waiting request can proceed.
                     self._changed.notify()
         raise ConnectionError(f"a request failed {self.attempts} times; the last error: {failure}")
 
@@ -121,7 +122,7 @@ class Endpoints:
         async with self._changed:
             while not (free := [member for member in self.members if member.is_free]):
                 self._require_patience()
-                # With a timeout, because `patience_s` may pass without any change.
+                # Wait with a timeout, because `patience_s` may pass without any change.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), self.patience_s)
             return min(free, key=lambda member: (member.tokens, member.requests))
@@ -133,7 +134,8 @@ class Endpoints:
 
     def _bury(self, member: Member, failure: str) -> None:
         """Send the server no more requests until a probe succeeds."""
-        # all requests in flight to it fail at about the same time: only the first starts a probe
+        # All requests in flight to this server fail at about the same time, but only the first one
+        # starts a probe.
         if member.is_dead:
             return
         member.is_dead = True
@@ -167,7 +169,8 @@ class Endpoints:
             return False
         except (
             Exception
-            # answers in any form, because a probe that raises would leave the server dead for good
+            # A probe must handle any answer, because one that raises would leave the server dead
+            # forever.
         ) as error:
             Progress.write(
                 f"still no requests to {endpoint.url}, which answers in an unexpected form: "

@@ -1,4 +1,4 @@
-"""Hidden states of a target that only a vLLM server loads.
+"""Get the hidden states of a target that only a vLLM server loads.
 
 They come through vLLM's `extract_hidden_states` method.
 
@@ -50,13 +50,13 @@ def server_args(
     The server writes the streams after `layers`, and the last stream.
 
     Raises:
-        ValueError: if the target does not have a layer, or the storage cannot be used here.
+        ValueError: the target does not have a layer, or the storage cannot be used here.
     """
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
         raise ValueError(
             f"auxiliary layers {wrong} do not exist: the target has {num_layers} layers"
         )
-    # With the last stream, from which the final norm and the head make the distribution.
+    # Include the last stream, from which the final norm and the head compute the distribution.
     ids = {"eagle_aux_hidden_state_layer_ids": sorted({*layers, num_layers})}
     speculative = {
         "method": "extract_hidden_states",
@@ -70,7 +70,7 @@ def server_args(
         "kv_connector_extra_config": {
             "storage": Storage(storage).root,
             "format": states_format,
-            # unused, but vLLM's connector creates this folder; object storage has none
+            # This is unused, but vLLM's connector creates this folder. Object storage has none.
             "shared_storage_path": ".",
             "use_synchronization_lock": False,
         },
@@ -86,7 +86,7 @@ def server_args(
 def load_skeleton(target: TargetFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
     """Load the target with only its real embeddings, final norm and head.
 
-    The layers' weights stay on `meta`. Raises: as `load_part`.
+    The layers' weights stay on `meta`. Raises: the same errors as `load_part`.
     """
     return load_part(target, dtype, device, lambda name: ".layers." not in name)
 
@@ -99,11 +99,11 @@ def load_part(
 ) -> Any:
     """Load the target, frozen, with only those tensors whose names satisfy `is_wanted`.
 
-    These are read from the target's files; the others stay on `meta`.
+    These tensors are read from the target's files. The others stay on `meta`.
 
     Raises:
-        FileNotFoundError: if the folder is missing.
-        ValueError: if one of these tensors is missing or quantised.
+        FileNotFoundError: the folder is missing.
+        ValueError: one of these tensors is missing or quantised.
     """
     folder, config = target.folder, target.config
     with torch.device("meta"):
@@ -127,10 +127,10 @@ def load_part(
             f"{folder} has no tensor {names[missing[0]]}: give the folder of the target model"
         )
     stored = {there[short]: name for short, name in names.items()}
-    # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in
-    # the file: `tie_weights` gives it the embeddings.
+    # Use `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor
+    # in the file, so `tie_weights` gives it the embeddings.
     read = read_tensors(folder, stored)
-    # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
+    # torch treats FP8 as floating-point, but its numbers are meaningless without scales.
     if packed := sorted(name for name, tensor in read.items() if tensor.element_size() == 1):
         raise ValueError(f"{folder} contains quantised weights, such as {packed[0]}")
     tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read.items()}
@@ -154,13 +154,13 @@ class EndpointHiddenStates(EndpointTarget):
         opened: TargetFolder | None = None,
         kept: str = "",
     ) -> None:
-        """Only the final norm and the head of `target` are used, so `load_skeleton` is enough.
+        """Use only the final norm and the head of `target`, so `load_skeleton` is enough.
 
-        Servers that report another version of `opened` are refused. Documents whose states were
+        Servers that report a different version of `opened` are refused. Documents whose states were
         `kept` in a storage are not requested.
 
         Raises:
-            ValueError: if `storage` is neither a folder nor a URL that fsspec supports, or if the
+            ValueError: `storage` is neither a folder nor a URL that fsspec supports, or the
                 target's final norm is not found.
         """
         super().__init__(endpoint, opened=opened)
@@ -179,9 +179,9 @@ class EndpointHiddenStates(EndpointTarget):
 
     @torch.no_grad()
     async def _require_target(self, endpoint: Endpoint) -> None:
-        """The log-probabilities computed here from the server's hidden states must match its own."""
+        """Check that log-probabilities computed from the server's hidden states match its own."""
         vocabulary, hidden = self.head_VD.shape
-        # any tokens do, spread over the vocabulary
+        # Any tokens will do, spread over the vocabulary.
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]
         last_TD = self._host_zeros(len(prompt), hidden)
         aux_TLD = self._host_zeros(len(prompt), len(self.layers), hidden)
@@ -190,7 +190,7 @@ class EndpointHiddenStates(EndpointTarget):
         )
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
         entries = answer["choices"][0]["prompt_logprobs"][1:]
-        # Entry t + 1 is about token t + 1, which row t predicts: 15 rows of 16 tokens.
+        # Entry t + 1 is about token t + 1, which row t predicts. 16 tokens have 15 such rows.
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )
@@ -210,16 +210,16 @@ class EndpointHiddenStates(EndpointTarget):
 
     async def _signal(self, batch: Batch) -> TargetSignal:
         shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
-        # Rows that are not requested (padding, last tokens) stay zero: finite, and no label reads
-        # them.
+        # Rows that are not requested (padding, last tokens) stay zero, which is finite. No label
+        # reads them.
         last_BTD = self._host_zeros(*shape, hidden_size)
         aux_BTLD = self._host_zeros(*shape, len(self.layers), hidden_size)
         last_ND, aux_NLD = last_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
         is_label_row_N, ids_N = label_rows(batch, 0).flatten(), batch.input_ids_BT.flatten()
 
         async def fill(tokens: Tensor) -> None:
-            # The last token is left out: no label follows it, and a document of the server's
-            # maximum length then leaves space for the one token generated by the server.
+            # The last token is omitted: no label follows it, and a document of the server's maximum
+            # length then leaves room for the one token that the server generates.
             rows = slice(int(tokens[0]), int(tokens[-1]))
             prompt, places = ids_N[tokens[:-1]].tolist(), (last_ND[rows], aux_NLD[rows])
             if await asyncio.to_thread(self._read_kept, prompt, *places):
@@ -230,7 +230,7 @@ class EndpointHiddenStates(EndpointTarget):
 
         wanted = [tokens for tokens in documents(batch.document_BT) if is_label_row_N[tokens].any()]
         with torch.no_grad():
-            # The longest first, as in `EndpointTarget`.
+            # Start with the longest documents, as in `EndpointTarget`.
             await asyncio.gather(
                 *(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True))
             )
@@ -245,7 +245,7 @@ class EndpointHiddenStates(EndpointTarget):
 
     async def _complete(self, **body: Any) -> dict[str, Any]:
         answer = await self.endpoint.post("/v1/completions", **body)
-        # This request is not about states, but the server writes them for every request: remove
+        # This request does not need states, but the server writes them for every request, so remove
         # them.
         await asyncio.to_thread(
             self._storage.take, self._read_url(answer, self.endpoint), lambda *_: None
@@ -253,7 +253,7 @@ class EndpointHiddenStates(EndpointTarget):
         return answer
 
     def _read_kept(self, token_ids: list[int], last_TD: Tensor, aux_TLD: Tensor) -> bool:
-        """Whether the states for these tokens were kept and written into the tensors."""
+        """Write kept states for these tokens into the tensors. Return whether there were any."""
         if self._kept is None:
             return False
         try:
@@ -275,15 +275,16 @@ class EndpointHiddenStates(EndpointTarget):
     def _writer(self, url: str, last_TD: Tensor, aux_TLD: Tensor) -> Use:
         """Return a function that writes a few rows of states from `url` into the two tensors."""
 
-        # The sender sets number and width of these rows: check both before copying.
+        # The sender sets number and width of these rows, so check both before copying.
         def put(first: int, states_tLD: Tensor, held: Sequence[int]) -> None:
             rows = slice(first, first + len(states_tLD))
             if rows.stop > len(last_TD) or states_tLD.shape[2] != last_TD.shape[1]:
                 raise StatesLostError(
-                    f"the states belong to another text or target: {list(states_tLD.shape)} from row {first}"
+                    f"the states belong to a different text or target: {list(states_tLD.shape)} "
+                    f"from row {first}"
                 )
             last, aux = self._find(list(held), url)
-            # `copy_` converts the dtype on the way: no second copy in memory.
+            # `copy_` converts the dtype on the way, so there is no second copy in memory.
             last_TD[rows].copy_(states_tLD[:, last])
             for place, layer in enumerate(aux):
                 aux_TLD[rows, place].copy_(states_tLD[:, layer])
@@ -299,7 +300,7 @@ class EndpointHiddenStates(EndpointTarget):
         the two tensors in host memory.
 
         Raises:
-            ValueError: if a layer is missing, or if the states do not arrive, belong to another
+            ValueError: a layer is missing, or the states do not arrive, belong to a different
                 version, or are not in the storage.
         """
         lost: StatesLostError | None = None
@@ -332,7 +333,7 @@ class EndpointHiddenStates(EndpointTarget):
     def _require_version(self, description: Description, url: str) -> None:
         """Raise ValueError if the states come from weights other than the opened target's.
 
-        A target of another lineage, for example a quantised one, is judged by its log-probabilities
+        A target of a different lineage, e.g. a quantised one, is judged by its log-probabilities
         alone.
         """
         lineage, fingerprint, version = description.target
@@ -350,27 +351,28 @@ class EndpointHiddenStates(EndpointTarget):
         ):
             return
         raise ValueError(
-            f"{url} serves another version of {opened.name} ({fingerprint[:12]!r}, not "
+            f"{url} serves a different version of {opened.name} ({fingerprint[:12]!r}, not "
             f"{opened.fingerprint[:12]}): start it with the trainer's --target"
         )
 
     def _find(self, held: list[int], url: str) -> tuple[int, list[int]]:
-        """Return the places of the last stream and of `self.layers` among a server's layers."""
+        """Return the positions of the last stream and of `self.layers` among a server's layers."""
         if missing := sorted({*self.layers, self._last_layer} - set(held)):
             raise ValueError(
-                f"{url} sends target layers {held} and not {missing}: start it with "
+                f"{url} sends target layers {held}, but not {missing}: start it with "
                 f"`{SERVER_COMMAND} TARGET --layers {' '.join(map(str, self.layers))}`"
             )
         return held.index(self._last_layer), [held.index(layer) for layer in self.layers]
 
 
 def _tolerance(dtype: torch.dtype, description: Description) -> float:
-    """Return the largest mean difference of log-probabilities, in nats, that is accepted.
+    """Return the maximum mean difference of log-probabilities that is accepted, in nats.
 
-    It is the difference between a target's own and those computed from its states.
+    It is the difference between a target's own log-probabilities and those computed from its
+    states.
     """
-    # Another target differs by whole nats.
+    # A different target differs by whole nats.
     if description.dtype == "float8":
         return 0.5
-    # 16 bits round logits to about 1/16.
+    # 16-bit dtypes round logits to about 1/16.
     return 1e-2 if dtype == torch.float32 else 0.25

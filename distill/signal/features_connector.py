@@ -1,9 +1,10 @@
-"""Runs inside vLLM.
+"""A connector that runs inside vLLM.
 
-Writes the hidden states collected by `extract_hidden_states` to the trainers' storage.
+It writes the hidden states collected by `extract_hidden_states` to the trainers' storage.
 
-vLLM's connector writes to a local disk, in a format without the layers' numbers, and copies with
-CUDA streams only. vLLM loads this module by name (`features.server_args`); nothing else imports it.
+vLLM's own connector writes to a local disk, in a format without layer numbers, and can copy only
+with CUDA streams. vLLM imports this module by name (`features.server_args`); nothing else imports
+it.
 """
 
 import time
@@ -27,7 +28,7 @@ COPY_POLL_S = 0.001  # Seconds between two checks of a copy from the GPU.
 
 
 class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """vLLM's connector with another destination, and with support for copies on the CPU."""
+    """vLLM's connector with a different destination, and with support for copies on the CPU."""
 
     @cached_property
     def _leftovers(self) -> Leftovers:
@@ -36,13 +37,13 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def _url(self, filename: str) -> str:
         """Return the URL of the states. vLLM derives `filename` from the request's id."""
         storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
-        # E.g. ./cmpl-1.safetensors: the storage and cmpl-1.
+        # E.g. ./cmpl-1.safetensors becomes the storage's URL and cmpl-1.
         return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # no client is waiting for the states any more
+        # No client is waiting for the states any more.
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._request_filenames.pop(request.request_id, None)
             self._pending_saves.pop(request.request_id, None)
@@ -50,8 +51,8 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         delays, answer = super().request_finished(request, block_ids)
         return delays, answer and {"hidden_states": self._url(answer["hidden_states_path"])}
 
-    # vLLM's is a static method, but it is submitted as `self._write_tensors`. So a method may take
-    # over.
+    # vLLM's is a static method, but it is called as `self._write_tensors`, so a method can replace
+    # it.
     def _write_tensors(
         self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None
     ) -> None:
@@ -66,7 +67,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     @cached_property
     def _target(self) -> tuple[str, str]:
-        """Lineage and fingerprint of the target; empty if its files cannot be read here."""
+        """Return lineage and fingerprint of the target; empty if its files cannot be read here."""
         name = self._vllm_config.model_config.model
         try:
             target = TargetFolder(name=name, folder=model_folder(name))
@@ -75,7 +76,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             return "", ""
 
     def _submit_async_write(self, pending: Any) -> None:
-        # All ranks have the same states, and one writes them, as in vLLM's method.
+        # All ranks have the same states, and only one writes them, as in vLLM's method.
         if not self._is_tp_rank_zero:
             return
         self._leftovers.note(self._url(pending.filename))
@@ -83,24 +84,24 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             super()._submit_async_write(pending)
             return
         blocks = torch.tensor(pending.block_ids)[:, None] * self._block_size
-        # Block 3 of 16 slots: slots 48 to 63. `extract_from_kv_cache` cuts the unused slots of the
-        # last block.
+        # E.g. block 3 of 16 slots has slots 48 to 63. `extract_from_kv_cache` drops the unused
+        # slots of the last block.
         slots = (blocks + torch.arange(self._block_size)).flatten()
-        # A copy, because vLLM may reuse the blocks while the thread writes.
+        # Copy, because vLLM may reuse the blocks while the thread writes.
         states_TLD = extract_from_kv_cache(
             self._kv_cache, slots, len(pending.token_ids)
         ).contiguous()
         written: Future[None] = self._executor.submit(
             self._write_tensors, {"hidden_states": states_TLD}, _COPIED, pending.filename, None
         )
-        # Set before the callback, which removes the future again.
+        # Set this before the callback, which removes the future again.
         self._req_copy_events[pending.req_id] = _COPIED
         self._req_futures[pending.req_id] = written
         written.add_done_callback(lambda future: self._on_write_done(pending.req_id, future))
 
 
 class _Copied:
-    """Replaces a CUDA event whose copy is done."""
+    """Replacement for a CUDA event whose copy is done."""
 
     def query(self) -> bool:
         return True

@@ -1,16 +1,16 @@
-"""Hidden states on their way from a server to a trainer, through any storage supported by fsspec.
+"""Pass hidden states from a server to a trainer, through any storage that fsspec supports.
 
-    NAME.bin     [T, L, D], row after row, in the server's dtype; or in 8 bits (`heads.nn.float8`), [T, L, D + 4] bytes
+    NAME.bin     [T, L, D], row by row, in the server's dtype or in 8 bits (`heads.nn.float8`): [T, L, D + 4]
     NAME.json    written afterwards: dtype, shape, layers, CRC-32 of the bytes
 
-Neither side holds the states twice: the writer sends the tensor's memory as it is, and the reader
-copies a few rows at a time to the destination. Object storage has no locks, so a file is complete
-once its description exists.
+Neither side keeps a second copy of the states: the writer sends the tensor's memory directly, and
+the reader copies a few rows at a time to the destination. Object storage has no locks, so a file is
+complete once its description exists.
 
-A reader takes files directly below its storage only. A server's answer names one of them, and
-cannot make the reader open another address, another folder, or a link.
+A reader accepts only files directly below its storage. A server's answer names one of them, and
+cannot make the reader open a different address, a different folder, or a link.
 
-T = tokens, t = some of them, L = layers, D = hidden.
+T = tokens, t = tokens in a part, L = layers, D = hidden.
 """
 
 from __future__ import annotations
@@ -43,29 +43,33 @@ from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 BLOCK_BYTES = 4 << 20  # Bytes read or written at a time.
 
 WAIT_S = 120.0
-"""How long a reader waits for a server to finish writing, after the server has answered the
-request.
+"""Time in seconds that a reader waits for a server to finish writing after the server has answered
+the request.
 """
 
 KEPT_S = 10 * WAIT_S
-"""Age at which states are removed that nobody has read: their trainer was killed or gave up."""
+"""Age in seconds at which unread states are removed. Their trainer was killed or gave up."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.25
-"""Pauses between checks for the description. The first is short, because states of a short text
-arrive at once; the longest is not, because object storage charges for every check.
+"""First and longest pause between checks for the description. The first is short, because the
+states of a short text arrive at once. The longest is not, because object storage charges for every
+check.
 """
 
 LONGEST_DESCRIPTION, LONGEST_ROW = 1 << 16, 1 << 26
-"""Maximum number of bytes of a NAME.json, and of the states of one token. A hostile server must not
+"""Maximum number of bytes in a NAME.json, and in the states of one token. A hostile server must not
 fill the reader's memory.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
-"""Pattern of names that no file system treats as a folder, a link to another one, or a pattern."""
+"""Pattern for names that no file system treats as a folder, a path out of the folder, or a pattern.
+"""
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Use = Callable[[int, Tensor, Sequence[int]], None]
-"""Receives (first row, rows [t, L, D], layers). Rows sent in 8 bits are float32."""
+"""Function that receives (first row, rows [t, L, D], layers). Rows that were sent in 8 bits arrive
+as float32.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +79,11 @@ class Description:
     dtype: Literal["float64", "float32", "bfloat16", "float16", "float8"]
     shape: tuple[Size, Size, Size]
     layers: tuple[int, ...]
-    """Layer indices, ascending; k is the residual stream after k layers."""
+    """Layer indices, ascending. k means the residual stream after k layers."""
     crc32: int
     target: tuple[str, str, str | None] = ("", "", "")
     """Lineage and fingerprint of the folder that the server loaded, and the version of its weights
-    if they were updated (`online.engine.target_watch`). Empty: unknown or not updated.
+    if they were updated (`online.engine.target_watch`). Empty values mean unknown or not updated.
     """
 
     def __post_init__(self) -> None:
@@ -97,16 +101,16 @@ class Description:
 
     @property
     def stored_shape(self) -> tuple[int, int]:
-        """The shape of one row, in numbers of `stored_dtype`."""
+        """Return the shape of one row, in elements of `stored_dtype`."""
         _, num_layers, hidden = self.shape
         return num_layers, hidden + SCALE_BYTES if self.dtype == "float8" else hidden
 
 
 def absolute(storage: str) -> str:
-    """Return a URL unchanged and a path made absolute, both without a trailing slash.
+    """Return a URL unchanged or a path made absolute, without a trailing slash.
 
     Raises:
-        ValueError: if nothing is left to name a folder.
+        ValueError: the result does not name a folder.
     """
     named = (storage if "://" in storage else os.path.abspath(storage)).rstrip("/")
     if not storage or not named or named.endswith(":"):
@@ -124,7 +128,7 @@ def write_states(
     states_format: StatesFormat = "exact",
     target: tuple[str, str, str | None] = ("", "", ""),
 ) -> None:
-    """Write the states of one text under `url`, with `target` as in `Description`.
+    """Write the states of one text under `url`, with `target` for the `Description`.
 
     Errors of the storage are passed on.
     """
@@ -145,7 +149,7 @@ def write_states(
         crc32=crc,
         target=target,
     )
-    # Last, because the description tells readers that the bytes are complete.
+    # Write it last, because the description tells readers that the bytes are complete.
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())
 
 
@@ -154,7 +158,7 @@ def _blocks(states_TLD: Tensor, states_format: StatesFormat) -> Iterator[memoryv
     num_rows = max(1, BLOCK_BYTES // states_TLD[0].nbytes)
     for start in range(0, len(states_TLD), num_rows):
         states_tLD = states_TLD[start : start + num_rows]
-        # As bytes, because numpy has no bfloat16.
+        # Convert to bytes, because numpy has no bfloat16.
         block = (
             encode_float8(states_tLD)
             if states_format == "float8"
@@ -175,7 +179,7 @@ def remove_states(url: str) -> None:
 
 
 class Leftovers:
-    """Removes written states at the age of KEPT_S, on a server that may have no further request."""
+    """Removes written states at the age of KEPT_S, even on a server that gets no more requests."""
 
     def __init__(self, kept_s: float = KEPT_S) -> None:
         self._kept_s = kept_s
@@ -205,23 +209,23 @@ class Storage:
             storage: A folder or fsspec URL, the same as the servers'.
 
         Raises:
-            ValueError: if it names no folder, or no kind of storage that fsspec supports.
+            ValueError: it does not name a folder, or a kind of storage that fsspec supports.
         """
         self.root = absolute(storage)
         try:
             self._files, self._folder = fsspec.core.url_to_fs(self.root)
         except ImportError as error:  # "Install s3fs to access S3"
-            raise ValueError(f"{storage} needs another package: {error}") from None
+            raise ValueError(f"{storage} needs an additional package: {error}") from None
 
     def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> Description:
-        """Pass the states under `url` to `use`, a few rows at a time, and then remove them.
+        """Pass the states under `url` to `use`, a few rows at a time, then remove the states.
 
         Returns their description. The next call of `use` reuses the memory of the rows. The rows
         are known to be undamaged only once this method returns.
 
         Raises:
-            ValueError: if `url` is not directly below this storage; nothing is opened then.
-            StatesLostError: if the states do not arrive within `wait_s`, are truncated, or fail the
+            ValueError: `url` is not directly below this storage; in that case, nothing is opened.
+            StatesLostError: the states do not arrive within `wait_s`, are truncated, or fail the
                 CRC-32.
         """
         path = f"{self._folder}/{self._name(url)}"
@@ -234,7 +238,8 @@ class Storage:
         except OSError as error:
             raise StatesLostError(f"{url} cannot be read: {error}") from error
         finally:
-            # After an error too: a second request for the text gets another name.
+            # Remove them after an error too, because a second request for the text gets a different
+            # name.
             _remove(self._files, path)
         if crc != description.crc32:
             raise StatesLostError(
@@ -243,16 +248,16 @@ class Storage:
         return description
 
     def move(self, url: str, kept: Storage, token_ids: Sequence[int]) -> Description:
-        """Copy the states for these tokens from `url` to another storage; then remove them here.
+        """Copy the states for these tokens from `url` to another storage, then remove them here.
 
         The bytes are copied unchanged, and checked on the way. Returns the description of the
         states.
 
         Raises:
-            ValueError: if `url` is not directly below this storage.
-            StatesLostError: if the states do not arrive complete, or are those of another number of
+            ValueError: `url` is not directly below this storage.
+            StatesLostError: the states do not arrive completely, or belong to a different number of
                 tokens.
-            OSError: if the other storage is full.
+            OSError: the other storage is full.
         """
         path, crc = f"{self._folder}/{self._name(url)}", 0
         there = f"{kept._folder}/{name_states(token_ids)}"
@@ -270,9 +275,10 @@ class Storage:
         if crc != description.crc32 or description.shape[0] != len(token_ids):
             _remove(kept._files, there)
             raise StatesLostError(
-                f"{url} is corrupt, or of {description.shape[0]} tokens and not {len(token_ids)}"
+                f"{url} is corrupt, or has {description.shape[0]} tokens instead of "
+                f"{len(token_ids)}"
             )
-        # Last, as in `write_states`.
+        # Write it last, as in `write_states`.
         kept._files.pipe_file(f"{there}.json", json.dumps(asdict(description)).encode())
         return description
 
@@ -282,7 +288,7 @@ class Storage:
         Returns their description, or None if there are no such states.
 
         Raises:
-            StatesLostError: if they are damaged.
+            StatesLostError: they are damaged.
         """
         path = f"{self._folder}/{name_states(token_ids)}"
         try:
@@ -315,7 +321,7 @@ class Storage:
     def _open(self, path: str) -> Any:
         """Open the file `path` for reading.
 
-        On a local disk, links are refused, and so are pipes, which would block.
+        On a local disk, links are refused. So are pipes, which would block.
         """
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
@@ -325,8 +331,8 @@ class Storage:
         deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
         while True:
             try:
-                # ValidationError is a DecodeError, so it must be caught first: whole JSON of
-                # another shape will not become better by waiting.
+                # ValidationError is a DecodeError, so it must be caught first. Waiting does not
+                # help if the JSON is complete but has the wrong shape.
                 return msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise StatesLostError(f"{url} has an invalid description: {error}") from None
@@ -347,7 +353,7 @@ class Storage:
 
 
 def _remove(storage: Any, path: str) -> None:
-    # The description first: without it, no reader opens the bytes.
+    # Remove the description first, because without it, no reader opens the bytes.
     for kind in ("json", "bin"):
         with suppress(FileNotFoundError, IsADirectoryError):
             storage.rm_file(f"{path}.{kind}")
@@ -355,7 +361,8 @@ def _remove(storage: Any, path: str) -> None:
 
 def _read_rows(file: Any, description: Description, use: Use) -> int:
     """Pass all rows to `use`, and return their CRC-32."""
-    # At most LONGEST_ROW bytes: a row longer than a block is a block of one row.
+    # This takes at most LONGEST_ROW bytes, because a row that is longer than a block forms a block
+    # of its own.
     tokens = description.shape[0]
     rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
     buffer = torch.empty(min(tokens, rows_per_block) * description.row_bytes, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""The parts of a target that start a head, even if this process does not have the target's layers.
+"""Get the parts of a target that start a head, even if this process lacks the target's layers.
 
 whole target in this process            its modules
-layers in shards, or on other machines  a few tensors of its files: by the first process, which shares the head
+layers in shards, or on other machines  a few tensors of its files; the first process shares the head
 """
 
 import re
@@ -22,8 +22,8 @@ IN_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
 TAKEN = re.compile(
     r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)|(\w+\.)*\w*norm\w*\.(weight|bias)"
 )
-"""Tensors of a layer which a draft layer of Llama's layout may take. The experts of a layer are not
-among them.
+"""Tensors that a draft layer in Llama's layout may take from a target layer. Experts are not among
+them.
 """
 
 
@@ -35,20 +35,23 @@ def is_whole(model: Any) -> bool:
 
 
 def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
-    """Return the last `count` decoder layers and the final norm. Raises: as `final_norm`."""
+    """Return the last `count` decoder layers and the final norm.
+
+    Raises: the errors of `final_norm`.
+    """
     return list(decoder_layers(model)[-count:]), final_norm(model)
 
 
 def read_last_layers(
     target: TargetFolder, dtype: torch.dtype, count: int
 ) -> tuple[list[nn.Module], nn.Module]:
-    """Like `last_layers`, but read from the target's files, in `dtype`.
+    """Do the same as `last_layers`, but read from the target's files, in `dtype`.
 
     Other tensors stay on `meta`.
 
     Raises:
         FileNotFoundError
-        ValueError: if the weights are quantised, or a tensor is missing.
+        ValueError: the weights are quantised, or a tensor is missing.
     """
     if method := target.quantization:
         raise ValueError(
@@ -66,7 +69,7 @@ def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Colle
 
     Raises:
         FileNotFoundError
-        ValueError: if a norm is missing.
+        ValueError: a norm is missing.
     """
     return _load(
         target,
@@ -89,12 +92,12 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
 
 def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
-    """Return for each stream, after k layers, the factors of the norm that reads it, [D].
+    """Return the factors of the norm that reads each stream after k layers, [D].
 
-    This is the norm of the layer that follows, or the final norm.
+    It is the norm of the next layer, or the final norm.
 
     Raises:
-        ValueError: if a norm is of another kind.
+        ValueError: a norm is of a different kind.
     """
     layers, final = decoder_layers(model), final_norm(model)
     norms = [
@@ -102,5 +105,7 @@ def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tenso
     ]
     scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
     if len(scales) < len(norms) or norm_scale(final) is None:
-        raise ValueError(f"the norms of {name} differ from those of a head: choose another --init")
+        raise ValueError(
+            f"the norms of {name} differ from those of a head: choose a different --init"
+        )
     return scales

@@ -1,15 +1,15 @@
-"""A target that no process holds whole.
+"""A target that no process holds completely.
 
-The layers are shared out over the ranks, and gathered one by one (FSDP2).
+Its layers are sharded over the ranks, and gathered one by one (FSDP2).
 
-    rank 0   reads the files, once         every rank  embeddings, final norm and head whole, 1/ranks of each layer
+    rank 0   reads the files, once         every rank  whole embeddings, final norm and head, 1/ranks of each layer
              └─ one tensor at a time ────►             a pass gathers a layer, computes, and frees it
 
-On several machines each machine holds all layers, if they leave enough memory: they are then
-gathered from neighbours, and not over the network.
+With several machines, each machine holds all layers if they leave enough memory. They are then
+gathered within the machine instead of over the network.
 
-All ranks make a pass together. In training, all of them make the same number. A forecast, and
-everything else that rank 0 does by itself, runs in `leading`: the other ranks then make a pass
+All ranks make a pass together. In training, they all make the same number of passes. A forecast,
+and everything else that rank 0 does by itself, runs in `leading`: the other ranks then make a pass
 whenever rank 0 makes one.
 """
 
@@ -46,19 +46,19 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     All ranks must call this function.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
+        FileNotFoundError, ValueError: the errors of `load_causal_lm`, on the first rank.
     """
-    # 1. Rank 0 reads the files. The dtype may be the files', which only this rank has read.
+    # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank has read.
     whole = load_causal_lm(target, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)
-    # 2. The same architecture on every rank, without memory.
+    # 2. Build the same architecture on every rank, without memory.
     with torch.device("meta"):
         model = new_model(target.config, chosen[0])
     model.requires_grad_(False).eval()
     # 3. Each layer is gathered by itself. The root is wrapped too, so that the layers share one
-    # root, and one is gathered while another computes. It shards nothing: embeddings, norm and head
-    # stay whole, because they are also read outside a pass.
+    # root, and one layer is gathered while another computes. The root shards nothing: embeddings,
+    # norm and head stay whole, because they are also read outside of a pass.
     mesh = _make_mesh(model, device)
     decoder = language_model(model)
     layers = list(decoder_layers(model))
@@ -67,10 +67,11 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     inside = {id(p) for layer in layers for p in layer.parameters()}
     others = {p for p in model.parameters() if id(p) not in inside}
     fully_shard(decoder, mesh=mesh, ignored_params=others)
-    # 4. Memory for the shards. `to_empty` makes two tensors of tied ones, so they are tied again.
+    # 4. Allocate memory for the shards. `to_empty` makes two tensors of tied weights, so they are
+    # tied again.
     model.to_empty(device=device)
     model.tie_weights()
-    # 5. The values, one tensor at a time.
+    # 5. Send the values, one tensor at a time.
     _fill(model, None if whole is None else _tensors(whole), device)
     return model
 
@@ -82,14 +83,14 @@ def _make_mesh(model: Any, device: torch.device) -> DeviceMesh:
             processes, processes_here(processes), device_bytes(device)
         )
     ]
-    # All must choose the same, whatever memory they have.
+    # All ranks must make the same choice, whatever their memory.
     dist.broadcast_object_list(ranks, 0)
     shape = (processes // ranks[0], ranks[0])
     return init_device_mesh(device.type, shape, mesh_dim_names=("machines", "shares"))["shares"]
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
-    # Buffers too: the rotary frequencies are in no state dict, and `to_empty` leaves them
+    # Send buffers too: the rotary frequencies are not in any state dict, and `to_empty` leaves them
     # undefined.
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -98,13 +99,13 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> None:
     """Give every rank its part of each tensor on rank 0."""
     for name, place in _tensors(model).items():
-        # The full shape on every rank; values on rank 0 only, until they are sent.
+        # The full shape on every rank. Only rank 0 has values until they are sent.
         full = torch.empty(place.shape, dtype=place.dtype, device=device)
         if whole is not None:
             full.copy_(whole[name])
         dist.broadcast(full, 0)
         if isinstance(place, DTensor):
-            # Without a source each rank cuts out its own part.
+            # Without a source, each rank cuts out its own part.
             part = distribute_tensor(full, place.device_mesh, place.placements, src_data_rank=None)
             place.to_local().copy_(part.to_local())
         else:
@@ -137,10 +138,11 @@ def leading(model: Any) -> Iterator[bool]:
     if not is_sharded(model):
         yield not dist.is_initialized() or dist.get_rank() == 0
     elif id(model) in _led:
-        # Entered again by rank 0: the hook is there already.
+        # Rank 0 has entered again, so the hook is already there.
         yield True
     elif dist.get_rank() == 0:
-        # Before FSDP's hook: the others must learn of the pass before rank 0 waits in a gather.
+        # Run this before FSDP's hook: the other ranks must learn of the pass before rank 0 waits in
+        # a gather.
         hook = language_model(model).register_forward_pre_hook(
             lambda *_: _tell(model, goes_on=True), prepend=True
         )
@@ -150,10 +152,10 @@ def leading(model: Any) -> Iterator[bool]:
         finally:
             _led.remove(id(model))
             hook.remove()
-            # After an error too, because the others wait for this signal.
+            # Send it after an error too, because the other ranks wait for this signal.
             _tell(model, goes_on=False)
     else:
-        # One token: rank 0 needs no more from this rank than the shards.
+        # One token is enough: rank 0 needs only the shards from this rank.
         ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         while _is_told(model):
             with torch.no_grad():

@@ -1,6 +1,7 @@
 """Tensors of documents on disk.
 
-Written once, looked up by the document's tokens, memory-mapped and not read whole.
+They are written once, looked up by the document's tokens, and memory-mapped instead of read
+completely.
 
     FOLDER/cache.json                 target, data, content, and how the shards are cut; written first
     FOLDER/shard-000000.safetensors   keys, num_rows, crcs: one entry per document; then one tensor per name, the
@@ -8,8 +9,8 @@ Written once, looked up by the document's tokens, memory-mapped and not read who
 
 The key of a document is a hash of tokens and mask, so training may pack and shuffle the rows
 differently. A shard is renamed into place when it is complete, so an interrupted writer continues
-after the last one. Each document has a CRC-32, checked when it is first read: training can start
-without reading terabytes first.
+after the last complete shard. Each document has a CRC-32, which is checked when the document is
+first read, so training can start without reading terabytes first.
 
 B = batch, T = tokens, N = rows.
 """
@@ -54,11 +55,14 @@ HEADER = "cache.json"
 
 
 class Content(Protocol):
-    """The part of a signal kept in a cache, e.g. the top k."""
+    """The part of a signal that a cache keeps, e.g. the top-k probabilities."""
 
     @property
     def spec(self) -> dict[str, Any]:
-        """JSON for the header. Two contents with equal specs keep the same data."""
+        """The specification as JSON, for the header.
+
+        Two contents with equal specs keep the same data.
+        """
         ...
 
     @property
@@ -75,7 +79,7 @@ class Content(Protocol):
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
         """Return the tensors to keep for these rows of the flattened batch.
 
-        They are returned by name, [N, ...] each, on the CPU.
+        They are returned by name, each [N, ...], on the CPU.
         """
         ...
 
@@ -116,12 +120,12 @@ def write_cache(
     """Write `content` of the signal from `source` for all samples.
 
     The size of the cache is printed first. Existing shards are kept, so an interrupted run
-    continues where it stopped. With several ranks, each writes every `num_ranks`-th shard, and the
-    cache is complete when all have returned.
+    continues where it stopped. With several ranks, each rank writes every `num_ranks`-th shard, and
+    the cache is complete when all ranks have returned.
 
     Raises:
-        OSError: if the disk has too little space.
-        ValueError: if `folder` holds a different cache.
+        OSError: the disk has too little space.
+        ValueError: `folder` contains a different cache.
     """
     data = PackedDataset(samples, sequence_length=sequence_length)
     num_batches = -(-len(data.rows) // batch_size)
@@ -158,7 +162,10 @@ def write_cache(
 
 
 def _count_on(bar: Progress, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches; `bar` moves when the next is requested, not only after a whole shard."""
+    """Yield the batches.
+
+    `bar` moves when the next batch is requested, not only after a whole shard.
+    """
     for batch in batches:
         yield batch
         bar.update()
@@ -168,7 +175,7 @@ def _claim(folder: Path, header: CacheHeader) -> None:
     """Write the header into `folder`.
 
     Raises:
-        ValueError: if `folder` already has a different one.
+        ValueError: `folder` already has a different header.
     """
     if not (folder / HEADER).exists():
         write_whole(folder / HEADER, json.dumps(asdict(header), indent=2) + "\n")
@@ -176,7 +183,8 @@ def _claim(folder: Path, header: CacheHeader) -> None:
     for name, wanted in asdict(header).items():
         if (found := there[name]) != wanted:
             raise ValueError(
-                f"{folder} contains a cache with {name} {found}, not {wanted}: choose another folder"
+                f"{folder} contains a cache with {name} {found}, not {wanted}: choose a "
+                f"different folder"
             )
 
 
@@ -184,7 +192,7 @@ def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None
     """Print how much will be written.
 
     Raises:
-        OSError: if the disk has too little space for it.
+        OSError: the disk has too little space for it.
     """
     rows = sum(map(content.num_rows, samples))
     num_bytes = rows * content.bytes_per_row
@@ -227,8 +235,8 @@ def _write_shard(
         "crcs": torch.tensor(crcs, dtype=torch.int64),
     }
     names = list(kept[0]) if kept else []
-    # A shard under its final name is complete. Two runs may write one cache at once, so each has its
-    # own partial file; those of killed writers are removed later.
+    # A shard under its final name is complete. Two runs may write the same cache at once, so each
+    # has its own partial file. Partial files of killed writers are removed later.
     partial = path.with_suffix(f".{os.getpid()}.partial")
     for left in path.parent.glob("shard-*.partial"):
         with suppress(OSError):
@@ -255,8 +263,8 @@ def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]
     ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()
     for tokens in documents(batch.document_BT):
         if is_label_row_N[tokens].any():
-            # With the mask, which decides the rows kept: the same text with other labels is another
-            # document.
+            # The key includes the mask, which decides which rows are kept: the same text with
+            # different labels is a different document.
             digest = hashlib.blake2b(
                 ids_N[tokens].cpu().numpy().astype("<i4").tobytes(), digest_size=KEY_BYTES
             )
@@ -284,8 +292,8 @@ class Shards:
         A cache of hidden states may have more layers than `content`.
 
         Raises:
-            ValueError: if the cache is incomplete or corrupt, or belongs to another target, other
-                data or other content.
+            ValueError: the cache is incomplete or corrupt, or belongs to a different target,
+                different data or different content.
         """
         self.folder, self.header = folder, read_header(folder)
         there = {"target": self.header.target, "data": self.header.data, **self.header.content}
@@ -293,8 +301,8 @@ class Shards:
             found = there.get(name)
             if found != wanted and not (name == "layers" and set(wanted) <= set(found or ())):
                 raise ValueError(
-                    f"{folder} is a cache of another {name} ({found!s:.40}, wanted "
-                    f"{wanted!s:.40}): write a cache into another folder"
+                    f"{folder} was written with a different {name} ({found!s:.40}, wanted "
+                    f"{wanted!s:.40}): write the cache into a new folder"
                 )
         if num_missing := _count_missing(folder, self.header):
             raise ValueError(
@@ -307,17 +315,17 @@ class Shards:
         self._places: dict[bytes, tuple[int, int, slice]] = {}
         self._checked: set[bytes] = set()
         for shard, tensors in enumerate(self._tensors):
-            # Rows [3, 2] of two documents: ends [3, 5], starts [0, 3].
+            # E.g. two documents of [3, 2] rows have ends [3, 5] and starts [0, 3].
             keys, ends = tensors.pop("keys").numpy(), tensors["num_rows"].cumsum(0)
             bounds = zip((ends - tensors.pop("num_rows")).tolist(), ends.tolist(), strict=True)
             for index, (key, (start, end)) in enumerate(zip(keys, bounds, strict=True)):
                 self._places[key.tobytes()] = shard, index, slice(start, end)
 
     def document(self, key: bytes) -> dict[str, Tensor]:
-        """Return the cached tensors of a document by name; they are views into the file.
+        """Return the cached tensors of a document by name, as views into the file.
 
         Raises:
-            ValueError: if the document was not cached or is corrupt.
+            ValueError: the document was not cached or is corrupt.
         """
         if key not in self._places:
             raise ValueError(
@@ -327,7 +335,7 @@ class Shards:
         shard, index, rows = self._places[key]
         tensors = self._tensors[shard]
         kept = {name: tensor[rows] for name, tensor in tensors.items() if name != "crcs"}
-        # Once for each document: a second epoch does not compute it again.
+        # Check each document only once: a second epoch does not compute the CRC-32 again.
         if key not in self._checked:
             if _crc(kept) != int(tensors["crcs"][index]):
                 path = self.folder / _shard_name(shard)
@@ -347,7 +355,7 @@ def read_header(folder: Path) -> CacheHeader:
 
     Raises:
         FileNotFoundError
-        ValueError: if the header cannot be read.
+        ValueError: the header cannot be read.
     """
     path = folder / HEADER
     if not path.exists():
@@ -364,10 +372,10 @@ def _shard_name(shard: int) -> str:
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file into memory; the kernel reads a page when it is first used."""
+    """Map the tensors of a file into memory. The kernel reads a page when it is first used."""
     try:
         with safe_open(path, framework="pt") as file:
-            # The tensors keep the mapping after the file is closed.
+            # The tensors keep the mapping alive after the file is closed.
             return {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError) as error:
         raise ValueError(

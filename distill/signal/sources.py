@@ -6,7 +6,7 @@
 InProcessTarget        a `transformers` model in this process   exact          any layers
 EndpointTarget         a vLLM server's `prompt_logprobs`        top-k          none
 EndpointHiddenStates   a vLLM server's hidden states            exact          the layers it was started with
-CachedTarget           disk, written from any of the others     top-k          none
+CachedTarget           disk, written from any of these          top-k          none
 CachedHiddenStates     disk, written from one with states       exact          the layers written
 
 The last three are in `distill.signal.features` and `distill.signal.cache`.
@@ -44,26 +44,27 @@ from redraft.heads.nn.causal_lm import (
 )
 
 CHUNK = 256
-"""Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
+"""Number of rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k.
+"""
 
 TOP_K_ONLY = (
     "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, "
     "no --signal.exact)"
 )
-"""The way out for a target that cannot be read exactly."""
+"""Advice for a target whose exact signal cannot be computed."""
 
 SCORE_BYTES = 2 << 30
 """Memory for the scores of one layer of eager attention, which are [b, H, t, t] in float32."""
 
 LAST = -1
-"""The last hidden states among the streams by layer."""
+"""Key of the last hidden states among the streams by layer."""
 
-# two vocabularies have different ids even of plain words
+# Different vocabularies have different ids even for plain words.
 WORDS = "a draft learns the text of its target"
 
 UNRECORDED = -1e4
-"""Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a
-sum into NaN.
+"""Log-probability stored with the id -1. Its exponential is 0, and it is finite, so a masked row
+cannot turn a sum into NaN.
 """
 
 
@@ -84,7 +85,7 @@ class InProcessTarget:
         cost of the signal can be counted.
 
         Raises:
-            ValueError: if a layer does not exist, or the model cannot be used exactly.
+            ValueError: a layer does not exist, or the model's exact signal cannot be computed.
         """
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
         self._decoder, self._config = language_model(model), model.config.get_text_config()
@@ -103,12 +104,13 @@ class InProcessTarget:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetSignal:
         chunk = getattr(self._config, "attention_chunk_size", None)
-        # Llama 4: transformers counts the chunks from the start of the row, not of the document.
+        # For Llama 4, transformers counts the attention chunks from the start of the row instead of
+        # the document.
         packs = self.packs and not (chunk and chunk < batch.input_ids_BT.shape[1])
         assert batch.shared is None or (packs and self._takes_prefixes), "see require_shared_passes"
         with self._streams() as streams, running_compiled(self._compiled):
             hidden_BTD = self._pass(batch) if packs else self._passes(batch, streams)
-        # [B, T, L, D], in the order of `aux_layers`: ascending.
+        # [B, T, L, D], in the ascending order of `aux_layers`.
         aux_BTLD = (
             torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
         )
@@ -117,20 +119,21 @@ class InProcessTarget:
 
     def _pass(self, batch: Batch) -> Tensor:
         """Return the last hidden states for packed rows, [B, T, D]."""
-        # Otherwise no mask is passed, because it would replace the layers' own masks: positions
-        # that restart already separate the documents.
+        # Otherwise, no mask is passed, because it would replace the layers' own masks. Restarting
+        # positions already separate the documents.
         within = prefix_arguments(batch) if self._takes_prefixes else {}
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
     def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:
         """Return the last hidden states from passes with one document per row, [B, T, D].
 
-        These states, and those in `streams`, are put back in their places in the packed rows.
+        These states, and those in `streams`, are put back at their positions in the packed rows.
         """
         ids_N = batch.input_ids_BT.flatten()
         passes = split_documents(batch.document_BT, self._most_pairs())
         whole: dict[int, Tensor] = {}
-        # In shards, a pass is a work of all ranks. One that has fewer makes passes over one token.
+        # With shards, all ranks must take part in a pass. A rank with fewer passes makes additional
+        # ones over a single token.
         nothing = torch.full((1, 1), -1, device=ids_N.device)
         passes += [nothing] * (most_of_ranks(self.model, max(len(passes), 1)) - len(passes))
         for at_bt in passes:
@@ -156,7 +159,7 @@ class InProcessTarget:
         """Compile the model's layers for the calls of this source.
 
         For other callers, the model is unchanged. Sharded layers are not compiled, because the hook
-        that gathers them would be cut out of every graph.
+        that gathers them would split every graph.
         """
         if not is_sharded(self.model):
             self._compiled = list(decoder_layers(self.model))
@@ -187,8 +190,8 @@ class InProcessTarget:
         streams: dict[int, Tensor] = {}
 
         def keep(k: int, hidden: Any) -> None:
-            # A pre-hook gets a tuple of arguments, and some layers return a tuple: the stream comes
-            # first.
+            # A pre-hook gets a tuple of arguments, and some layers return a tuple. In both, the
+            # stream comes first.
             streams[k] = hidden[0] if isinstance(hidden, tuple) else hidden
 
         handles = []
@@ -219,13 +222,12 @@ class InProcessTarget:
     def _keeps_apart(self) -> bool:
         """Whether documents in one row do not affect each other.
 
-        Layers with a state let them do so. Eager attention would compute all pairs in a row. All
-        other models are tested: the same document, packed behind two different ones, must get
+        Layers with a state mix documents, and eager attention would compute all pairs in a row. All
+        other models are tested: the same document, packed after two different documents, must get
         exactly the same states.
 
         Raises:
-            ValueError: if a token attends to those that follow it, so that even padding has an
-                effect.
+            ValueError: a token attends to later tokens, so that even padding has an effect.
         """
         half, device = 8, self._head().device
         ids_T = torch.arange(3 * half, device=device) * 7 % self._head().shape[0]
@@ -252,12 +254,12 @@ class InProcessTarget:
 
 @torch.no_grad()
 def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return (ids, float32 log-probabilities) for the given rows, [N, K] each, descending.
+    """Return (ids, float32 log-probabilities) for the given rows, each [N, K], descending.
 
     The rows are those of the flattened batch.
 
     Raises:
-        ValueError: if k exceeds the vocabulary.
+        ValueError: k exceeds the vocabulary.
     """
     if k > len(exact.head_VD):
         raise ValueError(
@@ -265,7 +267,7 @@ def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
         )
     ids, log_probs = [], []
     for rows_C in torch.split(rows_N, CHUNK):
-        # The product in the target's dtype, as it is served; only the softmax is wider.
+        # The product uses the target's dtype, as in serving. Only the softmax uses a wider dtype.
         top = exact.logits(rows_C).float().log_softmax(-1).topk(k)
         ids.append(top.indices)
         log_probs.append(top.values)
@@ -273,9 +275,9 @@ def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor) -> TargetSignal:
-    """Return a top-k signal that is known for `rows_N` of the flattened batch.
+    """Return a top-k signal that is known only for `rows_N` of the flattened batch.
 
-    The other rows contain the id -1.
+    All other rows contain the id -1.
     """
     shape, k = batch.input_ids_BT.shape, ids_NK.shape[1]
     device = batch.input_ids_BT.device
@@ -300,25 +302,25 @@ class EndpointTarget:
     def __init__(
         self, endpoint: Endpoint | Endpoints, k: int = 20, opened: TargetFolder | None = None
     ) -> None:
-        """The endpoint must not be shared: its connections belong to this source's event loop.
+        """Take an unshared endpoint, whose connections belong to this source's event loop.
 
         Servers that certainly serve a target other than `opened` are refused.
         """
         self.endpoint, self.k, self._opened = endpoint, k, opened
-        # One event loop for all calls: the connections stay open between batches, and belong to a
-        # loop.
+        # Use one event loop for all calls, because connections stay open between batches and belong
+        # to a loop.
         self._runner = asyncio.Runner()
 
     def require_target(self) -> None:
-        """Refuse servers that certainly serve another target, or do not answer.
+        """Refuse servers that certainly serve a different target, or do not answer.
 
         A dead server among several is checked when it comes back, and gets no requests if it fails
         the check.
 
         Raises:
-            ValueError: if a server certainly serves another target.
-            ConnectionError: if the server, or each of several, does not answer; the message names
-                the URL.
+            ValueError: a server certainly serves a different target.
+            ConnectionError: the server, or each of several servers, does not answer; the message
+                names the URL.
         """
         if isinstance(self.endpoint, Endpoints):
             self._runner.run(self.endpoint.require(self._require_target))
@@ -338,7 +340,8 @@ class EndpointTarget:
         ours = target.tokenizer(WORDS, add_special_tokens=False)["input_ids"]
         if theirs not in (None, ours):
             raise ValueError(
-                f"{endpoint.url} serves another target: {WORDS!r} has the ids {theirs}, not {ours}"
+                f"{endpoint.url} serves a different target: {WORDS!r} has the ids {theirs}, not "
+                f"{ours}"
             )
         if Path(named := await endpoint.model()).name != Path(target.name).name:
             say_once(
@@ -348,23 +351,24 @@ class EndpointTarget:
     def _require_known(self, largest: int) -> None:
         if self._opened is not None and largest >= (size := self._opened.text_config.vocab_size):
             raise ValueError(
-                f"{self.endpoint.url} serves another target: id {largest} of a vocabulary of {size}"
+                f"{self.endpoint.url} serves a different target: it returned id {largest}, but "
+                f"the vocabulary has {size} ids"
             )
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Return the signal for a batch.
 
         Raises:
-            ValueError: if the server refuses k or a document, or answers with ids from another
+            ValueError: the server refuses k or a document, or answers with ids from a different
                 vocabulary.
-            ConnectionError: if the server does not answer; the message names the URL.
+            ConnectionError: the server does not answer; the message names the URL.
         """
         return self._runner.run(self._signal(batch))
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Return `num_tokens` greedy tokens from the server for each prompt.
 
-        End tokens do not stop it. Raises the same errors as `__call__`.
+        End tokens do not stop the generation. Raises the same errors as `__call__`.
         """
 
         async def one(prompt: Sequence[int]) -> list[int]:
@@ -390,7 +394,7 @@ class EndpointTarget:
     async def _signal(self, batch: Batch) -> TargetSignal:
         is_label_row = label_rows(batch, 0).flatten()
         wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch.document_BT)]
-        # The longest first: several servers then finish at about the same time.
+        # Start with the longest prompts, so that several servers finish at about the same time.
         wanted = sorted(
             ((t, rows) for t, rows in wanted if len(rows)),
             key=lambda pair: len(pair[0]),
@@ -412,8 +416,8 @@ class EndpointTarget:
         return recorded(batch, rows_N, ids_NK, log_probs_NK)
 
     async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (ids, log-probabilities), [N, K] each, for the given rows of one document."""
-        # Row r is read off token r + 1: the prompt ends after the last wanted row's.
+        """Return (ids, log-probabilities), each [N, K], for the given rows of one document."""
+        # Row r is read at token r + 1, so the prompt ends after the last wanted row's token.
         prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
         try:
             answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
@@ -423,7 +427,8 @@ class EndpointTarget:
                     f"{error}: start the server with --max-logprobs {self.k}"
                 ) from error
             raise
-        # Entry t + 1 is the distribution of row t; token t + 1 is in it, as entry k + 1 if need be.
+        # Entry t + 1 is the distribution of row t. It includes token t + 1, if necessary as an
+        # additional entry.
         entries = [answer["choices"][0]["prompt_logprobs"][row + 1] for row in rows_N.tolist()]
         largest = [
             sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)

@@ -1,6 +1,6 @@
-"""Types and places of recorded hidden states.
+"""Formats and locations of recorded hidden states.
 
-Without torch, so that a config that contains them loads fast.
+The module does not import torch, so that settings that contain them load fast.
 """
 
 from typing import Literal

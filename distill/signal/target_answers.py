@@ -1,6 +1,6 @@
-"""Conversations with every answer rewritten by the target.
+"""Let the target rewrite every answer of conversations.
 
-A draft must not learn another model's text.
+A draft must not learn a different model's text.
 
 conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per finished conversation
 """
@@ -51,7 +51,7 @@ class Sampling:
 
     temperature: float | None = None
     """Sampling temperature of every request. Default: the value in the target's
-    generation_config.json, else 1, as in vLLM.
+    generation_config.json, otherwise 1, as in vLLM.
     """
     max_tokens: int = 2048
     """Maximum answer length in tokens. A conversation ends with an answer that is truncated at this
@@ -74,7 +74,7 @@ class RegenerationStats:
     call, by reason.
     """
     tokens_kept: int = 0
-    """Number of tokens whose hidden states this run stored; each token of a session counts once."""
+    """Number of tokens whose hidden states this run stored. Each token of a session counts once."""
     states_lost: int = 0
     """Number of answers in this run whose hidden states did not arrive."""
     without_ids: int = 0
@@ -104,7 +104,7 @@ class _Answer(NamedTuple):
     message: Message
     is_cut: bool
     turn: TokenTurn | None
-    """Token ids of the turn; None if the server returned none."""
+    """Token ids of the turn. None if the server returned none."""
     states_url: str
 
 
@@ -115,17 +115,17 @@ class _Session(NamedTuple):
     turns: list[TokenTurn | None]
     is_cut: bool = False
     departure: str = ""
-    """Why the session ended before the data did; empty if it did not."""
+    """Why the session ended before the data's conversation did. Empty if it did not."""
 
 
 def prompt_key(conversation: Conversation) -> str:
-    """Return the `conversation_hash` of the tools, if any, and all but the assistant's messages.
+    """Return the `conversation_hash` of the tools, if any, and of all but the assistant's messages.
 
-    The same questions with the same tools are answered once.
+    The same questions with the same tools are answered only once.
     """
     tools = conversation.get("tools")
-    # As one more message, of a role that no conversation has. Without tools the key is that of the
-    # questions alone.
+    # Add the tools as one more message, with a role that no conversation has. Without tools, the
+    # key is that of the questions alone.
     asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
     return conversation_hash([*_questions(conversation), *asked])
 
@@ -144,16 +144,17 @@ def regenerate(
 
     Each turn is answered after the regenerated history. The data's tool results are kept as long as
     the target makes the same calls. Conversations already in `output` are skipped, so an
-    interrupted run continues where it stopped. `target` identifies what answers, beyond the name of
-    its model. With `overwrite`, new answers replace those in `output`, which are set aside at the
-    first new one. `states` contains the storage of a server started with `features.server_args`,
-    and the storage in which to keep the hidden states of prompts and answers.
+    interrupted run continues where it stopped. `target` identifies the answering model more
+    precisely than its name. With `overwrite`, new answers replace those in `output`, which are set
+    aside when the first new answer is written. `states` contains the storage of a server started
+    with `features.server_args`, and the storage in which to keep the hidden states of prompts and
+    answers.
 
     Raises:
-        ConnectionError: if the server does not answer; the message names the URL and how many
+        ConnectionError: the server does not answer; the message names the URL and how many
             conversations were finished.
-        ValueError: if `output` is damaged or was written by another target or with other settings,
-            or if the server refuses everything.
+        ValueError: `output` is damaged or was written by a different target or with different
+            settings, or the server refuses everything.
     """
     settings = {**({"target": target} if target else {}), **asdict(sampling)}
     work = _Regeneration(endpoint, output, sampling, replaces=overwrite, states=states)
@@ -161,7 +162,7 @@ def regenerate(
 
 
 class _Regeneration:
-    """One run: `concurrency` workers take conversations from one queue and append to one file."""
+    """A run: `concurrency` workers take conversations from one queue and append to one file."""
 
     def __init__(
         self,
@@ -181,8 +182,8 @@ class _Regeneration:
     async def run(
         self, conversations: Sequence[Conversation], settings: dict[str, Any]
     ) -> RegenerationStats:
-        # Of conversations with the same questions and tools, only the last is asked: the domain is
-        # not in the key.
+        # Of conversations with the same questions and tools, only the last is asked, because the
+        # key does not include the domain.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
@@ -216,7 +217,7 @@ class _Regeneration:
             total=kept + len(pending), initial=kept, desc="regenerating", unit="conv"
         ) as bar:
             queue = iter(pending.items())
-            # One iterator for all workers: each takes the next conversation when it is free.
+            # All workers share one iterator: each takes the next conversation when it is free.
             workers = [
                 asyncio.create_task(self._work(queue, settings, bar))
                 for _ in range(self.endpoint.concurrency)
@@ -262,7 +263,7 @@ class _Regeneration:
         """
         history: list[Message] = []
         turns: list[TokenTurn | None] = []
-        # A last question without an answer gets one too.
+        # A last question without an answer also gets one.
         messages = [*conversation["messages"], {"role": "assistant", "content": ""}]
         num_taken = 0  # messages up to here are in the history, or replaced
         for place, message in enumerate(messages):
@@ -274,7 +275,7 @@ class _Regeneration:
                 )
             if message["role"] != "assistant":
                 history.append(message)
-            # Two answers in a row become one. An answer before any question is left out.
+            # Two consecutive answers become one. An answer before any question is omitted.
             elif history and history[-1]["role"] != "assistant":
                 answer = await self._ask(history, conversation.get("tools"))
                 if _is_empty(answer):
@@ -308,8 +309,8 @@ class _Regeneration:
         path = "/v1/chat/completions"
         reply = await self._post(path, messages=messages, **options)
         choice = _read_choice(reply, self.endpoint.url + path)
-        # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a
-        # character in it.
+        # This raises an error that `_work` expects: parsers pass on tool calls with incomplete
+        # JSON, or with half a character.
         answer = read_message({"role": "assistant", **choice["message"]})
         require_characters(answer)
         is_cut = is_cut_reason(choice.get("finish_reason"))
@@ -319,7 +320,7 @@ class _Regeneration:
         """Return the URL of an answer's hidden states; empty if none are kept.
 
         Raises:
-            ConnectionError: if the server sends no hidden states.
+            ConnectionError: the server sends no hidden states.
         """
         if self.states is None:
             return ""
@@ -333,12 +334,12 @@ class _Regeneration:
         return url
 
     def _keep_states(self, turns: Sequence[TokenTurn | None], url: str) -> None:
-        """Keep the states for the newest turn, in place of those for the turns that it extends."""
+        """Keep the states for the newest turn, instead of those for the turns that it extends."""
         *earlier, turn = turns
         if self.states is None or turn is None:
             return
         source, kept = self.states
-        # No pass has read the last token of an answer, so it has no state.
+        # No pass has read an answer's last token, so it has no state.
         read = np.concatenate(turn)[:-1]
         try:
             source.move(url, kept, read.tolist())
@@ -429,7 +430,7 @@ def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:
     """Return the first choice in a server's reply.
 
     Raises:
-        RequestRefusedError: if there is none, or a filter has cut it.
+        RequestRefusedError: there is no choice, or a content filter has cut it.
     """
     try:
         choice: dict[str, Any] = reply["choices"][0]
@@ -456,15 +457,15 @@ def _as_sent(message: Message) -> Message:
 
 
 def previous_answers(output: Path) -> Path:
-    """Return the folder for the earlier answers while new ones replace them."""
+    """Return the folder that keeps the earlier answers while new ones replace them."""
     return output.with_name(f".{output.name}{PREVIOUS}")
 
 
 def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
-    """Return the keys of the conversations in `output`; a killed run's torn last line is cut off.
+    """Return the keys of the conversations in `output`, and remove a killed run's torn last line.
 
     Raises:
-        ValueError: if a line is damaged, or has settings other than `settings`; the file stays.
+        ValueError: a line is damaged, or has settings other than `settings`; the file stays.
     """
     if not output.exists():
         return set()
@@ -485,7 +486,7 @@ def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
         keys.add(key)
     if not _begins_row(torn):
         raise _not_ours(output, len(lines) + 1)
-    # Appending after a torn line would damage the next one as well.
+    # Appending after a torn line would damage the next line as well.
     if torn:
         os.truncate(output, len(whole) + len(newline))
     return keys
@@ -500,7 +501,7 @@ def _not_ours(output: Path, number: int) -> ValueError:
 def _begins_row(torn: bytes) -> bool:
     """Whether the bytes are the beginning of a row, however short.
 
-    A file that was named by mistake must not lose its last line.
+    A file that was given by mistake must not lose its last line.
     """
     start, key, rest = torn[:9], torn[9:73], torn[73:86]
     is_hex = not key.strip(b"0123456789abcdef")

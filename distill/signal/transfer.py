@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor in host memory that `device` can copy without waiting: pinned for a GPU."""
+    """Return a tensor in host memory that `device` can copy asynchronously: pinned for a GPU."""
     return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(value: T, device: torch.device) -> T:
     """Move a tensor, or a dataclass with tensors at any depth, to `device`.
 
-    The copy to a GPU may still be in progress, but work on its current stream uses complete
+    The copy to a GPU may still be in progress, but work on the GPU's current stream sees complete
     tensors. The host may change its own tensors.
     """
     if is_dataclass(value):
@@ -31,6 +31,6 @@ def to_device(value: T, device: torch.device) -> T:
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    # The pinned copy is held by nobody else, and PyTorch keeps its memory until the device has read
+    # Nothing else refers to the pinned copy, and PyTorch keeps its memory until the device has read
     # it.
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""The training step, the loop, the ranks and the folder of a run."""
+"""The training step and loop, and the ranks and folder of a run."""

@@ -1,6 +1,6 @@
 """The training loop of every recipe.
 
-Step, log, evaluate on held-out text, checkpoint; resume after a kill.
+It takes steps, logs, evaluates on held-out text, writes checkpoints, and resumes after a kill.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TrainingCost:
     peak_rss_mib: float
     skipped_steps: int
     exported_step: int
-    """Step whose draft is exported: the last one, or the step of the best evaluation."""
+    """Step whose draft is exported: the last step, or that of the best evaluation."""
 
 
 def write_offline_unless_logged_in() -> None:
@@ -86,15 +86,14 @@ def _has_login() -> bool:
 
 
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
-    """(mixed precision on this machine, the line that reports it).
+    """Return (mixed precision on this machine, the line that reports it).
 
-    `asked` is the user's choice and `launched` that of `accelerate launch` (no, bf16, fp16 or fp8);
-    each is None if there is none.
+    `asked` is the user's choice and `launched` that of `accelerate launch` (no, bf16, fp16 or fp8).
+    Each is None if there is none.
     """
-    # Not fp16: a step that overflows is skipped here, and the scale of its loss never falls.
+    # fp16 is not supported: a step that overflows is skipped here, and its loss scale never falls.
     default = launched if launched and launched != "fp16" else "no"
-    # Without a config, `accelerate launch` also says "no", so "no" is then not a choice of the
-    # user.
+    # Without a config, `accelerate launch` also passes "no", so then "no" is not the user's choice.
     if machine.gpu and machine.has_bfloat16 and default == "no":
         default = "bf16"
     precision = asked or default
@@ -115,8 +114,7 @@ def make_accelerator(
 ) -> Accelerator:
     """Return the accelerator for this launch. `machine` defaults to `launch_machine()`.
 
-    The main process prints the precision (`choose_precision`); wandb logs offline unless there is a
-    login.
+    The main process prints the precision (`choose_precision`). Without a login, wandb logs offline.
 
     Raises:
         ValueError: wandb refuses the project.
@@ -124,24 +122,24 @@ def make_accelerator(
     machine = machine or launch_machine()
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
     precision, line = choose_precision(mixed_precision, launched, machine)
-    # If neither the user nor the launcher has chosen, a second accelerator of a process uses the
-    # first one's precision.
+    # If neither the user nor the launcher has chosen, a process's second accelerator uses the
+    # precision of the first.
     is_wish = mixed_precision is not None or precision != (launched or "no")
     if wandb_project:
         write_offline_unless_logged_in()
     die_with_launcher()
-    # Before the Accelerator, which takes over the process state made here.
+    # Do this before the Accelerator, which takes over the process state made here.
     if not torch.cuda.is_available():
         join_on_cpu()
     accelerator = Accelerator(
-        # the plain argument `gradient_accumulation_steps` would give way to the launcher's config
+        # The launcher's config would override the plain argument `gradient_accumulation_steps`.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation),
         mixed_precision=precision if is_wish else None,
         log_with="wandb" if wandb_project else None,
         # It would wrap the module, and rename everything in checkpoints and exports.
         dynamo_backend="no",
         kwargs_handlers=[
-            # Gradients are only in DDP's buckets, not a second time next to them.
+            # Keep gradients only in DDP's buckets, not a second time next to them.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=LONGEST_WAIT),
         ],
@@ -149,7 +147,9 @@ def make_accelerator(
     if accelerator.is_main_process:
         print(line)
         if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
-            print(f"accelerate's dynamo_backend {backend} is not used: --loop.compile compiles")
+            print(
+                f"accelerate's dynamo_backend {backend} is ignored: use --loop.compile to compile"
+            )
     if uses_deepspeed():
         keep_models_whole()
     if wandb_project:
@@ -203,18 +203,18 @@ def train(
         rows = loop.batch_size * distillation.optim.accumulation * ranks.data_ranks
         print(describe_length(loop, rows, data))
         if distillation.step_index >= loop.steps or _is_past_its_best(run.metrics, loop):
-            print("the training was complete: its draft is published and proven again")
+            print("the training run was already complete: its draft is published and proven again")
     trainer.train_until(loop.steps, loop)
     if loop.stop_by == "acceptance":
-        # All ranks, because the weights of a sharded draft are spread over them.
+        # All ranks must take part, because the weights of a sharded draft are spread over them.
         run.restore_best(distillation.resume)
         if accelerator.is_main_process:
             print(
                 f"the draft of step {distillation.step_index} is kept: no later evaluation had a "
                 "higher tau"
             )
-    # From the metrics, because a run resumed after the last step trains nothing, and measures no
-    # speed.
+    # Read it from the metrics, because a run resumed after the last step trains nothing and
+    # measures no speed.
     tokens_per_s = next(
         entry["tokens_per_s"] for entry in reversed(run.metrics) if "tokens_per_s" in entry
     )
@@ -241,7 +241,7 @@ def describe_length(loop: Loop, rows: int, data: LoadedData) -> str:
 
 
 class _Trainer:
-    """A training run, in one part or in several.
+    """A training run, in one or several parts.
 
     With several parts, the speed of the first steps determines how many steps follow.
     """
@@ -261,8 +261,8 @@ class _Trainer:
     def plan_steps(self, loop: Loop) -> int:
         """Train the first steps, and plan the total.
 
-        Returns the number of steps that fill `loop.minutes` in all. The main process's number
-        counts on every rank, and is logged for a resumed run. The first steps have the learning
+        Returns the total number of steps that fill `loop.minutes`. The main process's number
+        applies to every rank, and is logged for resumed runs. The first steps have the learning
         rate planned for `loop.steps`.
         """
         planned = [entry["planned_steps"] for entry in self.run.metrics if "planned_steps" in entry]
@@ -296,7 +296,8 @@ class _Trainer:
             total=last,
             disable=not accelerator.is_main_process,
         )
-        # Kept and not made again: the signal ahead is found by the identity of the batch.
+        # Keep the batch instead of making it again, because the signal ahead is found by the
+        # batch's identity.
         upcoming: list[Batch] = []
         for step in bar:
             if _is_past_its_best(
@@ -314,23 +315,24 @@ class _Trainer:
                     _evaluate(distillation, held_out, run, loop, self.num_speculative_tokens)
             is_last = done == loop.steps or _is_past_its_best(run.metrics, loop)
             if done % loop.log_every == 0 or is_last:
-                # Read only now, by all ranks, and before the clock, because this waits for a GPU.
+                # All ranks read the results only now, and before the clock, because this waits for
+                # a GPU.
                 stats = distillation.read(unread)
                 rate = self.meter.rate()
                 run.log(done, **_describe(stats), tokens_per_s=rate)
                 bar.set_postfix(
                     loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}"
                 )
-            # After the log: a run killed right after the checkpoint still has the line of this
-            # step.
+            # Save after logging, so that a run killed right after the checkpoint still has this
+            # step's line.
             if loop.save_every and (done % loop.save_every == 0 or is_last):
                 with self.meter.paused():
                     run.save(done, distillation.save)
 
     def _batches(self, loop: Loop, step: int) -> list[Batch]:
-        """This rank's micro-batches for `step`.
+        """Return this rank's micro-batches for `step`.
 
-        They depend only on the step, so a resumed run gets the same ones.
+        They depend only on the step, so a resumed run gets the same batches.
         """
         accumulation = self.distillation.optim.accumulation
         batches = [
@@ -371,7 +373,7 @@ def _evaluate(
 
 
 def _find_best(metrics: Sequence[Mapping[str, Any]]) -> int:
-    """The step of the evaluation with the highest held-out tau, the first of equals, or 0.
+    """Return the step of the evaluation with the highest held-out tau (the first of equals), or 0.
 
     It is computed from the metrics, which a resumed run truncates.
     """
@@ -396,13 +398,14 @@ def _take_held_out(
 
 def peak_rss_mib() -> float:
     """The peak resident memory of this process so far, in MiB."""
-    # Not `ru_maxrss`: a process that a larger one has started inherits that one's peak.
+    # `ru_maxrss` is not used, because a process inherits the peak of a larger process that started
+    # it.
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if "VmHWM" in line)
 
 
 class _Meter:
-    """Tokens per second of training steps, not counting evaluations and checkpoints."""
+    """Measures tokens per second of training steps, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.tokens, self.started = 0, time.perf_counter()

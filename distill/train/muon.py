@@ -1,9 +1,9 @@
-"""Muon: in a step, a matrix changes by its momentum with all singular values made about equal.
+"""Muon: each step changes a matrix by its momentum with all singular values made about equal.
 
-Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), whose coefficients these are. A
-gradient has few large singular values. AdamW follows them; Muon moves the directions in which few
-tokens pull as far as the others, so a draft learns more from each label. Vectors, embeddings and
-output heads, with a row for each token, stay with AdamW.
+The method and its coefficients are from Jordan et al., 2024
+(https://kellerjordan.github.io/posts/muon/). A gradient has few large singular values, which AdamW
+follows. Muon moves as far in directions that only few tokens affect, so a draft learns more from
+each label. Vectors, embeddings and output heads, with a row for each token, stay with AdamW.
 
 R = rows, C = columns of a matrix.
 """
@@ -60,9 +60,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """U V^T for the matrix U S V^T, but with singular values between 0.7 and 1.2 instead of 1.
+    """Return U V^T for the matrix U S V^T, but with singular values of 0.7 to 1.2 instead of 1.
 
-    The result is [R, C], in the matrix's dtype. The iteration computes in `dtype`; None means
+    The result is [R, C], in the matrix's dtype. The iteration computes in `dtype`. None means
     bfloat16 on a GPU or on a CPU with bfloat16 instructions, and float32 otherwise.
     """
     a, b, c = COEFFICIENTS
@@ -72,7 +72,7 @@ def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor
         is_fast = matrix_RC.device.type != "cpu" or this_machine().cpu_has_bfloat16
         dtype = torch.bfloat16 if is_fast else torch.float32
     x = (matrix_RC if wide else matrix_RC.mT).to(dtype)
-    # A matrix of zeros remains zero.
+    # A zero matrix stays zero.
     x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
     for _ in range(ITERATIONS):
         square = x @ x.mT
@@ -81,7 +81,7 @@ def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices for Muon, all other parameters), among the trained parameters."""
+    """Return (matrices for Muon, all other parameters) among the trained parameters."""
     chosen = {
         id(linear.weight)
         for name, linear in module.named_modules()

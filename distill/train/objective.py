@@ -26,8 +26,8 @@ from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 @dataclass(frozen=True)
 class StepResult:
     loss: Tensor
-    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the
-    losses."""
+    """Scalar with gradient: scale * sum over draft steps of (weight * sum over labelled rows of the
+    losses)."""
     sums_S3: Tensor
     """Sums of alpha, alpha_greedy and labelled rows for each draft step, detached."""
 
@@ -39,13 +39,13 @@ def distill_loss(
     divergence: Divergence,
     scale: float | Tensor,
 ) -> StepResult:
-    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the step), in blocks.
+    """Return scale * sum_k weight_k * sum_rows (D(target, draft) + other losses of the step).
 
-    The [rows, V] logits of the target and the draft never exist as a whole.
+    It is computed in blocks, so the full [rows, V] logits never exist in memory.
     """
     chunk_tokens = default_chunk_tokens(steps[0].head_WD.device)
     rows = find_rows(steps, chunk_tokens)
-    # The target's row n is about token n + 1.
+    # The target's row n predicts token n + 1.
     labels_N = batch.input_ids_BT.flatten()[
         (rows.kept_N + 1).clamp(max=batch.input_ids_BT.numel() - 1)
     ]
@@ -84,8 +84,8 @@ def distill_loss(
         if step.extra_loss_BT is not None:
             loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[place_M].sum()
         if step.confidence_BT is not None:
-            # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it,
-            # not the other way round. A sum of rounded minima may pass 1, hence the clamp.
+            # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from alpha,
+            # not the other way round. It is clamped because a sum of rounded minima may exceed 1.
             confidence_M = step.confidence_BT.flatten()[place_M].to(alpha_M.dtype)
             loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
                 confidence_M, alpha_M.clamp(0, 1), reduction="sum"
@@ -111,24 +111,23 @@ class StepRows:
 @dataclass(frozen=True)
 class Rows:
     kept_N: Tensor
-    """Flattened indices of the target rows that some step uses."""
+    """Flattened indices of the target rows that at least one step uses."""
     of_steps: Sequence[StepRows]
 
 
 def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
-    """The labelled rows of every step, and the target's rows for them.
+    """Find the labelled rows of every step, and the target's rows for them.
 
     On a GPU, this synchronises once.
     """
-    # Row t of a step is compared with the target's row t + shift. Both are rows of one document.
+    # Row t of a step is compared with the target's row t + shift. Both belong to the same document.
     masks = [step.mask_BT.flatten() for step in steps]
     compared = [_moved(mask, step.shift) for mask, step in zip(masks, steps, strict=True)]
     needed = torch.stack(compared).any(0)
-    # E.g. of rows 0101, those at places 1 and 3 are kept, and the second becomes row 1 of the kept
-    # rows.
+    # E.g. of the mask 0101, rows 1 and 3 are kept, and row 3 becomes row 1 of the kept rows.
     new_index = needed.cumsum(0) - 1
     size = needed.numel()
-    # For each chunk of kept rows, the place after it, also for chunks that turn out to be empty.
+    # For each chunk of kept rows, its end, including chunks that turn out to be empty.
     ends = torch.arange(0, size + chunk_tokens, chunk_tokens, device=needed.device)
     behind = torch.searchsorted(new_index + 1, ends, right=True)
     counts = [
@@ -148,18 +147,18 @@ def _moved(mask_N: Tensor, shift: int) -> Tensor:
 
 
 def _places(mask_N: Tensor, count: int) -> Tensor:
-    """The `count` places at which the mask is true.
+    """Return the `count` indices at which the mask is true.
 
-    `nonzero` would compute the count again, and a GPU would have to wait for it.
+    `nonzero` would compute the count again, and the host would wait for a GPU.
     """
-    # All false places are written after the last true one.
+    # All false entries are written to the position after the last true one.
     slots_N = torch.where(mask_N, mask_N.cumsum(0) - 1, count)
     places = slots_N.new_empty(count + 1)
     return places.scatter_(0, slots_N, torch.arange(len(mask_N), device=mask_N.device))[:count]
 
 
 def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
-    """The target's distribution for the given flat rows."""
+    """Return the target's distribution for the given flat rows."""
     distribution = signal.distribution
     if isinstance(distribution, ExactTarget):
         return ExactRows(

@@ -1,4 +1,4 @@
-"""The optimizer's settings. Without torch, so a config that contains them loads fast."""
+"""Settings of the optimizer. The module does not import torch, so settings load fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Optim:
     more compute per step. Every process must hold whole matrices: one process or DDP.
     """
     lr: float = 1e-4
-    """Peak learning rate, reached after the warm-up; about the size of a weight change per step."""
+    """Peak learning rate, reached after the warm-up. It is about the size of a weight change per
+    step.
+    """
     weight_decay: float = 0.0
     """Weight decay: each step shrinks the weights by this value times the learning rate."""
     momentum: float = 0.9
@@ -36,7 +38,7 @@ class Optim:
     """Fraction of the steps in which the learning rate rises linearly from zero, e.g. 0.03 for 3%.
     """
     max_grad_norm: float = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it before the optimizer step."""
+    """Maximum gradient norm. Larger gradients are scaled down to it before the optimizer step."""
     accumulation: int = 1
     """Number of micro-batches per optimizer step. Raise it for batches that do not fit into memory.
     """
@@ -44,7 +46,7 @@ class Optim:
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):
             raise ValueError(
-                f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0"
+                f"lr is {self.lr} and max_grad_norm is {self.max_grad_norm}: both must be above 0"
             )
         if not 0 <= self.warmup_fraction <= 1:
             raise ValueError(
@@ -54,10 +56,10 @@ class Optim:
             raise ValueError(f"accumulation is {self.accumulation}: it must be at least 1")
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The learning rate at `step`, as a share of `lr`."""
+        """Return the learning rate at `step`, as a share of `lr`."""
         warmup = max(1, round(self.warmup_fraction * num_steps))
         if step < warmup:
-            # Step 0 has 1 / warmup of the rate. With 0 it would change nothing.
+            # Step 0 has 1 / warmup of the rate. With a rate of 0, it would change nothing.
             return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0

@@ -1,7 +1,7 @@
 """The rows that each rank trains on, and the ranks that share them.
 
-6 ranks, --loop.context-parallel 2     ranks 0 1 | 2 3 | 4 5      each pair has batches of its own
-                                             └─ one share each of every row (`heads.nn.shares`)
+6 ranks, --loop.context-parallel 2     ranks 0 1 | 2 3 | 4 5      each pair has its own batches
+                                             └─ each has a share of every row (`heads.nn.shares`)
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from redraft.heads.family import Family
 from redraft.heads.nn.shares import require_even, share_rows
 
 NO_SHARES = ("peagle", "standalone")
-"""Families that choose rows of a batch, or draft over several of its rows."""
+"""Families that cannot share rows, because they choose rows of a batch, or draft over several of
+its rows.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +31,18 @@ class RowRanks:
 
     data_rank: int
     data_ranks: int
-    """Groups of ranks with batches of their own; this rank is in number `data_rank`."""
+    """Number of groups of ranks with their own batches. This rank is in group `data_rank`."""
     share: int = 0
-    """The number of this rank's share of each row."""
+    """Index of this rank's share of each row."""
     shares: int = 1
     ahead: int = 0
-    """The largest distance from a row to a token that it reads or learns."""
+    """Maximum distance from a row to a token that it reads or learns."""
     group: Any = None
-    """The ranks that share rows, or None."""
+    """The process group of the ranks that share rows, or None."""
 
     @staticmethod
     def of(accelerator: Accelerator, loop: Loop, draft: Any) -> RowRanks:
-        """The rows of this rank. All ranks must call this."""
+        """Return this rank's rows. All ranks must call this."""
         rank, ranks, size = (
             accelerator.process_index,
             accelerator.num_processes,
@@ -60,7 +62,7 @@ class RowRanks:
         )
 
     def place(self, batch: Batch, device: torch.device) -> Batch:
-        """This rank's share of a batch, on its device."""
+        """Return this rank's share of a batch, on its device."""
         batch = to_device(batch, device)
         if self.shares == 1:
             return batch
@@ -68,7 +70,7 @@ class RowRanks:
 
 
 def require_shares(family: Family, loop: Loop, signal: Signal, num_processes: int) -> None:
-    """Raise ValueError if the processes of a launch cannot share rows as --loop.context-parallel asks."""
+    """Raise ValueError if the processes cannot share rows as --loop.context-parallel asks."""
     size = loop.context_parallel
     if size == 1:
         return

@@ -25,7 +25,7 @@ Options = TypeVar("Options")
 
 
 def require_least(config: Any, group: str = "", **least: int) -> None:
-    """Raise ValueError, with the flag, if a number in a config is below its minimum.
+    """Raise ValueError, naming the flag, if a number in a config is below its minimum.
 
     A value of None passes.
     """
@@ -61,14 +61,14 @@ class Data:
     conversations.
     """
     max_prompt_tokens: int = 1024
-    """Maximum length of a held-out prompt in tokens; longer prompts are skipped."""
+    """Maximum length of a held-out prompt in tokens. Longer prompts are skipped."""
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that contain today's date, such as Llama 3.2's.
     Default: the day on which the run started. Runs that share a cache of the target must use the
     same date.
     """
     cache: Path | None = None
-    """Folder for the tokenised data, which several runs can share; by default inside --output. If
+    """Folder for the tokenised data, which several runs can share. Default: inside --output. If
     data, template, tokenizer or date change, the data is tokenised again.
     """
     strict: bool = False
@@ -105,25 +105,25 @@ class Signal:
     """
     exact: bool = False
     """Use hidden states for a standalone draft with endpoint or cache. They give the exact
-    distribution. The servers must be started with `redraft serve-features`; they are faster because
+    distribution. The servers must be started with `redraft serve-features`. They are faster because
     they do not compute `prompt_logprobs`.
     """
     url: tuple[str, ...] = ()
     """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy
-    server; a failed server is skipped until it recovers. For a head, start the servers with
+    server, and a failed server is skipped until it recovers. For a head, start the servers with
     `redraft serve-features`; for a standalone draft, with --max-logprobs of at least k.
     """
     storage: str = DEFAULT_STORAGE
-    """Folder or fsspec URL from which hidden states are read, for a head with servers; must equal
-    the `--storage` of `redraft serve-features`. Paths outside it are never read, whatever a server
-    returns.
+    """Folder or fsspec URL from which hidden states are read, for a head with servers. It must
+    equal the `--storage` of `redraft serve-features`. Paths outside it are never read, whatever a
+    server returns.
     """
     kept: str = ""
     """Folder or fsspec URL with hidden states stored by `redraft regenerate --keep-states`, for a
     head with servers. The servers compute only the states of other texts.
     """
     cache: Path | None = None
-    """Folder of the cache, which several runs can share; by default inside --output."""
+    """Folder of the cache, which several runs can share. Default: inside --output."""
     cache_dtype: HiddenDtype = "bfloat16"
     """Format of cached hidden states. bfloat16 is exact for a target in bfloat16. float8 (8-bit
     floats with a scale per state) halves the size.
@@ -137,8 +137,8 @@ class Signal:
             )
         if self.shard and self.url:
             raise ValueError(
-                "--signal.shard shards a target in these processes, but with --signal.url servers run "
-                "it"
+                "--signal.shard shards a target in these processes, but with --signal.url, "
+                "servers run the target: remove one of them"
             )
         if self.kept and not self.url:
             raise ValueError(
@@ -162,37 +162,38 @@ class Loop:
     """Number of optimizer steps."""
     minutes: float | None = None
     """Training time in minutes, instead of --loop.steps. The number of steps is derived from the
-    speed of the first ones; a resumed run keeps it. Evaluations and checkpoints are not counted.
+    speed of the first steps, and a resumed run keeps it. Evaluations and checkpoints are not
+    counted.
     """
     epochs: float | None = None
     """Number of passes over the data, instead of --loop.steps."""
     batch_size: int = 8
-    """Rows of --loop.sequence-length tokens per process and micro-batch."""
+    """Number of rows of --loop.sequence-length tokens per process and micro-batch."""
     sequence_length: int = 4096
-    """Tokens per row, at most the target's positions. Train at the context length that you serve: a
-    draft is poor beyond the positions it was trained on. A longer conversation is cut after the
-    last answer that fits.
+    """Number of tokens per row, at most the target's number of positions. Train at the context
+    length that you serve: a draft is poor beyond the positions it was trained on. A longer
+    conversation is cut after the last answer that fits.
     """
     context_parallel: int = 1
-    """Number of processes that share each row: every one computes an equal part of its tokens, and
-    attention gathers the keys of the others. For rows of 32k tokens and more. Twice this number
-    must divide --loop.sequence-length. Not for P-EAGLE and standalone drafts, and not with servers:
-    give --signal.kind model or cache.
+    """Number of processes that share each row. Every process computes an equal part of its tokens,
+    and attention gathers the keys of the others. Use it for rows of 32k tokens and more. Twice this
+    number must divide --loop.sequence-length. P-EAGLE and standalone drafts do not support it, nor
+    do servers: use --signal.kind model or cache.
     """
     log_every: int = 10
-    """Number of steps between log lines of metrics; the last step is always logged."""
+    """Number of steps between log lines of metrics. The last step is always logged."""
     eval_every: int = 200
-    """Number of steps between evaluations on held-out text (alpha and tau); there is also one at
+    """Number of steps between evaluations on held-out text (alpha and tau). There is also one at
     the end. 0 disables them.
     """
     eval_batches: int = 8
-    """Number of held-out batches per evaluation; they are always the same."""
+    """Number of held-out batches per evaluation. They are always the same."""
     save_every: int = 500
-    """Number of steps between checkpoints; there is also one at the end. 0 disables them."""
+    """Number of steps between checkpoints. There is also one at the end. 0 disables them."""
     stop_by: Literal["steps", "acceptance"] = "steps"
     """When to stop. `steps` trains for --loop.steps and exports the last draft. `acceptance` stops
     when the held-out tau has not risen for --loop.patience evaluations, and exports the draft of
-    the best evaluation; acceptance may fall long before the training loss rises. The learning rate
+    the best evaluation. Acceptance may fall long before the training loss rises. The learning rate
     follows --loop.steps in both cases.
     """
     patience: int = 3
@@ -204,8 +205,8 @@ class Loop:
     compile: bool = False
     """Compile the draft's layers with `torch.compile`, and the target's layers if this process
     holds the whole target. This fuses the operations between matrix products. The first step and
-    the first evaluation take one or two minutes longer, and results differ by rounding. Needs a C++
-    compiler; not available with DeepSpeed.
+    the first evaluation take one or two minutes longer, and results differ by rounding. It needs a
+    C++ compiler, and is not available with DeepSpeed.
     """
 
     def __post_init__(self) -> None:
@@ -242,7 +243,7 @@ class Prove:
     """
     ce_baseline: bool = False
     """Also train the same draft with plain cross-entropy for the same number of steps, as a
-    baseline. Doubles the training time; only for `redraft train standalone`.
+    baseline. This doubles the training time, and works only for `redraft train standalone`.
     """
     num_speculative_tokens: int = NUM_TOKENS
     """Number of draft tokens per step in held-out metrics, forecast and engine. A head cannot draft
@@ -251,7 +252,7 @@ class Prove:
     max_tokens: int = 128
     """Maximum length of an answer to a held-out prompt, in tokens."""
     concurrency: int = 4
-    """Number of requests in flight at once."""
+    """Number of concurrent requests."""
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Repeat
     the flag for each argument.
@@ -273,8 +274,8 @@ class TrainConfig:
     """Target model that the draft will speed up: a folder or a hub name."""
     target_dtype: TargetDtype | None = None
     """Dtype of the target, here and in vLLM. Default on a GPU: the checkpoint's dtype. Default on a
-    CPU: bfloat16 if the checkpoint uses it and the CPU has bfloat16 instructions, else float32. In
-    float32, outputs with and without a draft are compared token for token.
+    CPU: bfloat16 if the checkpoint uses it and the CPU has bfloat16 instructions, otherwise
+    float32. In float32, outputs with and without a draft are compared token for token.
     """
     data: Data = field(default_factory=Data)
     signal: Signal = field(default_factory=Signal)
@@ -290,15 +291,15 @@ class TrainConfig:
     newest checkpoint, and a different run is refused.
     """
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Mixed precision for training. Default: bf16 on a GPU with bfloat16 units, elsewhere the
+    """Mixed precision for training. Default: bf16 on a GPU with bfloat16 units, otherwise the
     setting of `accelerate config`. With bf16, the weights stay in float32.
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, per layer or (EAGLE, MTP) per draft step. This is
-    slower and needs far less memory. Not available for Medusa.
+    slower but needs far less memory. It is not available for Medusa.
     """
     wandb: str | None = None
-    """Weights & Biases project to log to, or ENTITY/PROJECT; off by default. Without a login, the
+    """Weights & Biases project to log to, or ENTITY/PROJECT. Off by default. Without a login, the
     log is kept offline.
     """
 
@@ -310,14 +311,14 @@ class HeadConfig(TrainConfig, Generic[Options]):
     head: Options
     start_from: Path | None = None
     """Continue training this head (a folder or hub name) instead of a new one. It must have the
-    same family and target; its options replace those of --head.
+    same family and target. Its options replace those of --head.
     """
     init: str = ""
-    """Initial weights; by default the first that the family supports. `last_layer`, `last_layers`:
-    copy the target's last layers. `least_squares` (EAGLE-3): the best linear prediction of the
-    target's next state, which makes useful proposals before the first step; needs --head.fc-norm.
-    `native` (MTP): the target's own layer. `random`: random weights. If the target is sharded or on
-    servers, the layers are read from its files.
+    """Initial weights. Default: the first kind that the family supports. `last_layer`,
+    `last_layers`: copy the target's last layers. `least_squares` (EAGLE-3): the best linear
+    prediction of the target's next state, which makes useful proposals before the first step. It
+    needs --head.fc-norm. `native` (MTP): the target's own layer. `random`: random weights. If the
+    target is sharded or on servers, the layers are read from its files.
     """
     init_tokens: int = 65536
     """Number of tokens for the fit of --init least_squares: several times the hidden size times the
@@ -326,7 +327,7 @@ class HeadConfig(TrainConfig, Generic[Options]):
     """
     draft_vocab_size: int | None = None
     """Size of the head's vocabulary: the number of most frequent labels to keep. A smaller
-    vocabulary makes draft steps faster; 0 keeps the target's whole vocabulary. Default: 32,000, or
+    vocabulary makes draft steps faster. 0 keeps the target's whole vocabulary. Default: 32,000, or
     the target's whole vocabulary if that is smaller. For EAGLE-3, P-EAGLE, DFlash and DSpark.
     """
     layout: Literal["vllm", "speculators"] = "vllm"

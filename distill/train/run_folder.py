@@ -1,4 +1,4 @@
-"""The folder of one training run: config, metrics, checkpoints, and the exported draft.
+"""The folder of a training run: config, metrics, checkpoints, and the exported draft.
 
 outputs/NAME/
   run.json                  resolved config and the date of the start, written first
@@ -36,7 +36,7 @@ from redraft.files.replaced import (
 
 KEPT_CHECKPOINTS = 2
 MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
-"""Config keys that may differ when a run is resumed: they do not change the training."""
+"""Config keys that may differ when a run is resumed, because they do not affect training."""
 
 TOKENS = "tokens"  # Folder of the tokenised data in a run.
 LOCK = ".lock"  # File that is locked while a process writes the run.
@@ -48,7 +48,7 @@ RESULTS = (
     *("answers-*.json", "mode-*.json", "start-*.json", "without-draft-*.json"),
     *(CHECKPOINTS, *PUBLISHED, "ce-baseline", "target-cache"),
 )
-"""Names of the results of a run, which --overwrite replaces. Anything else in the folder stays."""
+"""Names of a run's results, which --overwrite replaces. Everything else in the folder stays."""
 T = TypeVar("T")
 
 
@@ -61,15 +61,15 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that a resumed run must share, without servers, storage and caches."""
+    """Return the part of a config that a resumed run must share: no servers, storage or caches."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
-        # Whether servers give the signal is a part of the training. The addresses are not.
+        # It matters whether servers provide the signal, but not at which addresses.
         kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
     if isinstance(kept.get("data"), dict):
         kept["data"] = {**kept["data"], "cache": None}
     if isinstance(kept.get("loop"), dict):
-        # Compiling changes the rounding only.
+        # Compiling changes only the rounding.
         kept["loop"] = {**kept["loop"], "compile": None}
         if kept["loop"].get("stop_by") == "acceptance":
             # Evaluations in one run are compared, so all use the same number of draft tokens.
@@ -78,7 +78,7 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_foreign(folder: Path) -> Path | None:
-    """The first file in a run's folder that the run itself did not write, or None."""
+    """Return the first file in a run's folder that the run itself did not write, or None."""
     if folder.name in ("target-cache", PREVIOUS):
         return None
     if folder.name not in (CHECKPOINTS, "ce-baseline"):
@@ -94,7 +94,7 @@ def _find_foreign(folder: Path) -> Path | None:
 
 
 class RunFolder:
-    """A run's folder, which every rank opens once but only the main process writes."""
+    """A run's folder. Every rank opens it once, but only the main process writes to it."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder, self.accelerator = folder, accelerator
@@ -108,20 +108,20 @@ class RunFolder:
     def open(
         cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, overwrite: bool
     ) -> RunFolder:
-        """The run in `folder`: a new one, or the existing one if it has this config.
+        """Open the run in `folder`: a new run, or the existing one if it has this config.
 
         With `overwrite`, it is a new run, which replaces an earlier run when `begin` is called.
 
         Raises:
-            ValueError: the folder holds another run and `overwrite` is not set; the folder holds
-                files that the run would replace although it reads them or did not write them; or
-                not all ranks see the folder.
+            ValueError: the folder contains a different run and `overwrite` is not set; the folder
+                contains files that the run would replace although it reads them or did not write
+                them; or not all ranks see the folder.
         """
         run = cls(folder, accelerator)
-        # As it will be read back: tuples are lists and paths are text, so an equal config compares
-        # equal.
+        # Convert it to the form in which it will be read back, with lists for tuples and text for
+        # paths, so that equal configs compare equal.
         run.config = json.loads(json.dumps(config, default=str))
-        # Read by all ranks: midnight may pass between two of them.
+        # All ranks read the date from here, because midnight may pass between two of them.
         day = run.on_main(lambda: run._claim(overwrite))
         if not (folder / LOCK).exists():
             raise ValueError(
@@ -155,7 +155,7 @@ class RunFolder:
                 told[0] = str(error)
                 raise
             finally:
-                # Also after an error, because the others wait for this broadcast.
+                # Do this after an error too, because the other ranks wait for this broadcast.
                 broadcast_object_list(told, from_process=0)
         elif broadcast_object_list(told, from_process=0) and told[0] is not None:
             raise ValueError(told[0])
@@ -163,9 +163,10 @@ class RunFolder:
         return result
 
     def _claim(self, overwrite: bool) -> str:
-        """Claim the folder for this process; returns the date on which the run first started."""
+        """Claim the folder for this process. Return the date on which the run first started."""
         started = self.folder / RUN
-        # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
+        # A run that failed on a wrong flag has left only run.json and perhaps tokens, so nothing is
+        # lost.
         previous = self.folder / PREVIOUS
         early = {RUN, TOKENS, LOCK, PREVIOUS}
         if self.folder.is_dir():
@@ -179,7 +180,7 @@ class RunFolder:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own()
-        # Without --overwrite, the end of a run publishes again, and removes the run before it.
+        # Without --overwrite, the end of a run publishes again, and removes the earlier run.
         published = [self.folder / name for name in PUBLISHED]
         replaced = [*(self._results() if overwrite else published), previous]
         if obstacle := find_obstacle(replaced, self.config, _find_foreign):
@@ -223,7 +224,7 @@ class RunFolder:
     def begin(self) -> None:
         """Set aside the earlier run that this one replaces.
 
-        Call this once nothing can be refused any more.
+        Call this after the last check that could refuse the run.
         """
         self.on_main(self._begin)
 
@@ -239,8 +240,8 @@ class RunFolder:
             drop_previous(self.folder / PREVIOUS)
 
     def _own(self) -> None:
-        # A lock of the process, which may open its run again; the kernel releases it when the
-        # process exits.
+        # The lock belongs to the process, which may open its run again. The kernel releases it when
+        # the process exits.
         self._owner = (self.folder / LOCK).open("a")
         try:
             fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,7 +261,7 @@ class RunFolder:
         """Record the hashes of the run's inputs. Call this on the main process.
 
         Raises:
-            ValueError: the run was trained on other inputs.
+            ValueError: the run was trained on different inputs.
         """
         self.inputs = inputs
         if self._replaces:
@@ -299,7 +300,7 @@ class RunFolder:
     def restore_best(self, read: Callable[[Path], None]) -> None:
         """Read the checkpoint that `save_best` wrote.
 
-        The metrics stay as they are.
+        The metrics stay unchanged.
 
         Raises:
             ValueError: a file is missing, corrupt or truncated; the message names it.
@@ -320,16 +321,16 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def _write_together(self, partial: Path | None, write: Callable[[Path], None]) -> None:
-        # The folder's name is random, and known to the main process only.
+        # The folder's name is random, and known only to the main process.
         shared = [str(partial)]
         broadcast_object_list(shared, from_process=0)
         write(Path(shared[0]))
-        # The manifest, written next, contains the digests of all ranks' files.
+        # The manifest, which is written next, contains the digests of all ranks' files.
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:
-        # By number, because as text, step-1000000 sorts before step-999999. A copy made by hand
-        # (step-000100-good) does not belong to the run.
+        # Sort by number, because as text, step-1000000 sorts before step-999999. A copy made by
+        # hand (step-000100-good) does not belong to the run.
         named = (self.folder / CHECKPOINTS).glob("step-*")
         return sorted(filter(_is_step, named), key=_step_of)
 
@@ -362,7 +363,7 @@ class RunFolder:
         whole = [
             json.loads(line) for line in lines if line.endswith("}")
         ]  # a kill may have cut the last line
-        # The steps after the checkpoint will be done, and logged, again.
+        # The steps after the checkpoint will be taken and logged again.
         kept = [entry for entry in whole if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
         return kept

@@ -42,27 +42,27 @@ MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it sto
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """The numbers for a step that are available on every rank as soon as it is taken."""
+    """The numbers of a step that every rank has as soon as the step is taken."""
 
     tokens: int
-    """Tokens read on all ranks, padding excluded."""
+    """Number of tokens read on all ranks, excluding padding."""
     labels: int
-    """Labels of all ranks and micro-batches."""
+    """Number of labels of all ranks and micro-batches."""
     grad_norm: float
-    """Norm of the gradient before it is clipped; 0 for a skipped step."""
+    """Norm of the gradient before clipping. 0 for a skipped step."""
     lr: float
     skipped: bool
-    """The loss or the gradient was not finite, so the weights stayed as they were."""
+    """Whether the loss or the gradient was not finite, so that the weights stayed unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadStats(StepOutcome):
-    """A step whose results, summed over this rank's micro-batches, are still on the device."""
+    """A step's results, summed over this rank's micro-batches, which are still on the device."""
 
     loss: Tensor
     """This rank's part of the loss per label, float64 []."""
     sums_S3: Tensor
-    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows."""
+    """For each draft step: sum of alpha, sum of alpha_greedy, number of labelled rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,13 @@ class StepStats(StepOutcome):
     """
 
     loss: float
-    """Loss per label, of the micro-batches before the first whose loss was not finite."""
+    """Loss per label, over the micro-batches before the first one with a non-finite loss."""
     alpha: list[float]
     alpha_greedy: list[float]
 
 
 class DistillStep(nn.Module):
-    """A module whose single `forward` makes all reads of the draft's parameters.
+    """A module in which all reads of the draft's parameters happen in one `forward`.
 
     Outside `forward`, FSDP2 and ZeRO-3 hold only shards of the parameters, and they track gradients
     only through plain tensors.
@@ -90,8 +90,8 @@ class DistillStep(nn.Module):
         self.draft = draft
         self.divergence = divergence
         names = getattr(getattr(draft, "model", None), "_no_split_modules", None) or ()
-        # FSDP2 gathers a model's layers one by one, and a head, which has one or two layers, as a
-        # whole.
+        # FSDP2 gathers a model's layers one by one. It gathers a head, which has one or two layers,
+        # as a whole.
         self._no_split_modules = sorted(
             {type(module).__name__ for module in draft.modules()}.intersection(names)
         )
@@ -109,9 +109,9 @@ class DistillStep(nn.Module):
         scale: float | Tensor = 1.0,
         num_speculative_tokens: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """(loss times `scale`, sums by draft step) for training.
+        """Return (loss times `scale`, sums by draft step) for training.
 
-        With `num_speculative_tokens`, returns (`metric_sums`,) instead, for an evaluation.
+        With `num_speculative_tokens`, return (`metric_sums`,) instead, for an evaluation.
         """
         draft = cast(Draft, self.draft)
         if num_speculative_tokens is not None:
@@ -123,7 +123,7 @@ class DistillStep(nn.Module):
 
 
 def fits(checkpoint: Path, accelerator: Accelerator, optimizer: str) -> bool:
-    """Whether ranks in this layout, with the optimizer of this name, wrote the checkpoint."""
+    """Whether ranks in this layout, with this optimizer, wrote the checkpoint."""
     progress = json.loads((checkpoint / PROGRESS).read_text())
     return bool(_written_by(progress) == (describe_layout(accelerator), optimizer))
 
@@ -133,7 +133,7 @@ def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
-    """Raise ValueError if Muon is to train matrices that ranks or DeepSpeed split."""
+    """Raise ValueError if Muon would train matrices that ranks or DeepSpeed split."""
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
             f"muon needs whole matrices, but {describe_layout(accelerator)} shard them: launch "
@@ -143,7 +143,7 @@ def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
 
 
 def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimizer]:
-    """Optimizers that together update every trained parameter of the module exactly once."""
+    """Make optimizers that together update every trained parameter of the module exactly once."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices, rest = split(module) if optim.name == "muon" else ([], trained)
     optimizers: list[torch.optim.Optimizer] = []
@@ -190,8 +190,8 @@ class Distillation:
     ) -> None:
         if optim.accumulation != accelerator.gradient_accumulation_steps:
             raise ValueError(
-                f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to "
-                "both"
+                f"accumulation {optim.accumulation} differs from the accelerator's own: pass "
+                f"the same value to both"
             )
         self.target, self.divergence, self.optim, self.accelerator = (
             target,
@@ -199,7 +199,7 @@ class Distillation:
             optim,
             accelerator,
         )
-        # the parameters are whole unless the ranks shard them (`shards_parameters`)
+        # The parameters are whole unless the ranks shard them (`shards_parameters`).
         self.draft = draft
         module = DistillStep(draft, divergence)
         if uses_deepspeed():
@@ -208,9 +208,8 @@ class Distillation:
             fit_fsdp(accelerator, module)
         require_whole_matrices(optim, accelerator)
         optimizers = make_optimizers(module, optim)
-        # The main process may arrive hours later, after caching the target: wait here, where the
-        # timeout is a day. Inside `prepare`, the wait of a sharded module would time out after
-        # minutes.
+        # The main process may arrive hours later, after caching the target. Wait here, where the
+        # timeout is a day. Inside `prepare`, a sharded module's wait would time out after minutes.
         accelerator.wait_for_everyone()
         self.module, *self.optimizers = accelerator.prepare(module, *optimizers)
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
@@ -237,13 +236,13 @@ class Distillation:
                 optimizer.state.clear()
 
     def weights(self) -> dict[str, Tensor]:
-        """The draft's state dict, which is whole on the main process even if the ranks shard it.
+        """Return the draft's state dict: complete on the main process, even if ranks shard it.
 
         All ranks must call this.
         """
         state = self.accelerator.get_state_dict(self.module)
-        # Names as in the draft, without the wrapper `DistillStep`. Ranks other than the first may
-        # get None.
+        # The names are those of the draft, without the wrapper `DistillStep`. Ranks other than the
+        # first may get None.
         return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
     def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:
@@ -254,34 +253,36 @@ class Distillation:
         return self.read(self.take_step(batches, upcoming))
 
     def take_step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> UnreadStats:
-        """Take one optimizer step over this rank's micro-batches; the results stay on the device.
+        """Take one optimizer step over this rank's micro-batches. Results stay on the device.
 
         If the loss or a gradient is not finite, the step is skipped and counted. `upcoming` is the
-        first batch of the next step; a target that can work ahead fetches its signal meanwhile.
+        first batch of the next step. A target that can work ahead fetches its signal meanwhile.
 
         Raises:
             ValueError: MAX_SKIPPED_IN_A_ROW steps in a row were skipped, or DeepSpeed cannot skip
                 this one.
         """
         assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
-        # Without a scheduler: accelerate would step it per process, DeepSpeed too late.
+        # Do not use a scheduler: accelerate would step it once per process, and DeepSpeed would
+        # step it too late.
         lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         counts_2 = self._count(batches)
         # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided
-        # by the labels of all ranks: otherwise the labels of a rank with few would weigh more. E.g.
-        # two ranks with 10 and 30 labels, one batch each: 2 / 40 on both, and the mean of both
-        # losses is the sum / 40. On the device: reading it would wait for the step before.
+        # by the labels of all ranks: otherwise, the labels of a rank with few labels would weigh
+        # more. E.g. for two ranks with 10 and 30 labels and one batch each, the scale is 2 / 40 on
+        # both, and the mean of both losses is the sum / 40. It stays on the device, because reading
+        # it would wait for the previous step.
         scale = self.accelerator.num_processes * len(batches) / counts_2[1].clamp(min=1).double()
         losses: list[Tensor] = []
         sums: list[Tensor] = []
         has_gradient = True
         self.module.train()
-        # Batches a, b and upcoming c: the pairs (a, b) and (b, c).
+        # Batches a, b and upcoming c give the pairs (a, b) and (b, c).
         for batch, following in zip(batches, [*batches[1:], upcoming], strict=True):
-            # Fetch before `start`, which drops a signal under way.
+            # Fetch before `start`, which drops a signal in flight.
             signal = self.target(batch)
             if following is not None and isinstance(self.target, OneAhead):
                 self.target.start(following)
@@ -305,11 +306,11 @@ class Distillation:
         )
 
     def read(self, unread: UnreadStats) -> StepStats:
-        """The results of a step, over all ranks.
+        """Return the results of a step, over all ranks.
 
         All ranks must call this. It waits for the device.
         """
-        # One sum over the ranks, and one read.
+        # Use one sum over the ranks, and one read.
         results = torch.cat([unread.sums_S3.double().flatten(), unread.loss[None]])
         *sums, loss = self._sum_over_ranks(results).tolist()
         return StepStats(
@@ -333,13 +334,13 @@ class Distillation:
     def _backward(self, loss: Tensor) -> bool:
         """Add the gradient of a micro-batch.
 
-        With DeepSpeed, a loss that is not finite is not propagated, and the result is False.
+        With DeepSpeed, a non-finite loss is not backpropagated, and the result is False.
 
         Raises:
-            ValueError: that loss is not finite, but DeepSpeed already holds earlier gradients.
+            ValueError: the loss is not finite, but DeepSpeed already holds earlier gradients.
         """
-        # DeepSpeed makes the step within `backward`, so the loss is read first. Without it,
-        # `_update` reads the loss together with the norm, and clears a gradient that is not finite.
+        # DeepSpeed takes the step within `backward`, so the loss is read first. Without DeepSpeed,
+        # `_update` reads the loss together with the norm, and clears a non-finite gradient.
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
             if self.optim.accumulation > 1:
                 raise ValueError(
@@ -347,7 +348,8 @@ class Distillation:
                     "a lower --optim.lr, or with --optim.accumulation 1"
                 )
             return False
-        # By all ranks or none, because they wait for each other in the reduction of the gradients.
+        # All ranks or none must do this, because they wait for each other when gradients are
+        # reduced.
         self.accelerator.backward(loss)
         return True
 
@@ -357,7 +359,7 @@ class Distillation:
         """Take the optimizer's step unless a loss or the gradient is not finite.
 
         Returns the norm of the gradient, or None if no step was taken; the number of losses before
-        the first one that is not finite on some rank; and the two counts, which are read together
+        the first one that is non-finite on any rank; and the two counts, which are read together
         with the norm.
         """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
@@ -383,7 +385,7 @@ class Distillation:
     def _read_norm(
         self, norm: Tensor, losses: Sequence[Tensor], counts_2: Tensor
     ) -> tuple[float, int, int, int]:
-        """(norm, number of losses before the first that is not finite, and the two counts).
+        """Return (norm, number of losses before the first non-finite one, and the two counts).
 
         All are read from the device at once.
         """
@@ -401,14 +403,14 @@ class Distillation:
         return grad_norm, num_finite, int(tokens), int(labels)
 
     def _count_not_finite(self, losses: Sequence[Tensor]) -> Tensor:
-        """For each loss, the number of ranks on which it is not finite, int64 [N]."""
+        """Count, for each loss, the ranks on which it is not finite, int64 [N]."""
         return self._sum_over_ranks((~torch.stack(list(losses)).isfinite()).long())
 
     def _add_up(self, losses: Sequence[Tensor]) -> Tensor:
         """This rank's part of the loss per label, float64 []."""
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for loss in losses:
-            # Without the factor of `scale`, so the sum over ranks is the loss per label.
+            # The factor of `scale` is removed, so that the sum over ranks is the loss per label.
             total += loss / (self.accelerator.num_processes * self.optim.accumulation)
         return total
 
@@ -423,7 +425,7 @@ class Distillation:
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient: lower "
-                "--optim.lr, and run the same command again with another --output"
+                "--optim.lr, and run the same command again with a different --output"
             )
         self.step_index += 1
 
@@ -434,7 +436,7 @@ class Distillation:
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
         """Held-out acceptance, as `redraft.eval.forecast` defines it, over all ranks' batches."""
-        # `self.module` and not `self.draft`: outside the wrapped forward, a rank may have only
+        # Use `self.module`, not `self.draft`: outside the wrapped forward, a rank may have only
         # shards.
         self.module.eval()
         sums = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
@@ -448,7 +450,7 @@ class Distillation:
     def close(self) -> None:
         """Release the weights and the optimizers, and remove them from the accelerator.
 
-        Otherwise the accelerator would save them into the checkpoints of the next distillation.
+        Otherwise, the accelerator would save them into the checkpoints of the next distillation.
         """
         del self.draft, self.module, self.optimizers
         self.accelerator.free_memory()
@@ -469,9 +471,9 @@ class Distillation:
         """Continue from a folder written by `save`.
 
         Raises:
-            ValueError: ranks in another layout wrote it, which got other batches and hold other
-                shards; it was written with another optimizer; or it holds anything but tensors and
-                numbers, which could be code to run.
+            ValueError: ranks in a different layout wrote it, with different batches and shards; a
+                different optimizer wrote it; or it contains anything but tensors and numbers, which
+                could be code to run.
         """
         progress = json.loads((folder / PROGRESS).read_text())
         if not fits(folder, self.accelerator, self.optim.name):

@@ -1,12 +1,13 @@
 """Read a training checkpoint without running code that it may contain.
 
-A checkpoint's optimizer state is a pickle, and a pickle may call any function. Who reads them:
+A checkpoint's optimizer state is a pickle, and a pickle may call any function. These functions read
+checkpoints:
 
     accelerate     `torch.load(weights_only=True)`
     DeepSpeed      `torch.load(weights_only=False)`
     FSDP           the same for everything that is not a tensor, and `pickle.load` for the file .metadata
 
-Within `without_code` all three build tensors, numbers and the classes listed here, and refuse
+Within `without_code`, all three build only tensors, numbers and the classes listed here, and refuse
 everything else.
 """
 
@@ -53,7 +54,8 @@ def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]
         ValueError: the checkpoint contains anything else. The message names it, and none of its
             code was run.
     """
-    # Both, because torch refuses to load with both set: the user may have set the second one.
+    # Set one and clear the other, because torch refuses to load with both set, and the user may
+    # have set the second one.
     switches = {
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0",
@@ -96,7 +98,7 @@ def _list_deepspeed_classes() -> list[Any]:
 
 
 def _find_member(kind: Any, name: str) -> Any:
-    """An enum member, which Python before 3.11.4 pickles as a call of getattr.
+    """Return an enum member, which Python before 3.11.4 pickles as a call of getattr.
 
     This function replaces getattr when such a pickle is read.
     """
@@ -116,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _KnownPickles:
-    """Replaces the module `pickle` where FSDP reads .metadata.
+    """Replacement for the module `pickle` where FSDP reads .metadata.
 
     FSDP turns errors into text, so this class keeps the refusals.
     """
@@ -133,7 +135,7 @@ class _KnownPickles:
 
 
 def _find_refusals(error: BaseException) -> Iterator[str]:
-    """Torch's reasons, one line each, without its long explanation of how to trust the file."""
+    """Return torch's reasons, one line each, without its advice on how to trust a file."""
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             yield from _find_refusals(failure)

@@ -148,7 +148,7 @@ def match_drafts(
 
     Raises:
         ValueError: a draft has no counterpart, or the baseline was measured with different settings
-            or         lacks a temperature.
+            or lacks a temperature.
     """
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline.settings.get(name, default)

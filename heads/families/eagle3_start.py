@@ -50,7 +50,7 @@ def start_by_least_squares(
 
     Raises:
         ValueError: the head has no norm for each stream (`fc_norm`), or uses the normed feature as
-            residual         (`norm_before_residual`).
+            residual (`norm_before_residual`).
     """
     if not head.config.fc_norm or head.config.norm_before_residual:
         raise ValueError(

@@ -282,7 +282,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
 
     Raises:
         ValueError: `layers` is empty, out of range or not ascending, the layers would have
-            different         kinds at their new positions, or the target also reads images.
+            different kinds at their new positions, or the target also reads images.
     """
     if target.config.get_text_config() is not target.config:
         raise ValueError(

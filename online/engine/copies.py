@@ -48,7 +48,8 @@ def refill(
 
     `runner` is vLLM's model runner, V1 or V2.
 
-    Raises:     ValueError: a copy is not made as assumed here, e.g. in a different version of vLLM.
+    Raises:
+        ValueError: a copy is not made as assumed here, e.g. in a different version of vLLM.
     """
     if (block := _find_block(draft)) is not None:
         refill_projections(block, tensors, rank, num_ranks)

@@ -116,7 +116,8 @@ def require_same_quantization(
     vLLM creates a draft's layers when it starts, and they accept only weights with the same
     quantisation.
 
-    Raises:     ValueError: the two differ.
+    Raises:
+        ValueError: the two differ.
     """
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:

@@ -145,9 +145,10 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     The sources are, lowest priority first: the defaults, `--preset NAME`, the TOML file given by
     `--config FILE`, and the flags. `--print-config` prints the result as such a file, and exits.
 
-    Raises:     ValueError: a preset is unknown, a file is invalid, a flag is given twice, or the
-        config         refuses a value.     SystemExit: 2 from tyro for arguments it cannot read; 0
-        after `--help` and `--print-config`.
+    Raises:
+        ValueError: a preset is unknown, a file is invalid, a flag is given twice, or the config
+            refuses a value.
+        SystemExit: 2 from tyro for arguments it cannot read; 0 after `--help` and `--print-config`.
     """
     import tyro  # a tenth of a second, too long for `redraft --help`
 
@@ -292,8 +293,9 @@ def _choices(name: str, known: Mapping[str, object]) -> str:
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
     """Return a command's recipe, and the remaining arguments for it.
 
-    Raises:     ValueError: there is no such part.     SystemExit: the help for several parts was
-        printed.
+    Raises:
+        ValueError: there is no such part.
+        SystemExit: the help for several parts was printed.
     """
     command, path = COMMANDS[name], COMMANDS[name].module
     if command.parts:

@@ -400,8 +400,9 @@ class Rounds:
         The results are kept for later runs with the same files and settings. `alone` lists
         additional loads for the target alone.
 
-        Raises:     ChildProcessError: a server did not start. If a check of the draft's folder
-            finds the cause,         the message names the cure.
+        Raises:
+            ChildProcessError: a server did not start. If a check of the draft's folder finds the
+                cause, the message names the cure.
         """
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
         files = [

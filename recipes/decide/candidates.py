@@ -289,7 +289,7 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
 
     Raises:
         ValueError: the recipe failed after printing the reason, or the result was made with
-            different         flags or from different target or data files.
+            different flags or from different target or data files.
     """
     if folder in making.made:
         return

@@ -188,7 +188,8 @@ def template_arguments(draft: Path) -> list[str]:
 def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
     """Return vLLM's speculative config: the draft and how to serve it.
 
-    Raises:     ValueError, FileNotFoundError: for the same reasons as `server_command`.
+    Raises:
+        ValueError, FileNotFoundError: for the same reasons as `server_command`.
     """
     draft = _draft(cfg)
     _refuse_idle(cfg, draft)

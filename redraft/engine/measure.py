@@ -224,7 +224,8 @@ async def complete_all(
 
     `label` is shown in the progress bar.
 
-    Raises:     ValueError, ConnectionError: for the same reasons as in `measure`.
+    Raises:
+        ValueError, ConnectionError: for the same reasons as in `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
     salt = secrets.token_hex(8)

@@ -196,7 +196,8 @@ def describe_hits(
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without memory of earlier requests, so that prompts can be measured again.
 
-    Raises:     ValueError: the config has live counts, which remember earlier requests.
+    Raises:
+        ValueError: the config has live counts, which remember earlier requests.
     """
     if speculative_config.get(FOLDER) == LIVE:
         raise ValueError(f"{LIVE} would draft from answers to repeated prompts: {MEASURE_COUNTED}")

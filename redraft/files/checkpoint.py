@@ -239,7 +239,7 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
 
     Raises:
         ValueError: the tokenizer has a different template. For a model of text and images, vLLM
-            uses         the processor's.
+            uses the processor's.
     """
     path, found = folder / PROCESSOR_TEMPLATE, tokenizer.chat_template
     if not path.is_file() or not (template := read_json(path).get("chat_template")):

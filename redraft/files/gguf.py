@@ -145,7 +145,7 @@ def read_config(path: Path, architecture: str) -> Any:
 
     Raises:
         ValueError: transformers does not support the architecture at all, or not as a causal
-            language         model.
+            language model.
     """
     try:
         config = AutoConfig.from_pretrained(

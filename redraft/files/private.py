@@ -23,7 +23,8 @@ def require_own(folder: Path) -> None:
 
     Its token, spool and settings could come from that user.
 
-    Raises:     PermissionError: a different user owns the folder or a file in it.
+    Raises:
+        PermissionError: a different user owns the folder or a file in it.
     """
     try:
         names = [folder, *folder.iterdir()]

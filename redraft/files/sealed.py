@@ -70,8 +70,10 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
     """Read the fields as a record. Return `otherwise` if there is no file.
 
-    Raises:     DamagedError: the file differs from what was written, or the fields have the wrong
-        type. ValueError: a later release wrote it. OSError: it cannot be read.
+    Raises:
+        DamagedError: the file differs from what was written, or the fields have the wrong type.
+        ValueError: a later release wrote it.
+        OSError: it cannot be read.
     """
     if not path.exists():
         return otherwise

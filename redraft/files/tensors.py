@@ -113,7 +113,7 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) ->
     Raises:
         UnknownTensorsError: there are tensors that the module does not have.
         ValueError: a tensor is missing, quantised or of a different shape; the message names the
-            first         one.
+            first one.
     """
     mine = module.state_dict()
     # Every engine computes the frequencies itself.

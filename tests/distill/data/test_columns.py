@@ -246,14 +246,14 @@ def test_a_text_after_a_call_and_a_second_thought_are_turns_of_their_own() -> No
         ({"prompt": "how tall?", "completion": "no", "label": "False"}, "with a label of false"),
         (
             {"conversations": SHAREGPT, "image": "boat.jpg"},
-            "with images or sound, which are not read",
+            "with images or audio, which are not read",
         ),
         (
             {"messages": CHAT, "images": [{"bytes": "x"}]},
-            "with images or sound, which are not read",
+            "with images or audio, which are not read",
         ),
-        ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or sound, which are not read"),
-        ({"messages": CHAT, "img_base64": "aGk="}, "with images or sound, which are not read"),
+        ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or audio, which are not read"),
+        ({"messages": CHAT, "img_base64": "aGk="}, "with images or audio, which are not read"),
         (
             {"messages": [{"speaker": "user", "utterance": "how tall?"}]},
             "with a message that has no role",
@@ -264,7 +264,7 @@ def test_a_text_after_a_call_and_a_second_thought_are_turns_of_their_own() -> No
         ),
         (
             {"messages": [CHAT[0] | {"videos": ["a.mp4"]}, ANSWER]},
-            "with images or sound, which are not read",
+            "with images or audio, which are not read",
         ),
         ({"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}, "content that is not text"),
         ({"messages": [{"role": "alien", "content": "a"}]}, "with an unknown speaker"),

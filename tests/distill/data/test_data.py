@@ -432,7 +432,7 @@ def test_a_folder_is_read_by_split_as_its_card_says(tmp_path: Path, files: str) 
     assert read_questions(tmp_path) == ["a.jsonl", "b/test.jsonl"]
     for split in ("test", "test_sft"):
         assert read_questions(tmp_path, split) == ["z.jsonl"]
-    with pytest.raises(ValueError, match=r"no split dev, but train, test"):
+    with pytest.raises(ValueError, match=r"no split dev, only train, test"):
         load_conversations(str(tmp_path), split="dev")
     (tmp_path / "README.md").write_text(
         card.replace("# Title", "").replace(

@@ -278,7 +278,7 @@ def test_servers_of_another_vocabulary_are_refused_by_their_ids(random_target: P
         known = open_source(opened, right)(make_batch()).distribution
         assert isinstance(known, TopKTarget)
         assert set(known.ids_BTK.flatten().tolist()) == {-1, 0, 1, 2}
-        with pytest.raises(ValueError, match=f"^{wrong.url} serves another target"):
+        with pytest.raises(ValueError, match=f"^{wrong.url} serves a different target"):
             open_source(opened, right, wrong)
         assert [request["prompt"] for request in wrong.requests] == [sources.WORDS], (
             "nothing was learned from it"

@@ -314,7 +314,7 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     assert written["columns"]["unread"] == {"id": 40}
     assert {reason: skipped["rows"] for reason, skipped in written["skipped"].items()} == {
         "with a label of false": 1,
-        "with images or sound, which are not read": 1,
+        "with images or audio, which are not read": 1,
     }
     assert written["training"]["ends"].keys() == {"<|end|>", ""}
     assert written["training"]["refused_answers"].keys() == {
