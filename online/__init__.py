@@ -1,1 +1,1 @@
-"""The learner beside a vLLM fleet: capture, buffer, gate, registry, rollout."""
+"""The learner next to a vLLM fleet: capture, buffer, gate, registry, rollout."""

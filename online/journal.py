@@ -1,6 +1,6 @@
 """The learner's journal.
 
-Actions and observations as lines of JSON, for the page, the metrics and debugging.
+It records actions and observations as lines of JSON, for the page, the metrics and debugging.
 
     learner ─ write ─► journal-<offset>.jsonl ─ full ─► next file ─ over budget ─► the oldest is unlinked
                  └───► observers: metrics, the process's log, wandb
@@ -9,18 +9,18 @@ Actions and observations as lines of JSON, for the page, the metrics and debuggi
 | kind | written |
 |---|---|
 | `acceptance` | for every server, and every domain, at the end of every counting window |
-| `buffer` | at every look at the servers |
+| `buffer` | at every poll of the servers |
 | `training` | at every optimizer step |
 | `gate`, `swap`, `state`, `server` | when it happens; `state` also when the learner starts |
-| `staleness` | when the served draft is compared with itself at its promotion, and when the learner sleeps or wakes |
+| `staleness` | when the served draft is compared with its past results, and when the learner sleeps or wakes |
 | `fault` | when something failed and the learner continues |
 
-No entry can hold a user's text: fields are numbers, identifiers without spaces, and short labels.
-An unknown field is refused. Reasons are the learner's sentences.
+No entry can contain a user's text: fields are numbers, identifiers without spaces, and short
+labels. An unknown field is refused. Reasons are sentences written by the learner.
 
-An offset counts bytes from the beginning of the journal, unlinked files included, so it stays valid
-over rotation and restarts. Only one process writes. Every line ends with a checksum. A line torn by
-a kill or damaged is skipped.
+An offset counts bytes from the beginning of the journal, including unlinked files, so it stays
+valid across rotation and restarts. Only one process writes. Every line ends with a checksum. A line
+torn by a kill or damaged is skipped.
 """
 
 import json
@@ -46,7 +46,7 @@ MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answ
 _NOT_ASCII = re.compile(r"[^ -~]")
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^[^\s\x00-\x1f\x7f-\x9f]+\Z", max_length=200)]
-"""An address, a version, a code: no spaces, no control characters."""
+"""An address, a version or a code, without spaces or control characters."""
 MAX_LABEL_CHARS = 64
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]  # of the client; empty without one
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
@@ -72,7 +72,7 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
 
     server: Identifier | None = None  # None if the records of several servers are counted together
     draft_version: Identifier
-    # the target's present version; None for its folder's weights
+    # The target's present version; None for the weights in its folder.
     target_version: Identifier | None = None
     pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
     domain: Label | None = None
@@ -99,7 +99,7 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     evicted, queue_full, ...
     """
     oldest_s: float | None = None  # age of the oldest record, in seconds
-    # age of the oldest untrained record, in seconds; None if there is none
+    # Age of the oldest untrained record, in seconds; None if there is none.
     lag_s: float | None = None
     lag_records: int = 0  # Records not trained yet.
 
@@ -130,7 +130,7 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     verdict: Verdict
     candidate: Identifier
     incumbent: Identifier
-    # tau(candidate) - tau(incumbent); None if there were too few requests
+    # tau(candidate) - tau(incumbent); None if there were too few requests.
     gain: float | None = None
     low: float | None = None
     high: float | None = None
@@ -142,7 +142,7 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
 
 
 class SwapEntry(_Entry, frozen=True, kw_only=True, tag="swap"):
-    """A server was asked to serve another version."""
+    """A server was asked to serve a different version."""
 
     server: Identifier
     version: Identifier  # The version it was asked to serve.
@@ -164,7 +164,7 @@ class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
     """The served draft on new held-out requests, compared with the same draft at its promotion."""
 
     version: Identifier
-    # at the promotion, with today's mix of domains; None if not comparable
+    # Tau at the promotion, with today's mix of domains; None if it is not comparable.
     tau_then: float | None = None
     tau_now: float | None = None
     loss: float | None = None  # tau_then - tau_now.
@@ -245,7 +245,8 @@ class Journal:
             reason = printable(" ".join(fields["reason"].split()))
             fields["reason"] = reason[:MAX_REASON_CHARS]
         try:
-            # A round trip: msgspec checks only when it decodes. NaN and infinities become null.
+            # Encode and decode, because msgspec validates only when it decodes. NaN and infinities
+            # become null.
             entry = cast(E, _decoder.decode(_encoder.encode(fields)))
         except msgspec.ValidationError as error:
             raise ValueError(
@@ -290,8 +291,8 @@ class Journal:
         begin, path = files[-1]
         size = path.stat().st_size if path.exists() else 0
         if size >= self.max_bytes // NUM_FILES:
-            # The name contains the offset, so a reader finds its place after any number of files
-            # has been deleted.
+            # The name contains the offset, so a reader finds its place even after older files were
+            # deleted.
             path = self.folder / _file_name(begin + size)
             for _, oldest in files[: max(0, len(files) + 1 - NUM_FILES)]:
                 oldest.unlink(missing_ok=True)
@@ -349,7 +350,7 @@ def _read_complete_lines(path: Path, begin: int) -> list[bytes]:
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:  # deleted by the rotation in the meantime
         return []
-    # An incomplete line does not count for the offset either, so the next read gets it whole.
+    # An incomplete line does not count for the offset either, so the next read gets the whole line.
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 

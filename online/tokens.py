@@ -1,6 +1,6 @@
-"""Files with a bearer token: one for each server, or one for all servers of a learner.
+"""Files with a bearer token, for one server or for all servers of a learner.
 
-Others must not read them.
+Other users must not be able to read them.
 """
 
 import os
@@ -10,7 +10,9 @@ from pathlib import Path
 
 _TOKEN = re.compile(r"[!-~]([ -~]*[!-~])?")
 MIN_TOKEN_CHARS = 16
-"""A shorter token could be guessed: `write_token` writes 64 characters."""
+"""Minimum length of a token, because a shorter one could be guessed. `write_token` writes 64
+characters.
+"""
 
 
 def read_token(path: Path) -> str:
@@ -38,7 +40,7 @@ def read_key(path: Path) -> str:
 
 def _read_private(path: Path) -> str:
     with path.open() as file:
-        # Of the open file: the path could name another one by the time it is read.
+        # Check the open file, because the path could name a different file by the time it is read.
         _require_private(path, os.fstat(file.fileno()).st_mode)
         return file.read().strip()
 
@@ -47,7 +49,7 @@ def check_token(token: str, source: str) -> str:
     """Return the token, which comes from `source`, if it is valid.
 
     Raises:
-        ValueError: it is not a token, or is too short.
+        ValueError: it is not a token, or it is too short.
     """
     if not token.strip():
         raise ValueError(f"{source} is empty: create a token with `redraft fleet token FILE`")
@@ -55,8 +57,9 @@ def check_token(token: str, source: str) -> str:
         raise ValueError(f"{source} contains no token: it must be one line of ASCII")
     if len(token) < MIN_TOKEN_CHARS:
         raise ValueError(
-            f"{source} contains a token of {len(token)} characters, which is easy to guess: it needs "
-            f"{MIN_TOKEN_CHARS} or more; `redraft fleet token FILE` makes one"
+            f"{source} contains a token of {len(token)} characters, which is easy to guess: it "
+            f"needs "
+            f"{MIN_TOKEN_CHARS} or more; `redraft fleet token FILE` creates one"
         )
     return token
 

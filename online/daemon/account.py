@@ -93,7 +93,7 @@ class Account:
         """Load the value from the file.
 
         If the file is damaged, set it aside, report a fault that names the `consequence`, and
-        return `otherwise`.
+        return `otherwise` instead.
         """
         try:
             return load(path)
@@ -151,7 +151,7 @@ class Account:
         steps_saved: int,
         reason: str,
     ) -> None:
-        """Record how the served draft now compares with itself at its promotion.
+        """Record how the served draft now compares with its own results at its promotion.
 
         `staleness` is None if there is nothing to compare.
         """

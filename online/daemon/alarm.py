@@ -1,8 +1,8 @@
-"""The alarm: a server accepts hardly any tokens of the current version.
+"""The alarm, raised if a server accepts hardly any draft tokens of the current version.
 
 Held-out requests decide whether to roll back.
 
-    watch ─ counters below the limit ─► report ─► compare with the previous version ─► go back, or
+    watch ─ counters below the limit ─► report ─► compare with the previous version ─► roll back, or
                                                                                        stay and say why
 
 A server's counters include the requests of all clients, and a few clients at temperature 2 can
@@ -20,7 +20,7 @@ from redraft.online.daemon.account import Account
 from redraft.online.daemon.cycle import Cycle
 from redraft.online.records.guard import Guard
 
-# in seconds, between two comparisons, because scoring two drafts interrupts training
+# Minimum seconds between two comparisons, because scoring two drafts interrupts training.
 REST_S = 600.0
 
 
@@ -51,7 +51,7 @@ class Alarm:
             with self.guard.round("alarm"):
                 await self._answer(self._server, self._version)
             self._answered_s = time.monotonic()
-            # Cleared last: reports made during the answer count as answered.
+            # Cleared last, so that reports made while the comparison ran count as answered.
             self._reported.clear()
 
     async def _answer(self, server: str, version: str) -> None:

@@ -21,25 +21,25 @@ from redraft.online.records.nats_config import Nats, StreamLimits, parse_address
 class LearnerConfig:
     target: Path = field(metadata={"example": "models/llama-3.1-70b"})
     """Folder of the target that the servers run. The learner reads only its fingerprint, tokenizer
-    and config, and the embeddings if the draft is a head. It never loads the model.
+    and config, and its embeddings if the draft is a head. It never loads the target model.
     """
     registry: Path = field(metadata={"example": "drafts/llama-3.1-70b"})
-    """Folder with the draft versions; must be the --registry of the servers. A registry belongs to
-    one learner.
+    """Folder with the draft versions; must be the value of --registry on the servers. A registry
+    belongs to one learner.
     """
     spool: Path | None = field(default=None, metadata={"example": "spool"})
-    """Folder to which the servers write records; must be the --capture.spool of `redraft serve`.
-    Set either `spool` or `ingest`.
+    """Folder to which the servers write records; must be the value of --capture.spool of `redraft
+    serve`. Set either `spool` or `ingest`.
     """
     ingest: str = field(default="", repr=False)
-    """NATS log to which the servers send records instead; must be the --capture.ingest of `redraft
-    serve`, e.g. nats://HOST:4222. Separate several addresses with commas; use tls:// for TLS.
-    Remove `spool` if you set this.
+    """NATS log to which the servers send records instead; must be the value of --capture.ingest of
+    `redraft serve`, e.g. nats://HOST:4222. Separate several addresses with commas; use tls:// for
+    TLS. Remove `spool` if you set this.
     """
     folder: Path = Path("learner")
     """Folder for the learner's state, checkpoints, journal and buffer. It contains users' text."""
     anchors: Path | None = None
-    """File with offline records that are mixed into every training step against forgetting
+    """File with offline records that are mixed into every training step to prevent forgetting
     (`redraft data anchors`).
     """
     zero_retention: bool = False
@@ -81,7 +81,7 @@ class LearnerConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LearnerConfig:
-    """The learner's settings from `path`. Raises the same errors as `read_toml`."""
+    """Read the learner's settings from `path`. Raises the same errors as `read_toml`."""
     config = read_toml(path, LearnerConfig, overrides)
     # The default folder is not read from the file, so `read_toml` did not resolve it.
     return replace(config, folder=path.parent.absolute() / config.folder)

@@ -87,7 +87,7 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
 
     with _short_path(folder) as path:
         (folder / SOCKET).unlink(missing_ok=True)  # of a learner that was killed
-        # The path is needed to bind only: the socket outlives the descriptor.
+        # The path is needed only to bind: the socket remains open after the descriptor is closed.
         server = await asyncio.start_unix_server(handle, path)
         (folder / SOCKET).chmod(0o600)
     try:
@@ -102,7 +102,7 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
 
     Raises:
         NoLearnerError: no learner is running on this folder, or it exits before it answers.
-        ValueError: the learner refuses the request; the message is the learner's.
+        ValueError: the learner refuses the request; the message comes from the learner.
     """
     try:
         with _short_path(folder) as path:
@@ -123,7 +123,7 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
 
 
 def _make_printable(value: Any) -> Any:
-    """Make a reply safe to print in a terminal, because it may quote servers and clients."""
+    """Make a reply safe to print in a terminal: it may quote text from servers and clients."""
     if isinstance(value, dict):
         return {key: _make_printable(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -133,7 +133,7 @@ def _make_printable(value: Any) -> Any:
 
 @contextmanager
 def _short_path(folder: Path) -> Any:
-    """A short path to the socket.
+    """Return a short path to the socket.
 
     The kernel limits such a path to 108 bytes, and the path of the folder may be longer.
     """

@@ -1,6 +1,6 @@
 """The learner's cycle through the phases.
 
-Each phase has its work, and ends with an event (`state` has the table).
+Each phase does its work and ends with an event (`state` has the table of transitions).
 
     phase        work                                            ends with
     idle         waits for new records or a request to swap, or  begin, swap requested
@@ -12,9 +12,10 @@ Each phase has its work, and ends with an event (`state` has the table).
     rolling      the other servers in waves                      rolled out and current, rolled back, recalled
     halted       waits until the servers serve our target        resume
 
-The work of every phase can be repeated from the start, and is repeated after a kill. While a disk
-cannot be written, the phase waits. A finding of the watch or a user's request waits in the `inbox`
-until a phase can take it: `report_problem`, and `rollouts.request_swap` and `rollouts.go_back`.
+The work of every phase can be repeated from the start, and is repeated if the learner was killed.
+While a disk cannot be written, the phase waits. A finding of the watch or a user's request waits in
+the `inbox` until a phase can take it: `report_problem`, and `rollouts.request_swap` and
+`rollouts.go_back`.
 """
 
 import asyncio
@@ -76,13 +77,14 @@ class Cycle:
         self.inbox = Inbox()
         self.judge = Judge(cfg, registry, buffer, trainer.candidate)
         state_path = cfg.folder / "state.json"
-        # Idle is always safe: the watch brings every server to the current version.
+        # Starting in idle is always safe, because the watch brings every server to the current
+        # version.
         state = account.load_or_set_aside(
             load, state_path, AFTER_DAMAGE, "the learner starts at idle"
         )
         self.saved = SavedState(path=state_path, state=state)
         self.rollouts = Rollouts(cfg, registry, trainer, servers, self.saved, self.inbox, account)
-        # torch gets a separate thread: ingest and watch continue during a training step.
+        # torch runs on a separate thread, so that ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
         self.sleeper = Sleeper(cfg, self.judge, account)
         self._num_without_gain = 0
@@ -123,8 +125,8 @@ class Cycle:
                 )
             )
         while True:
-            # Both are handled between phases only. Training checks for them before every step, and
-            # stops early.
+            # Both events are handled between phases only. Training checks for them before every
+            # step, and stops early.
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
             if (self.state.phase, Event.BEGIN_AGAIN) in TRANSITIONS and self.inbox.take(
@@ -146,7 +148,8 @@ class Cycle:
         """Save the training done since the last checkpoint, and dismiss the other ranks."""
         await self.rollouts.reconciler.stop()
         try:
-            # `_save_checkpoint` waits for the step under way: the thread does one thing at a time.
+            # `_save_checkpoint` waits for the current step, because the thread runs one job at a
+            # time.
             if self.trainer.num_steps:
                 await self._save_checkpoint()
         finally:
@@ -159,9 +162,9 @@ class Cycle:
     def report_problem(self, problem: str) -> None:
         """Report the watch's latest finding.
 
-        The finding is a reason to halt, or an empty string if there is no longer any. Only the
-        latest finding counts: a problem that disappears before the current phase ends does not halt
-        the learner.
+        The finding is a reason to halt, or an empty string if there is none. Only the latest
+        finding counts: a problem that disappears before the current phase ends does not halt the
+        learner.
         """
         is_halted = self.state.phase is Phase.HALTED
         self.inbox.settle(Event.HALT)
@@ -172,7 +175,7 @@ class Cycle:
             self.inbox.post(Move(Event.RESUME))
 
     async def judge_draft(self, draft: Path) -> Verdict:
-        """The gate's verdict on the draft in a folder, compared with the current version.
+        """Return the gate's verdict on the draft in a folder, compared with the current version.
 
         Both are judged with the drafting settings of the servers.
         """
@@ -198,7 +201,7 @@ class Cycle:
         return None
 
     async def _look_around(self, newest: int, num_waiting: int) -> Move | None:
-        """Decide whether to wake, while asleep with a candidate's worth of new records.
+        """Decide whether a sleeping learner with enough new records for a candidate should wake.
 
         If the learner stays asleep, it passes over the records up to `newest`. Records that arrive
         during this check wait for the next one.
@@ -219,8 +222,8 @@ class Cycle:
 
     async def _train(self) -> Move | None:
         trainer, began_s, saved_s = self.trainer, time.monotonic(), time.monotonic()
-        # After a kill, counting restarts at the resumed checkpoint: a candidate may get more
-        # records, but not fewer.
+        # After a kill, counting restarts at the resumed checkpoint, so a candidate may be trained
+        # on more records, but not on fewer.
         wanted = trainer.progress.records + self.cfg.training.records_per_candidate
         while Event.BEGIN_AGAIN not in self.inbox:
             if trainer.progress.records >= wanted:
@@ -236,8 +239,8 @@ class Cycle:
             if stats is None:
                 await asyncio.sleep(POLL_S)
                 continue
-            # From the end of one step to the end of the next, so tokens/s falls while new records
-            # are scarce.
+            # Measured from the end of one step to the end of the next, so tokens/s falls while new
+            # records are scarce.
             now_s = time.monotonic()
             self.account.step(stats, trainer, now_s - began_s)
             began_s = now_s
@@ -275,8 +278,8 @@ class Cycle:
             )  # may set the reference
             self.sleeper.save(self.sleeper.sleep, self.current, staleness, "")
         is_rejected = verdict.decision is Decision.REJECT
-        # Whether a small gain is proven or not: a candidate that does not even seem to gain shows
-        # no promise.
+        # This applies whether or not a small gain is proven: a candidate without even an estimated
+        # gain shows no promise.
         if is_rejected or (
             verdict.overall is not None and verdict.overall.value <= self.cfg.gate.min_gain
         ):
@@ -307,7 +310,7 @@ class Cycle:
         if event is not Event.PASSED:
             return self._end_rollout(event, outcome)
         try:
-            # Promoted last: until here `current` names the version to return to after a failure.
+            # Promoted last: until then, `current` names the version to return to after a failure.
             await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
         except (FileNotFoundError, ValueError) as error:  # damaged since the servers have read it
             return self._end_rollout(Event.ROLLED_BACK, await self.rollouts.take_back(str(error)))
@@ -344,17 +347,17 @@ class Cycle:
             self.account.disk_fault(error)
 
     async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, which is repeated while a disk cannot be written.
+        """Return the result of `work`, which is repeated while a disk cannot be written.
 
         Raises:
-            FileNotFoundError, ValueError, NotFiniteError: if `work` does, because waiting would not
-                help.
+            FileNotFoundError, ValueError, NotFiniteError: if `work` raises it, because waiting
+                would not help.
         """
         is_told = False
         while True:
             try:
                 return await work()
-            # First, because it is an OSError too.
+            # Caught first, because it is an OSError too.
             except FileNotFoundError:
                 raise
             except OSError as error:
@@ -377,9 +380,9 @@ class Cycle:
         self.sleeper.fall_asleep(self.current)
 
     def _publish_candidate(self) -> str:
-        """The version that contains the candidate's draft, published now or before a kill."""
+        """Return the version that contains the candidate's draft; publish it unless it exists."""
         folder, prefix = self.trainer.folder / self.saved.candidate, f"{DRAFT}/"
-        # Every byte: the version's manifest would vouch for a flipped one.
+        # Check every byte: the version's manifest would vouch for a flipped one.
         files = {
             name[len(prefix) :]: entry
             for name, entry in verify(folder).items()
@@ -408,9 +411,9 @@ class Cycle:
         )
 
     def _holds(self, version: str, files: Mapping[str, FileEntry]) -> bool:
-        """Whether the version contains these files; False if the version is damaged."""
+        """Return whether the version contains these files; False if the version is damaged."""
         try:
-            # A subset: the version also has the files of its publication, e.g. STABLE.
+            # Check for a subset: the version also has the files added at publication, e.g. STABLE.
             return files.items() <= manifest(self.registry.path(version)).items()
         except (OSError, ValueError):
             return False
@@ -424,7 +427,7 @@ class Cycle:
     async def _advance(self, move: Move) -> None:
         state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
 
-        # without awaiting, so that whoever receives the event finds the new state
+        # Runs without awaiting, so that whoever receives the event finds the new state.
         async def write() -> None:
             self.saved.write(state)
 

@@ -1,17 +1,17 @@
 """Events from outside the phases.
 
-Each waits here until the cycle has dealt with it.
+Each event waits here until the cycle has dealt with it.
 
 | event            | posted by                                         | dealt with                                    |
 |---|---|---|
-| `HALT`           | the watch: the servers serve another target       | between phases; training ends early for it    |
+| `HALT`           | the watch: the servers serve a different target   | between phases; training ends early for it    |
 | `RESUME`         | the watch: they serve our target again            | while halted                                  |
 | `SWAP_REQUESTED` | a person                                          | when idle; training ends early for it         |
 | `RECALLED`       | a person, or the alarm of a server                | ends a running rollout                        |
 | `BEGIN_AGAIN`    | a rollback or swap, or candidates without a gain  | before the canary; training ends early for it |
 
-Nothing here survives a restart: whoever posted an event notices the end of the learner, and the
-watch looks again.
+Nothing here survives a restart: whoever posted an event notices that the learner ended, and the
+watch checks again.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Inbox:
         """
         self._moves[move.event] = move
         self._changed.set()
-        # Posted twice, the event is dealt with once, and both wait for that.
+        # If an event is posted twice, it is dealt with once, and both callers wait for that.
         if move.event not in self._settled:
             self._settled[move.event] = asyncio.get_running_loop().create_future()
         return self._settled[move.event]
@@ -61,6 +61,6 @@ class Inbox:
 
     async def wait_for(self, event: Event) -> None:
         while event not in self._moves:  # a change may be another event
-            # Nothing awaits between the look and `clear`, so no event gets lost in between.
+            # There is no await between the check and `clear`, so no event is lost in between.
             self._changed.clear()
             await self._changed.wait()

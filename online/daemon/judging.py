@@ -42,7 +42,7 @@ class Judge:
         self.judging = cfg.judging  # with the servers' tokens and sampling, once known
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
-        """Judge with the drafting settings of most servers from now on; return their description.
+        """Judge with the drafting settings of most servers from now on; return a description.
 
         `servers` counts the servers by their drafting settings.
         """
@@ -75,9 +75,9 @@ class Judge:
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic.
 
-        The reason is also returned. The servers' counters are not used, because they include the
-        requests of all clients. `look` is 1 for the first comparison after a promotion, 2 for the
-        next one, and so on.
+        The reason is also returned. The servers' counters are not used for this, because they
+        include the requests of all clients. `look` is 1 for the first comparison after a promotion,
+        2 for the next one, and so on.
 
         Raises:
             OSError, ValueError: a version is missing or damaged.
@@ -87,7 +87,7 @@ class Judge:
             verify(folder)  # loading a damaged draft could raise anything
         seqs, ours = self._score_served(folders[0], since_s=self.buffer.now_s - RECENT_S)
         theirs = self._score(folders[1], seqs)
-        # Each look makes two comparisons, which share the error between them.
+        # Each look makes two comparisons, which share the error probability.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
         if is_worse:
             return True, f"on held-out requests it is worse than {previous}: {numbers}"
@@ -103,10 +103,11 @@ class Judge:
     def _find_refused(
         self, current: str, theirs: dict[Request, RequestScore], seqs: Sequence[int], look: int
     ) -> tuple[bool, str]:
-        """Whether the engine rejects the tokens of a draft whose weights are good.
+        """Whether the engine rejects the tokens of a draft with good weights.
 
-        The engine may run the draft incorrectly, for example. A score cannot show that, but the
-        records contain the draft tokens that the engine accepted. The numbers are returned too.
+        For example, the engine may run the draft incorrectly. Scores of the draft cannot show that,
+        but the records contain the draft tokens that the engine accepted. The numbers behind the
+        answer are returned too.
         """
         served = count_served(self.buffer.read(seqs), current)
         # Measured counts paired with expected ones, over the requests served by this version.
@@ -131,9 +132,9 @@ class Judge:
         """Return the records used for judging, and the served draft's scores on them.
 
         Records of other target weights are excluded if the draft is proven better or worse on them
-        than on those of the current weights.
+        than on records of the current weights.
         """
-        # Chosen once: scores of two drafts are paired by request.
+        # Chosen once, because the scores of two drafts are paired by request.
         seqs = self._select_requests(**limits)
         scores = self._score(folder, seqs)
         names, newest = self.buffer.refresh_names(), list(scores.values())[::-1]
@@ -178,8 +179,8 @@ def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
         return latest, f"{stays}, as before: no server says how it drafts"
-    # of equally many, the ones that draft less, so that the verdict does not depend on the order of
-    # the answers
+    # If several settings are equally common, take those that draft less, so that the verdict does
+    # not depend on the order of the answers.
     chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
     source = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"
     return replace(latest, **asdict(chosen)), source if len(

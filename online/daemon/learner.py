@@ -8,15 +8,15 @@ It learns from the traffic of a fleet of vLLM servers and keeps the draft up to 
 
     task      consumes                     waits for                 stopped by
     ingest    spool files, or the log      a record                  nothing; a full disk pauses it
-    cycle     records of the buffer        enough new records        a person, another target: `online.daemon.cycle`
+    cycle     records of the buffer        enough new records        a person, a new target (`online.daemon.cycle`)
     watch     status, counters             `fleet.poll_s`            nothing
-    alarm     a report of the watch        a version to compare      nothing: `online.daemon.alarm`
+    alarm     a report of the watch        a version to compare      nothing (`online.daemon.alarm`)
     control   requests of a person         a connection              nothing
 
-One asyncio process owns the buffer. torch has a separate thread there, and other ranks follow it.
-Serving continues whatever happens here: the learner only reads records that the servers leave behind,
-and takes back every swap that does not prove itself. It may be killed at any moment and continues
-where it was.
+One asyncio process owns the buffer. torch runs on a separate thread of it, and the other ranks
+follow that thread. Serving continues whatever happens to the learner: it only reads records that
+the servers leave behind, and reverts every swap that does not prove itself. It may be killed at any
+moment and continues where it was.
 
     $ redraft learner --config learner.toml
     $ accelerate launch -m redraft.recipes.cli learner --config learner.toml      # on several GPUs
@@ -65,7 +65,7 @@ def run(cfg: LearnerConfig) -> None:
     """Learn until SIGTERM or SIGINT.
 
     Raises:
-        ValueError, OSError: for mistakes that the user can fix.
+        ValueError, OSError: for errors that the user can fix.
         AlreadyOwnedError: if another learner owns this draft or this folder.
     """
     token = (
@@ -129,8 +129,8 @@ async def learn(
                 shown = build_app(cfg.folder / "journal", telemetry.registry)
                 address = await stack.enter_async_context(serve_in_background(shown, cfg.page))
                 print(f"live page: {address}", flush=True)
-            # Last in, first out: the training is saved before the page and the clients of the
-            # servers are closed.
+            # These close in reverse order: training is saved before the page and the servers'
+            # clients are closed.
             stack.push_async_callback(cycle.close)
             await learner.run()
 
@@ -157,7 +157,8 @@ class Learner:
             cycle.rollouts,
         )
         self.members, self.account, self.guard = members, account, guard
-        # Servers that hang get half a poll, so that polls of the others stay on schedule.
+        # Servers that hang are given half a poll interval, so that polls of the others stay on
+        # schedule.
         self.watch = Watch(members.servers, min(STATUS_TIMEOUT_S, max(1.0, cfg.fleet.poll_s / 2)))
         self.alarm = Alarm(cycle, account, guard)
         self.vocab_size = read_vocab_size(cfg.target)
@@ -165,8 +166,9 @@ class Learner:
         self._lost = Counter[str]()
         self._intake = asyncio.Lock()
         self._laggards: set[FleetServer] = set()
-        # Arrivals and ages use this clock. Only the event loop's thread reads it. A gap above
-        # half the maximal age may expire half of the buffer at once: such a clock is doubted first.
+        # Arrivals and ages use this clock, which only the event loop's thread reads. A jump of more
+        # than half the maximum age could expire half of the buffer at once, so such a jump is
+        # checked first.
         self.clock = SteadyClock(
             last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2
         )
@@ -178,8 +180,9 @@ class Learner:
     async def run(self) -> None:
         """Run until cancelled.
 
-        A defect in a task alongside the cycle does not stop that task. A defect in the cycle stops
-        the learner, but a supervisor restarts it from the saved state, so nothing is lost.
+        An unexpected error in a task alongside the cycle does not stop that task. An error in the
+        cycle stops the learner; a supervisor can restart it from the saved state, so nothing is
+        lost.
         """
         first_s = time.monotonic()
         await (
@@ -213,7 +216,8 @@ class Learner:
         Returns the pause in seconds before the next attempt.
         """
         try:
-            # Held by `_forget` while it drains: two readers would take records from each other.
+            # `_forget` holds this lock while it drains, because two readers would take records from
+            # each other.
             async with self._intake:
                 taken = await self._take()
         except OSError as error:
@@ -239,7 +243,8 @@ class Learner:
 
     async def _watch(self, next_s: float) -> None:
         while True:
-            # From start to start: the time spent on a server that hangs is not added to the pause.
+            # Measured from start to start, so the time spent on a server that hangs is not added to
+            # the pause.
             next_s = max(next_s + self.cfg.fleet.poll_s, time.monotonic())
             await asyncio.sleep(next_s - time.monotonic())
             with self.guard.round("watch"):
@@ -253,7 +258,7 @@ class Learner:
         await asyncio.to_thread(self.buffer.refresh_names)
         self._journal_observations(observed)
         problem = self._find_foreign_target(observed)
-        # Reported even if empty, because this ends a halt or withdraws a pending one.
+        # Reported even if empty, because an empty finding ends a halt or withdraws a pending one.
         self.cycle.report_problem(problem)
         if problem:
             await self.rollouts.reconciler.stop()
@@ -267,8 +272,8 @@ class Learner:
             if one.status and not one.server.serves(one.status, current)
         ]
         self._report_laggards(behind)
-        # A server on another version is brought to the current one below, whatever its acceptance
-        # is.
+        # A server with a different version is brought to the current one below, whatever its
+        # acceptance is.
         alarming = [
             one
             for one in answering
@@ -311,11 +316,11 @@ class Learner:
             self.account.begin_fault("server_behind", server.url)
         for server in self._laggards - laggards - set(behind):
             self.account.end_faults("server_behind", detail=server.url)
-        # A laggard stays one while it is pushed to again: only the current version heals it.
+        # A laggard remains one while the push is retried: only the current version ends the fault.
         self._laggards = (self._laggards & set(behind)) | laggards
 
     def _find_foreign_target(self, observed: list[Observation]) -> str:
-        """The reason to halt if a server serves another target; empty if no server does."""
+        """Return the reason to halt: a server serves a different target. Empty if none does."""
         for one in observed:
             theirs = one.status.target_fingerprint if one.status else self.target_fingerprint
             if theirs != self.target_fingerprint:

@@ -1,6 +1,7 @@
 """The learner's start.
 
-Folders, registry, buffer and the first version, owned while it runs, and the checks before.
+Opens the folders, registry, buffer and first version, which the learner owns while it runs, and
+checks them first.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ FULL_DISK_RETRY_S = 1.0
 
 @contextmanager
 def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
-    """The target's fingerprint, the registry and the buffer, owned while the block runs.
+    """Yield the target's fingerprint, the registry and the buffer, owned while the block runs.
 
     Waits while a disk is full.
 
     Raises:
-        ValueError, OSError, AlreadyOwnedError: as `run` does.
+        ValueError, OSError, AlreadyOwnedError: the same as `run`.
     """
     is_told = False
     with ExitStack() as stack:
@@ -51,7 +52,7 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
                 found = _open(cfg, stack)
                 break
             except OSError as error:
-                # Locks taken on the way are released. A closed ExitStack can be filled again.
+                # Locks taken before an error are released. A closed ExitStack can be filled again.
                 stack.close()
                 if not is_full(error):
                     raise
@@ -86,11 +87,12 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
 
 
 def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
-    """The learner's buffer, for records that the current version can learn from.
+    """Open the learner's buffer, which accepts records that the current version can learn from.
 
     Raises:
         ValueError: if drafts of this family cannot learn online.
-        AlreadyOwnedError, BufferFullError: as `Buffer` does.
+        AlreadyOwnedError,
+        BufferFullError: as `Buffer` does.
     """
     version = registry.current_path()
     states = read_hidden_shape(cfg.draft.family, version)
@@ -108,7 +110,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
 
     Raises:
         ValueError: if the registry is empty and there is no initial draft, if no version that was
-            ever current is intact, or if a draft is for another target or tokenizer.
+            ever current is intact, or if a draft is for a different target or tokenizer.
     """
     if not registry.versions():
         if cfg.draft.initial is None:
@@ -148,7 +150,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
 
 def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> None:
     family = find_family(cfg.draft.family)
-    # the layer in a quantised target may be unquantised, which its tensors show when they are read
+    # The layer in a quantised target may be unquantised, which its tensors show when they are read.
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
             f"{draft} is quantised ({method}), but training needs unquantised weights: set "

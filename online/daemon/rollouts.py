@@ -1,7 +1,7 @@
 """Rollouts of a version to the servers, by a promotion or a user, and rollbacks.
 
-Only one swap runs at a time: whoever swaps drafts holds the lock `fleet`, except for the
-reconciler, which starts nothing while it is locked.
+Only one swap runs at a time. Whoever swaps drafts holds the lock `fleet`. The reconciler does not
+hold it, but starts nothing while it is locked.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ class Rollouts:
 
     @property
     def current(self) -> str:
-        """The version the fleet should serve."""
+        """The version that the fleet should serve."""
         current = self.registry.current()
         assert current is not None, "the learner begins with a version"
         return current
 
     def count_promoted(self) -> int | None:
-        """The number of versions promoted after the first, without those rolled back.
+        """The number of versions promoted after the first, not counting those rolled back.
 
         None if the registry cannot be read.
         """
@@ -56,10 +56,10 @@ class Rollouts:
     # ------------------------------------------------------------------------------------ a rollout
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
-        """Run one part of the rollout until it ends or a recall takes everything back."""
+        """Run one part of the rollout until it ends or until a recall takes everything back."""
         async with self.fleet:
             await self.reconciler.stop()
-            # The pushes must have ended, because one in progress would put the incumbent back on
+            # The pushes must have ended, because a push in progress would put the incumbent back on
             # the canary.
             outcome = await self._run_unless_recalled(
                 lambda: part(self.servers, self.saved.candidate, self.current, self.cfg.rollout)
@@ -103,7 +103,7 @@ class Rollouts:
         They only take up space, so after a failure the next rollout tries again.
         """
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
-        # A checkpoint has the config and the layout of the version it began from.
+        # A checkpoint contains the config and layout of the version that its training started from.
         in_use.add(self.trainer.candidate.version.name)
         try:
             await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
@@ -113,7 +113,7 @@ class Rollouts:
     # ------------------------------------------------------------------------------ a person's swap
 
     async def request_swap(self, version: str) -> Outcome:
-        """Roll out a version that a user chose; this bypasses the gate but never the canary.
+        """Roll out a version that a user chose; this bypasses the gate but not the canary.
 
         The rollout starts when the learner is next idle. The call returns when the rollout has
         ended.
@@ -129,7 +129,7 @@ class Rollouts:
             )
         settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "chosen by a user"))
         try:
-            # Without the shield a cancel would end the future, and the request would stay.
+            # Without the shield, a cancellation would end the future but leave the request.
             outcome: Outcome = await asyncio.shield(settled)
             return outcome
         finally:
@@ -161,9 +161,9 @@ class Rollouts:
     ) -> Convergence:
         """Take back the candidate of the running rollout, or otherwise the current version.
 
-        Return the version that is served afterwards. With `to`, go back as far as that version,
-        which may be the current one; training starts again from it. The call does not wait for
-        servers that hang: they are brought to that version in the background.
+        Return the version that is served afterwards. With `to`, go back to that version, which may
+        be the current one, and restart training from it. The call does not wait for servers that
+        hang: they are brought to that version in the background.
 
         Raises:
             FileNotFoundError: there is no version before the current one, or `to` was never
@@ -178,7 +178,8 @@ class Rollouts:
                 return Convergence(version=self.current)  # else the recall came after the promotion
         async with self.fleet:
             await self.reconciler.stop()
-            # First: a restart on the way must end at the same version. It reads all of it.
+            # First, so that a restart on the way ends at the same version. The rollback reads the
+            # whole version.
             version = await self._roll_registry_back(to, is_automatic)
             await self.leave_training()
             back = await self.reconciler.bring_all(
@@ -189,7 +190,7 @@ class Rollouts:
         return back
 
     async def leave_training(self) -> None:
-        """Stop everything made from the previous version from going further, even after a kill."""
+        """Never publish what was trained from the previous version, even after a kill."""
         self.inbox.post(Move(Event.BEGIN_AGAIN))
         try:
             await asyncio.to_thread(self.trainer.give_up)
@@ -197,7 +198,7 @@ class Rollouts:
             self.account.disk_fault(error)
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
-        """Roll the registry back; returns the version that is now current.
+        """Roll the registry back; return the version that is now current.
 
         A second automatic rollback is allowed only after another promotion.
         """

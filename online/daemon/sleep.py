@@ -1,6 +1,6 @@
 """When the learner sleeps.
 
-The served draft is compared with itself at its promotion; the measurement survives kills.
+The served draft is compared with its own results at its promotion. The measurement survives a kill.
 """
 
 from dataclasses import asdict
@@ -17,7 +17,7 @@ class Sleeper:
     def __init__(self, cfg: LearnerConfig, judge: Judge, account: Account) -> None:
         self.cfg, self.judge, self.account = cfg, judge, account
         self._path = cfg.folder / "sleep.json"
-        # Awake is always safe: training that is not worth it only costs time.
+        # Being awake is always safe: training that is not worth it only costs time.
         self.sleep = account.load_or_set_aside(
             load_sleep, self._path, Sleep(), "the learner is awake and measures a new reference"
         )
@@ -29,7 +29,7 @@ class Sleeper:
         return self.sleep.num_saved // self.cfg.training.fresh_per_step
 
     def measure(self, version: str) -> Staleness | None:
-        """Compare the served version on new held-out requests with its reference.
+        """Compare the served version on new held-out requests with its reference measurement.
 
         If there is no reference, measure one and return None.
         """
@@ -42,7 +42,8 @@ class Sleeper:
         self._new_rows = rows
         if has_reference:
             return compare(self.sleep.then, rows, self.cfg.sleep, self.cfg.gate)
-        # On the trainer's thread; the cycle waits, and nothing else writes `sleep`.
+        # This runs on the trainer's thread. The cycle waits for it, and nothing else writes
+        # `sleep`.
         self.sleep = self.sleep.refer(version, newest, rows, drafting)
         return None
 
@@ -53,8 +54,8 @@ class Sleeper:
         )
 
     def fall_asleep(self, version: str) -> None:
-        """Sleep after candidates without a gain, if the settings ask for it."""
-        # Without a reference for this version, a fall of acceptance could not be noticed.
+        """Sleep after several candidates without a gain, if the settings ask for it."""
+        # Without a reference for this version, a drop in acceptance would go unnoticed.
         if self.cfg.sleep.enabled and self.sleep.version == version:
             reason = (
                 f"{self.cfg.training.patience} candidates without a gain: the served draft is "
@@ -83,7 +84,7 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 
 def load_sleep(path: Path) -> Sleep:
-    """Load the last saved sleep state; awake without a reference if there is none.
+    """Load the last saved sleep state; awake and without a reference if none was saved.
 
     Raises the same errors as `read_sealed_as`.
     """

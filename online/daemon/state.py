@@ -5,7 +5,7 @@
      └─────────────────┴─────────────────────┴ inconclusive, ─┴ begin again ───────┴ inconclusive, ──────┴ rolled back,
                                                begin again                           recalled              recalled
 
-The state is saved at every event, and a killed learner continues where it stopped. The work of every
+The state is saved at every event, so a killed learner continues where it stopped. The work of every
 phase can be repeated from the start: after a restart, load the state and enter its phase.
 """
 
@@ -66,7 +66,8 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.ROLLING, Event.ROLLED_OUT): Phase.IDLE,
     (Phase.ROLLING, Event.ROLLED_BACK): Phase.IDLE,
     (Phase.ROLLING, Event.RECALLED): Phase.IDLE,
-    # Only between phases, where the cycle checks for it, because a phase is never interrupted.
+    # Handled only between phases, where the cycle checks for it, because a phase is never
+    # interrupted.
     **{(phase, Event.HALT): Phase.HALTED for phase in Phase},
     (Phase.HALTED, Event.RESUME): Phase.IDLE,
 }
@@ -113,16 +114,18 @@ class State:
 
 
 AFTER_DAMAGE = State(num_looks=10, has_gone_back=True)
-"""Used if the file is lost: until the next rollout, the gate asks for more evidence, not for less.
+"""Used if the file is lost. Until the next rollout, the gate then asks for more evidence rather
+than for less.
 """
 
 NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 
 
 def advance(state: State, event: Event, *, candidate: str | None = None, reason: str = "") -> State:
-    """The state after `event`.
+    """Return the state after `event`.
 
-    `candidate` replaces the present one, which is kept until the next idle or training phase.
+    `candidate` replaces the current candidate. A candidate is kept until the next idle or training
+    phase.
 
     Raises:
         IllegalEventError: if the table has no such transition.
@@ -168,11 +171,11 @@ class SavedState:
 
 
 def load(path: Path) -> State:
-    """Load the last saved state; idle if there is none yet.
+    """Load the last saved state; idle if none was saved.
 
     Raises the same errors as `read_sealed_as`.
     """
     state = read_sealed_as(path, State, State())
     if state.candidate is None and state.phase in NEEDS_CANDIDATE:
-        raise DamagedError(f"{path} is damaged ({state.phase.value} without a candidate)")
+        raise DamagedError(f"{path} is damaged (phase {state.phase.value} without a candidate)")
     return state

@@ -1,12 +1,13 @@
 """Find the servers.
 
-A list in the settings, a file, or all addresses of a host name.
+They come from a list in the settings, a file, or all addresses of a host name.
 
     fleet.toml      [[servers]]                              the name      vllm-code.default.svc, a headless service:
-                    url = "http://10.0.0.5:8000"                           every address it has is a server
+                    url = "http://10.0.0.5:8000"                           each of its addresses is a server
 
-Servers come and go. A new one is brought to the current draft as if it had restarted, and a former
-one is forgotten. If the file or the name cannot be read, the known servers stay.
+Servers come and go. A new server is brought to the current draft as if it had restarted, and a
+server that is gone is forgotten. If the file cannot be read or the name cannot be resolved, the
+known servers are kept.
 """
 
 import asyncio
@@ -114,10 +115,10 @@ async def discover(cfg: FleetConfig) -> dict[str, str]:
     Raises:
         ValueError: if there is no token, no server is configured, or the file is not a valid
             fleet.toml.
-        OSError: if the file or the name cannot be read.
+        OSError: if the file or the name cannot be resolved.
     """
     token = cfg.token()
-    # The order is kept: the first server to answer becomes the canary.
+    # The order is kept, because the first server to answer becomes the canary.
     found = dict.fromkeys((server.rstrip("/") for server in cfg.servers), token)
     if cfg.file is not None:
         found |= read_fleet(cfg.file, token)
@@ -152,7 +153,7 @@ def list_servers(path: Path) -> list[ListedServer]:
         return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(
-            f"{path} lists no servers ({error}); each begins with [[servers]] and has a url"
+            f"{path} lists no servers ({error}); each server needs a [[servers]] table with a url"
         ) from error
 
 
@@ -187,13 +188,14 @@ class Members(Generic[AnyServer]):
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
         """Add new servers, and remove those that are no longer listed or have a new token.
 
-        Returns the removed servers; the caller must close the `http` client of each. A server with
-        a new token is also added again.
+        Return the removed servers; the caller must close the `http` client of each. A server with a
+        new token is also added again.
         """
-        # A server with a new token counts as gone, and is made again below: servers are frozen.
+        # A server with a new token counts as removed and is created again below, because servers
+        # are frozen.
         gone = [server for server in self.servers if tokens.get(server.url) != server.token]
         known = {server.url for server in self.servers if server not in gone}
-        # In place, because the watch and the cycle share this list.
+        # Changed in place, because the watch and the cycle share this list.
         self.servers[:] = [server for server in self.servers if server not in gone]
         for url, token in tokens.items():
             if url not in known:

@@ -57,7 +57,7 @@ def explain(error: BaseException) -> str:
             return NO_ROUTE
         if isinstance(cause, TimeoutError | httpx.TimeoutException):
             return SILENT
-        # h11's error for an answer that does not begin with HTTP/1.1.
+        # h11 raises this for an answer that does not begin with HTTP/1.1.
         if isinstance(
             cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError
         ) and "illegal" in str(cause):
@@ -66,9 +66,9 @@ def explain(error: BaseException) -> str:
 
 
 def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Explain an answer that came from something in front of the server, with the remedy.
+    """Explain an answer from a proxy or gateway in front of the server, with the remedy.
 
-    Empty if the server itself has answered.
+    Empty if the server itself answered.
     """
     found = {name.lower(): value.lower() for name, value in headers}
     is_page = status < 500 and found.get(b"content-type", b"").startswith(b"text/html")

@@ -1,8 +1,8 @@
-"""Pushes the current version to servers with another, in the background.
+"""Pushes the current version, in the background, to servers that run a different one.
 
 A slow server does not delay the others.
 
-    push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else remembered
+    push ─► one task per server: status, swap, status ─► forgotten if the server has the version, else remembered
     stop ─► cancels all tasks, before a rollout or a rollback swaps the servers itself
 """
 
@@ -45,8 +45,8 @@ class Reconciler:
     def push(self, servers: Iterable[FleetServer], version: str, timeout_s: float = 0) -> None:
         """Start bringing the servers to `version`, with retries for `timeout_s`.
 
-        A push of the same version that is already in progress continues; one of another version is
-        cancelled and replaced.
+        A push of the same version that is already in progress continues; a push of a different
+        version is cancelled and replaced.
         """
         for server in servers:
             known = self._pushes.get(server)
@@ -54,7 +54,7 @@ class Reconciler:
                 if known.version == version:
                     continue
                 known.task.cancel()
-            # With a timeout of 0 there is one attempt, and the next look at the servers pushes
+            # With a timeout of 0, there is one attempt, and the next poll of the servers pushes
             # again.
             task = asyncio.create_task(bring(server, version, timeout_s, insist=True))
             self._pushes[server] = _Push(version, task, time.monotonic())
@@ -75,13 +75,13 @@ class Reconciler:
         """
         servers = list(servers)
         self.push(servers, version, timeout_s)
-        # held here, because `forget` may drop a server's push while this waits
+        # Held here, because `forget` may drop a server's push during the wait.
         pushes = {server: self._pushes[server] for server in servers}
         began_s = time.monotonic()
         while waiting := [push.task for push in pushes.values() if not push.task.done()]:
             waited_s = time.monotonic() - began_s
-            # One of 3 servers may still be pending, or one of 2; a single server is always waited
-            # for.
+            # One of 3 servers may still be pending, or one of 2, but a fleet of one server is
+            # always waited for.
             is_most = 2 * len(waiting) <= len(pushes)
             if waited_s >= timeout_s or (waited_s >= PATIENCE_S and is_most):
                 break
@@ -94,7 +94,7 @@ class Reconciler:
         self._pushes.clear()
         for task in tasks:
             task.cancel()
-        # A cancelled request may have reached its server, so the next swap must come after it.
+        # A cancelled request may have reached its server, so the next swap must wait for it to end.
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def forget(self, server: FleetServer) -> None:

@@ -1,18 +1,18 @@
-"""The registry: the versions of one draft, and a link to the one to serve.
+"""The registry: the versions of one draft, and a link to the version to serve.
 
 Each version is an immutable folder.
 
     <root>/<draft>/                 the servers' --registry
         v000001/ v000002/ ...       weights, config, provenance.json, evaluation.json, STABLE, manifest.json (SHA-256)
         current -> v000002          replaced atomically
-        promoted.json               the versions that were current, in order, up to the present one
+        promoted.json               the versions that were current, in order, with the current one last
         registry.json               the registry's id, and the highest version number given so far
         lock                        held by the one learner of this draft
 
-A version appears whole, by one rename. STABLE protects registries copied file by file: a folder
-without it is not a version. Publication is not promotion: a version that failed its canary was
-published, but never current. A copy without links, as object storage makes it, is on the last
-version of promoted.json.
+A version appears complete, by one rename. STABLE protects registries that are copied file by file:
+a folder without it is not a version. Publication is not promotion: a version that failed its canary
+was published, but never current. In a copy without links, e.g. in object storage, the last version
+in promoted.json is current.
 
 `repair` restores a registry from its intact files: the versions name their parents, both JSON files
 contain the id, and a damaged current version is replaced with the previous one.
@@ -65,9 +65,9 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identifies a version, as opposed to one with the same name in another registry.
+    """Identifies a version, even among registries that use the same version names.
 
-    Empty fields are unknown.
+    Unknown fields are empty.
     """
 
     manifest_sha256: str = ""
@@ -82,7 +82,8 @@ def read_id(folder: Path) -> str:
     Raises:
         OSError: if the file exists but cannot be read.
     """
-    # A second copy, because servers refuse the versions of a registry with another id.
+    # This is a second copy of the id, because servers refuse versions from a registry with a
+    # different id.
     return (
         _read_or_empty(folder / REGISTRY, _Numbers).id
         or _read_or_empty(folder / PROMOTED, _Promoted).registry
@@ -110,7 +111,7 @@ class Registry:
         self.folder = folder
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        # regardless of the learner's umask, because its servers may run as another user
+        # Independent of the learner's umask, because its servers may run as a different user.
         for path in missing:
             path.chmod(0o755)
         self.mended: list[str] = []
@@ -153,8 +154,8 @@ class Registry:
     def current(self) -> str | None:
         """Return the current version; None before the first promotion.
 
-        If the link is missing, because a tool that drops links copied the registry, this is the
-        last promoted version. The newest version would be wrong, because it may have failed its
+        If the link is missing, because the registry was copied by a tool that drops links, this is
+        the last promoted version. The newest version would be wrong, because it may have failed its
         canary.
         """
         link = self.folder / "current"
@@ -180,7 +181,7 @@ class Registry:
             ValueError: it is unknown which of several versions was current, or no version that was
                 ever current is intact.
         """
-        # The list first: the link is restored from it, and so is the way back from a damaged
+        # Read the list first: the link is restored from it, and so is the way back from a damaged
         # version.
         is_damaged = self._is_damaged(PROMOTED, _Promoted)
         # The first promotion writes the list before the link.
@@ -209,7 +210,8 @@ class Registry:
             try:
                 return self.rollback()
             except (FileNotFoundError, ValueError):  # damaged too
-                # Off the list, so `previous` names the version before it in the next turn.
+                # Removed from the list, so that `previous` names the version before it in the next
+                # iteration.
                 self._write_promoted([name for name in self.promoted() if name != previous])
         raise ValueError(
             f"{error}. No version before {current} is intact either: copy one back"
@@ -227,7 +229,7 @@ class Registry:
         self.promote(current or versions[0])
 
     def path(self, version: str) -> Path:
-        """The folder of a version.
+        """Return the folder of a version.
 
         Raises:
             FileNotFoundError: if there is no such version; the message lists the newest ones.
@@ -280,13 +282,14 @@ class Registry:
         """
         artifact.verify(self.path(version))
         self._write_promoted([*(name for name in self.promoted() if name != version), version])
-        # The list comes first: it is read only up to the version named by the link, so a kill here
-        # changes nothing.
+        # The list comes first: it is read only up to the version named by the link, so a kill at
+        # this point changes nothing.
         self._point_current_at(version)
 
     def previous(self) -> str | None:
         """The version that `rollback` would make current; None if there is none."""
-        # Backwards, from the one before the present. Of v1, v2, v3 with v2 pruned, this is v1.
+        # Searches backwards from the version before the current one. With v1, v2, v3 and v2 pruned,
+        # this is v1.
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
     def rollback(self, to: str = "") -> str:
@@ -312,8 +315,8 @@ class Registry:
         kept = self.promoted()
         kept = kept[: kept.index(previous) + 1]
         self._point_current_at(previous)
-        # For copies without links. A full disk must not stop a rollback: with the link the longer
-        # list is right too.
+        # For copies without links. A full disk must not prevent a rollback: with the link, the
+        # longer list is also valid.
         with suppress(OSError):
             self._write_promoted(kept)
         return previous
@@ -333,9 +336,9 @@ class Registry:
         needed = {*self.versions()[-keep:], self.current(), self.previous(), *in_use}
         removed = [version for version in self.versions() if version not in needed]
         for version in removed:
-            # Renamed first, so that no reader finds, and no kill leaves, half a version.
+            # Renamed first, so that no reader finds a partial version, and no kill leaves one.
             (self.folder / version).rename(self.folder / f".{version}.removed")
-        # All of them, because a kill may have left some from an earlier call.
+        # Removes all such folders, because a kill may have left some from an earlier call.
         for rest in self.folder.glob(".v*.removed"):
             shutil.rmtree(rest)
         return removed
@@ -349,9 +352,9 @@ class Registry:
         """Return, for each version, the number of the last record it may have been trained on.
 
         The numbers are those in the learner's buffer. The number is 0 for a draft that was copied
-        from elsewhere and so was trained on no record, and infinite if the version does not record
-        it. These are numbers rather than times, because a clock may be set back between a record's
-        arrival and its training.
+        from elsewhere and therefore trained on none of the records, and infinite if the version
+        does not record it. These are numbers rather than times, because a clock may be set back
+        between a record's arrival and its training.
         """
         made = {version: self._read_provenance(version) for version in self.versions()}
         return {
@@ -382,10 +385,10 @@ class Registry:
         current = os.readlink(link) if link.is_symlink() else None
         if current not in known:
             return []
-        # E.g. v4 trained from v2, which trained from v1: v1, v2, v4. v3 was published, but never
-        # current.
+        # E.g. if v4 was trained from v2, and v2 from v1, then v1, v2, v4. v3 was published, but
+        # never current.
         found = [current]
-        # a version found twice would be a circle, which only damage makes
+        # A version found twice would form a cycle, which only damage can cause.
         while (
             parent := self._read_provenance(found[0]).trained_from
         ) in known and parent not in found:
@@ -412,14 +415,14 @@ class Registry:
     def _point_current_at(self, version: str) -> None:
         link = self.folder / "current"
         if link.is_dir() and not link.is_symlink():
-            # `cp -rL` turns the link into a folder. It is moved aside, not removed, because it
-            # contains a whole draft.
+            # `cp -rL` turns the link into a folder, which is moved aside rather than removed,
+            # because it contains a whole draft.
             link.rename(self.folder / f".current.copied.{uuid.uuid4().hex[:8]}")
         for left in self.folder.glob(".current.*.partial"):
             with suppress(OSError):
                 if time.time() - left.lstat().st_mtime > artifact.ABANDONED_S:
                     left.unlink()
-        # The id keeps processes apart.
+        # The id keeps the files of different processes apart.
         partial = self.folder / f".current.{os.getpid()}.partial"
         partial.unlink(missing_ok=True)
         partial.symlink_to(version)  # relative: the registry may be moved
@@ -427,7 +430,7 @@ class Registry:
         artifact.sync(self.folder)
 
     def _highest_number(self) -> int:
-        """Return the highest version number ever assigned, as far as the folder shows.
+        """Return the highest version number ever assigned, as far as the folder shows it.
 
         No number is assigned twice, because a server identifies a version by its name.
         """
@@ -441,7 +444,7 @@ class Registry:
     def _note_numbers(self) -> None:
         """Write the registry's id and its highest version number.
 
-        If the disk is full, this is attempted again with the next version.
+        If the disk is full, the write is attempted again with the next version.
         """
         noted, highest = _read_or_empty(self.folder / REGISTRY, _Numbers), self._highest_number()
         if noted.id and highest == noted.highest_number:

@@ -1,6 +1,6 @@
 """The rollout of one version onto a running fleet.
 
-It is proven on live traffic first, and taken back if it fails.
+The version is tested on live traffic first, and taken back if it fails.
 
                      ┌─ control group, still on the incumbent ─┐
     candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─► ... ─► whole fleet
@@ -15,26 +15,27 @@ It is proven on live traffic first, and taken back if it fails.
     waves        the other servers        every server of the wave to swap       their status, and no alarm that
                                                                                  the remaining servers lack
 
-The interval comes from the spread between polls, not between drafts: all drafts of a request are
-similar, so 2000 drafts of 70 requests are much weaker evidence than 2000 separate ones. The groups
-are compared domain by domain, so the share of code in the canary's traffic makes no difference.
-Servers that miscount domains are compared by their totals. The number of draft tokens, which follows
-the load with `--pace auto`, makes no difference either: tau is compared as if both groups had
-drafted equally many tokens.
+The interval is computed from the spread between polls, not between drafts: all drafts of a request
+are similar, so 2000 drafts of 70 requests are much weaker evidence than 2000 separate ones. The
+groups are compared domain by domain, so that the mix of domains in the canary's traffic makes no
+difference. Servers that miscount domains are compared by their totals. The number of draft tokens,
+which follows the load with `--pace auto`, makes no difference either, because tau is compared as if
+both groups had drafted equally many tokens.
 
-With adaptive verification, every number depends on the load, because vLLM leaves out the tokens that
-are least likely to be accepted: with the load, tau falls, and the accepted share of the verified
-tokens rises. So such servers are compared within a domain and a load, which is the number of
-requests in a step to within half an octave.
+With adaptive verification, every number depends on the load, because vLLM does not verify the
+tokens that are least likely to be accepted: as the load rises, tau falls, and the accepted share of
+the verified tokens rises. Such servers are therefore compared within a domain and a load, i.e. the
+number of requests in a step, rounded to half an octave.
 
-A trainer may change the target's weights during the comparison. A poll counts if all servers have
-the same weights at its start and at its end, so a fleet that changes together is compared normally.
+A trainer may change the target's weights during the comparison. A poll counts only if all servers
+have the same weights at its start and the same weights at its end, so a fleet that changes together
+is compared normally.
 
-Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not enough
-before time is up, the candidate passes, because a server drafts with it only while that is faster.
-It also passes if someone sets another pace for a moment (`POST /redraft/pace`): one reading with the
-server's own pace is enough. A server that was set to draft nothing counts like one with
-`--pace auto`.
+Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not
+enough before time is up, the candidate passes, because a server drafts with it only while that is
+faster. It also passes if someone sets a different pace for a moment (`POST /redraft/pace`), because
+one reading with the server's own pace is enough. A server that was set to draft nothing is treated
+like a server with `--pace auto`.
 
 With a control group, the time before the swap is never compared with the time after it: traffic
 changes by the minute, and the candidate would be blamed for harder traffic. Neither function raises
@@ -81,15 +82,15 @@ ALL = f"{AT_LOAD}all"  # Key of the counts of all domains, which is no domain an
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
 """Number of blocks of polls, for fewer than 64 polls and for more. Fewer blocks say little about
-the spread; more would be shorter than a long request.
+the spread; blocks of more would be shorter than a long request.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPolicy:
     warm_up_s: float = 30
-    """Seconds after a swap that are not counted, because running requests still use keys and values
-    of the previous draft.
+    """Seconds after a swap that are not counted, because running requests still use the previous
+    draft's KV cache.
     """
     min_drafts: int = 5000
     """Minimum number of drafts in each group before the first comparison."""
@@ -149,7 +150,7 @@ class Outcome:
     """Version that the fleet should serve now; `reconcile` maintains it from here on."""
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of servers that respond but run another version. They need manual
+    """Last error by address, of servers that respond but run a different version. They need manual
     action.
     """
     absent: dict[str, str] = field(default_factory=dict)
@@ -165,21 +166,21 @@ async def try_canary(
 
     The candidate passes if its acceptance is at most `max_loss` worse. Otherwise, or if time runs
     out before this is known, every server returns to the incumbent. A fleet of one server has no
-    control group; only there is the canary compared with itself before the swap.
+    control group; only in this case is the canary compared with its own results before the swap.
     """
-    # Alignment also repeats safely after a kill: a canary that has the candidate already returns to
-    # the incumbent.
+    # Alignment makes repeating after a kill safe: a canary that already has the candidate returns
+    # to the incumbent.
     aligned = await converge(servers, incumbent, policy.swap_timeout_s, insist=False)
     present = [
         server for server in servers if server.url not in {**aligned.refused, **aligned.absent}
     ]
-    # A silent server is left out. If a server refuses the incumbent, someone must fix it before
-    # anything else is swapped.
+    # A silent server is left out. If a server refuses the incumbent, someone must fix that server
+    # before anything else is swapped.
     if not present or aligned.refused:
         return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
     canary, control = present[0], present[1:]
-    # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the
-    # swap.
+    # Only a fleet of one server is compared with its own earlier minutes, so it measures the
+    # incumbent before the swap.
     before = None if control else await _measure_alone(canary, policy)
     if isinstance(before, str):
         outcome = _outcome(False, f"{canary.url} before the swap: {before}", aligned)
@@ -219,7 +220,8 @@ async def roll_waves(
             return await _roll_back(
                 servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy
             )
-        # The control group shrinks with every wave: all swapped servers so far against the rest.
+        # The control group shrinks with every wave: all servers swapped so far are compared with
+        # the rest.
         others = [server for server in servers if server not in done and server.url not in absent]
         alarm = await _watch(done, others, policy)
         if alarm:
@@ -245,15 +247,17 @@ class Finding(Enum):
 def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = True) -> Estimate:
     """Estimate tau of the control group minus tau of the canary.
 
-    The groups are compared as if both had drafted equally many tokens. The estimate uses (tried,
+    The groups are compared as if both had drafted equally many tokens. The counts are (tried,
     accepted) by poll, in order, and by position. A request lasts for several polls, so neighbouring
-    polls are correlated: they are merged into blocks, which are longer the more polls there are. If
-    the groups saw the same minutes (`is_paired`), their blocks are paired.
+    polls are correlated: they are merged into blocks, whose length grows with the number of polls.
+    If the polls of both groups cover the same time (`is_paired`), their blocks are paired.
     """
-    # control first: the gain of the first group over the second is then the canary's loss
+    # The control group comes first: the gain of the first group over the second is then the
+    # canary's loss.
     common = min(canary_PK2.shape[1], control_PK2.shape[1])
     groups_2BK2 = [_merge_polls(polls_PK2[:, :common]) for polls_PK2 in (control_PK2, canary_PK2)]
-    # 1 / (1/n + 1/m), as for domains: a position counts as far as both groups had it.
+    # 1 / (1/n + 1/m), as for domains: a position counts as far as both groups have drafts with a
+    # token there.
     had_2K = np.array([_count_had(blocks_BK2) for blocks_BK2 in groups_2BK2])
     weights_K = had_2K.prod(0) / np.maximum(had_2K.sum(0), 1)
     groups_22B = [_equalise(blocks_BK2, weights_K / weights_K[0]) for blocks_BK2 in groups_2BK2]
@@ -266,8 +270,8 @@ def _count_had(blocks_BK2: Array) -> Array:
     """Estimate the number of drafts that had a token at each position, [K].
 
     Among drafts that were rejected earlier, the share with a token at a position is assumed to be
-    the same as among the others (Kaplan and Meier 1958: a draft that is too short is a censored
-    one).
+    the same as among the others. This is the estimator of Kaplan and Meier (1958), where a draft
+    that is too short is a censored observation.
     """
     tried_K, accepted_K = blocks_BK2.sum(0).T
     had_K: Array = tried_K.copy()
@@ -280,7 +284,7 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     """Compute (accepted, drafts) per block, [2, B], for equal shares of drafts with a token.
 
     `shares_K` is the share of drafts that have a token at each position. With the shares that a
-    block actually had, its numbers are the counts themselves.
+    block actually had, the results equal its counts.
     """
     tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
     drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
@@ -288,7 +292,8 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     for j in reversed(range(len(shares_K))):  # the value of a token includes those after it
         worth_K[j] += rate
         rate = rates_K[j] * worth_K[j]
-    # That is the rate of all blocks. A block's surprises count for more if few had a token.
+    # This is the rate over all blocks. A block's deviation counts for more if few drafts had a
+    # token.
     worth_K *= drafts_B.sum() / np.maximum(_count_had(blocks_BK2), 1)
     surprises_BK = accepted_BK - rates_K * tried_BK
     return np.stack([rate * drafts_B + surprises_BK @ worth_K, drafts_B])
@@ -299,9 +304,9 @@ def estimate_loss_by_domain(
 ) -> Estimate:
     """Estimate the loss of tau from the (tried, accepted) counts, [P, K, 2], of each domain.
 
-    Domains are weighted as in Cochran (1954) and Mantel and Haenszel (1959): by how much of each
-    both groups had. Domains with few drafts in either group are left out. If no domain is left, the
-    error is infinite.
+    Domains are weighted as in Cochran (1954) and Mantel and Haenszel (1959): by how many drafts
+    both groups have in each. Domains with few drafts in either group are left out. If no domain is
+    left, the error is infinite.
     """
     losses, weights = [], []
     for domain in canary.keys() & control.keys():
@@ -309,7 +314,7 @@ def estimate_loss_by_domain(
         drafts, others = (float(group_PK2[:, :1, 0].sum()) for group_PK2 in groups)
         if min(drafts, others) >= MIN_DOMAIN_DRAFTS:
             losses.append(estimate_loss(*groups, is_paired=is_paired))
-            # 1 / (1/n + 1/m): the inverse variance of a difference, if every draft has the same
+            # 1 / (1/n + 1/m) is the inverse variance of a difference, if every draft has the same
             # variance.
             weights.append(drafts * others / (drafts + others))
     if not losses:
@@ -321,7 +326,7 @@ def estimate_loss_by_domain(
 def estimate_accepted(polls_PK2: Array) -> Estimate:
     """Estimate one group's accepted tokens per draft, tau - 1.
 
-    Varying draft lengths do not count as error.
+    Variation in the draft length does not count as error.
     """
     blocks_BK2 = _merge_polls(polls_PK2)
     had_K = _count_had(blocks_BK2)
@@ -329,10 +334,10 @@ def estimate_accepted(polls_PK2: Array) -> Estimate:
 
 
 def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
-    """Decide on a loss of tau; the finding is inconclusive while the interval is too wide."""
+    """Decide on a loss of tau. The result is inconclusive while the interval is too wide."""
     low, high = loss.interval(policy.confidence)
     # With a `max_loss` of 0.1: -0.02 to 0.08 passes, 0.12 to 0.30 is worse, -0.10 to 0.30 is
-    # inconclusive, and of 0.07 to 0.15 the estimate decides.
+    # inconclusive, and for 0.07 to 0.15 the estimate decides.
     if high <= policy.max_loss:
         return Finding.PASSED
     if low > policy.max_loss:
@@ -346,7 +351,8 @@ def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
 
 def _merge_polls(polls_PK2: Array) -> Array:
     """Merge the polls into at most 8 or 16 blocks of equal length; the last may be shorter."""
-    # E.g. 16 polls: 8 blocks of 2. 20 polls: 6 blocks of 3 and one of 2. 64 polls: 16 blocks of 4.
+    # E.g. 16 polls make 8 blocks of 2; 20 polls, 6 blocks of 3 and one of 2; 64 polls, 16 blocks of
+    # 4.
     num_blocks = MIN_BLOCKS if len(polls_PK2) < 4 * MAX_BLOCKS else MAX_BLOCKS
     size = -(-len(polls_PK2) // num_blocks)
     merged_BK2: Array = np.add.reduceat(polls_PK2, np.arange(0, len(polls_PK2), size))
@@ -378,10 +384,10 @@ class _Polls:
             self.targets.add(now.target)
             if now.is_paced:
                 self._paced.add(server)
-            # Without any drafts, an empty `by_domain` is no miscount.
+            # If there are no drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             for domain, one in counts.items():
-                # Counts only increase, except those of a faulty server, for which none are added.
+                # Counts only increase, except those of a faulty server, whose counts are not added.
                 more = one.since(earlier.get(domain, zero)) or zero
                 row[domain] = row.get(domain, zero) + more
         if is_usable:
@@ -411,14 +417,14 @@ class _Polls:
 
     @property
     def is_paced(self) -> bool:
-        """Whether all servers draft only while that is faster, except for moments at a set pace."""
+        """Whether all servers draft only while that is faster, unless someone sets a pace."""
         return self._paced.issuperset(self._last)
 
     @property
     def is_off(self) -> bool:
         """Whether the servers draft only while that is faster, and hardly draft at all.
 
-        Then there is nothing to compare.
+        In that case, there is nothing to compare.
         """
         is_seen = bool(self._last) and len(self.rows) >= MIN_POLLS
         return is_seen and self.is_paced and self.total.num_drafts < MIN_DOMAIN_DRAFTS
@@ -437,7 +443,7 @@ def _describe(counts: AcceptanceCounts) -> str:
 async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls | str:
     """Count until one server's tau is known to within half of `max_loss`, or time is up.
 
-    Returns the reason instead of the counts if they cannot be measured.
+    Return the counts, or the reason why they cannot be measured.
     """
     window, polls = await Window.open([server]), _Polls([server])
     deadline_s = time.monotonic() + policy.window_timeout_s
@@ -473,20 +479,21 @@ async def _compare(
 ) -> tuple[Finding, str]:
     """Compare both groups' counts over the same time; return the finding and the reason.
 
-    `before` replaces a control group.
+    `before` contains counts from before the swap, and replaces a control group.
     """
     window = await Window.open([canary, *control])
     ours, theirs = _Polls([canary]), before or _Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s
-    # Looking at every poll would find an equal draft worse sooner or later: look again once the
-    # polls have doubled. With a poll every 5 s, at the earliest after 80, 160, 320 and 640 s, and
-    # once more at the timeout.
+    # If every poll were tested, an equal draft would be found worse sooner or later, so the groups
+    # are compared again only once the number of polls has doubled. With a poll every 5 s, this is
+    # after 80, 160, 320 and 640 s at the earliest, and once more at the timeout.
     next_look = MIN_POLLS
     was_one_target = _are_one(window.targets)
     while True:
         await asyncio.sleep(policy.poll_s)
         counted = await window.read()
-        # Its counters restarted now or in its warm-up, so nothing is known about the candidate.
+        # The canary's counters restarted now or during its warm-up, so nothing is known about the
+        # candidate.
         if canary not in counted or not window.began_with(canary, candidate):
             return Finding.FAILED, "it restarted, lost its draft or stopped answering"
         is_one_target = _are_one({one.target for one in counted.values()})
@@ -499,15 +506,16 @@ async def _compare(
         if is_worse_than_control(ours.total, theirs.total):
             return Finding.WORSE, f"its draft is hardly accepted: {taus}"
         if theirs.is_off and ours.is_paced:
-            # the gate has proven the gain, and a server drafts only while that is faster
+            # The gate has proven the gain, and a server drafts only while that is faster.
             return Finding.PASSED, f"next to nothing is drafted: {taus}"
         is_late = time.monotonic() > deadline_s
         has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
         if has_enough and before is not None and len(ours.targets | before.targets) > 1:
-            # the gate has proven the gain, and a rollback for the trainer's doing would lose it
+            # The gate has proven the gain, and a rollback because of the trainer's update would
+            # lose it.
             return Finding.PASSED, f"the target moved, so only accepted: {taus}"
         reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
-        # Past the timeout, and the control group restarted: it counts no more.
+        # Time is up and the control group has restarted, so its counts can no longer be compared.
         is_lost = deadline_s == math.inf and before is None and len(counted) == 1
         if has_enough and (len(ours.rows) >= next_look or is_late or is_lost):
             next_look = 2 * len(ours.rows)
@@ -518,7 +526,7 @@ async def _compare(
             return Finding.PASSED, f"too little is drafted to compare: {taus}"
         if is_lost or (is_late and not policy.keep_inconclusive):
             return Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}"
-        # `keep_inconclusive`: compare until the interval decides
+        # With `keep_inconclusive`, compare until the interval decides.
         if is_late:
             deadline_s = math.inf
 
@@ -549,14 +557,14 @@ async def _watch(
 ) -> str:
     """Return the reason for an alarm after `watch_s`; empty if there is no alarm.
 
-    After that, the learner's own watch takes over.
+    Afterwards, the learner's own watch takes over.
     """
     if not control:
         return ""
     window = await Window.open([*done, *control])
     await asyncio.sleep(policy.watch_s)
     counted = await window.read()
-    # a single server that a trainer updated late or early is no reason to roll back
+    # A single server that a trainer updated late or early is no reason to roll back.
     common = Counter(one.target for one in counted.values()).most_common(1)
     counted = {server: one for server, one in counted.items() if one.target == common[0][0]}
     ours, theirs = (
@@ -584,8 +592,11 @@ def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> 
 def _are_too_many(
     absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy
 ) -> bool:
-    """Whether too many servers are silent to be chance; one of several servers is tolerated."""
-    # With a share of 0.1: of 10 servers one may be silent, of 40 four.
+    """Whether too many servers are silent for this to be chance.
+
+    One of several servers is tolerated.
+    """
+    # With a share of 0.1, one of 10 servers may be silent, or 4 of 40.
     return len(absent) == len(servers) or len(absent) > max(
         1, policy.max_absent_share * len(servers)
     )
@@ -594,8 +605,8 @@ def _are_too_many(
 def _split_into_waves(
     servers: Sequence[FleetServer], policy: RolloutPolicy
 ) -> Iterator[Sequence[FleetServer]]:
-    # E.g. 10 servers and waves up to 0.1, 0.5 and 1.0: 1, 4 and 5 servers. Of 3 servers the first
-    # wave is empty, and 2 and 1 follow.
+    # E.g. 10 servers and waves up to 0.1, 0.5 and 1.0 give waves of 1, 4 and 5 servers. With 3
+    # servers, the first wave is empty, and the others have 2 and 1.
     begin = 0  # the canary is in a wave too: it has the candidate already, so nothing happens to it
     for share in policy.waves:
         end = max(begin, round(share * len(servers)))

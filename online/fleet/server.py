@@ -1,9 +1,9 @@
 """The servers of a fleet: read status and counters, and bring all servers to one version.
 
-A server that does not answer is treated differently from one that refuses. The first may be
-restarting, and comes back with the draft on its command line: it is tried again, and `reconcile`
-does so for as long as the learner runs. The second has kept the last good draft and will refuse
-again.
+A server that does not answer is treated differently from one that refuses. A server that does not
+answer may be restarting, and comes back with the draft given on its command line, so it is tried
+again, by `reconcile` for as long as the learner runs. A server that refuses has kept the last good
+draft and will refuse again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
 
 STATUS_TIMEOUT_S = 10.0
-"""Deadline for a whole poll of a server, in seconds. Generous, because a swap in progress delays
-the answer by a fraction of a second.
+"""Deadline for a whole poll of a server, in seconds. It is generous, because a swap in progress
+delays the answer by a fraction of a second.
 """
 
 SWAP_TIMEOUT_S = 300.0
-"""Deadline of a whole swap. Generous: a server may take minutes to read and check a large draft
-from a shared disk. It gives up earlier itself, and answers 504. Giving up on the request does
-not stop it.
+"""Deadline for a whole swap. It is generous, because a server may take minutes to read and check a
+large draft from a shared disk. The server gives up earlier itself, and answers 504. Cancelling the
+request does not stop it.
 """
 
 METRICS_TIMEOUT_S = 1.0
-"""Deadline of a look at the counters, which nothing depends on: the next one covers the time."""
+"""Deadline for reading the counters. Nothing depends on one reading, because the next one covers
+the same time.
+"""
 
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = (SPEC_DECODE, GENERATED)
@@ -51,17 +53,18 @@ MAX_QUOTED = 300  # maximum number of characters quoted from a server in an erro
 MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
 MAX_POSITIONS = 256
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
-# Maximum number of domains whose counters are read from a server, which counts at most 33.
+# Maximum number of domains whose counters are read from a server. A real server counts at most 33.
 MAX_DOMAINS = 64
 MAX_LOADS = 40  # Buckets of the load that are read for a domain: up to 2^20 requests.
 CURES = {
     401: ". Give the learner the token that the server was started with",
     404: ". Start it with redraft serve",
 }
-"""By status, for an answer of the server itself."""
+"""Explanations by status code, for an answer of the server itself."""
 ALARM_SHARE = 0.05
-"""A draft whose first tokens are accepted less often is useless: wrong weights, or made for another
-target. First tokens, because adaptive verification leaves out the later ones of a busy server.
+"""A draft whose first tokens are accepted less often than this is useless: its weights are wrong,
+or it was made for a different target. Only first tokens count, because adaptive verification leaves
+out the later ones on a busy server.
 """
 
 ALARM_DRAFTS = 200  # before ALARM_SHARE applies: at a share of 0.5 there is no false alarm
@@ -81,8 +84,8 @@ CAPTURE_DROP_REASONS = {
         for reason in ("watermark", "forced_tokens", "custom_arguments", "multimodal", "unmarked")
     },
 }
-"""Capture's counters of records lost before the learner, and of requests that it cannot record; and
-the learner's reason for each.
+"""Capture's counters of records that are lost before they reach the learner, and of requests that
+it cannot record, with the learner's reason for each.
 """
 
 
@@ -143,7 +146,7 @@ class Served(NamedTuple):
     tokens: float
     """Number of generated tokens."""
     time_s: float
-    """Time of the measurement by the monotonic clock."""
+    """Time of the measurement, on the monotonic clock."""
 
     def since(self, first: Served) -> Served | None:
         """Return the counts and seconds since an earlier reading; None if a count has decreased."""
@@ -188,7 +191,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     """Tokens tried and accepted, by domain and position. Earlier releases do not send this field.
     """
     loads: Annotated[dict[_Domain, _OfLoads], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
-    """With adaptive verification: number of drafts and accepted tokens by position, by domain and
+    """With adaptive verification, number of drafts and accepted tokens by position, by domain and
     load.
     """
 
@@ -215,7 +218,7 @@ class Status:
     """Id of this run of the server; changes at every start."""
     draft_version: str
     is_intact: bool
-    """Whether draft and target are as they were loaded, on all ranks."""
+    """Whether draft and target are unchanged since they were loaded, on all ranks."""
     target_fingerprint: str
     target_version: str | None = ""
     """LABEL@DIGEST; "" for the initial weights, None during an update."""
@@ -238,8 +241,8 @@ class Status:
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
     """Acceptance by domain."""
     by_load: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
-    """With adaptive verification: acceptance of all drafts by domain and load. Tokens that were not
-    verified count as rejected, because at the same load, this is the acceptance that users get.
+    """With adaptive verification, acceptance of all drafts by domain and load. Tokens that were not
+    verified count as rejected, because this is the acceptance that users get at that load.
     """
 
     @property
@@ -248,7 +251,7 @@ class Status:
 
     @property
     def target(self) -> str | None:
-        """Digest of the target's weights; equal to `target_version` if that has no digest."""
+        """Digest of the target's weights; equal to `target_version` if it contains no digest."""
         return self.target_version and self.target_version.rpartition("@")[2]
 
     def since(self, first: Status) -> AcceptanceCounts | None:
@@ -271,11 +274,13 @@ class FleetServer:
     token: str = field(repr=False, compare=False)
     http: httpx.AsyncClient = field(repr=False, compare=False)
     """One client per server. httpx iterates over all connections of a client at every request, so
-    the cost of a shared client would grow with the square of the number of servers.
+    with a shared client, the cost would grow with the square of the number of servers.
     """
 
     registry: Registry | None = field(default=None, repr=False, compare=False, kw_only=True)
-    """Registry whose versions the server should run. None: versions are identified by name only."""
+    """Registry whose versions the server should run. With None, versions are identified by name
+    only.
+    """
 
     @property
     def answered_s(self) -> float:
@@ -375,12 +380,12 @@ class FleetServer:
     def serves(self, status: Status, version: str) -> bool:
         """Whether a server with this status serves `version` intact.
 
-        The name must match, and so must the bytes as far as they are known.
+        The name must match, and so must the bytes if their hash is known on both sides.
         """
         if status.draft_version != version or not status.is_intact:
             return False
         wanted = self._identify(version).manifest_sha256
-        # A hash unknown on either side is no proof of other bytes.
+        # A hash that is unknown on one side does not prove that the bytes differ.
         return not (wanted and status.manifest_sha256) or wanted == status.manifest_sha256
 
     def _identify(self, version: str) -> Identity:
@@ -389,10 +394,11 @@ class FleetServer:
     async def _request(
         self, method: str, path: str, timeout_s: float, json: object = None
     ) -> bytes:
-        """Return the content of the answer, all of which must arrive within `timeout_s`."""
+        """Return the content of the answer, which must arrive completely within `timeout_s`."""
         authorization = {"Authorization": f"Bearer {self.token}"}
         try:
-            # httpx's timeouts are between two bytes: a server that drips would never reach them.
+            # httpx's timeouts apply between two bytes, so a server that sends slowly would never
+            # reach them.
             async with asyncio.timeout(timeout_s):
                 code, content, foreign = await self._exchange(method, path, json, authorization)
         except TimeoutError as error:
@@ -425,14 +431,14 @@ class FleetServer:
     async def _exchange(
         self, method: str, path: str, json: object, headers: dict[str, str]
     ) -> tuple[int, bytes, str]:
-        """Return the answer's status and content, and why it is not the server's own.
+        """Return the answer's status and content, and why the answer is not the server's own.
 
         The reason is empty if the answer is the server's own.
         """
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
         content = bytearray()
-        # httpx's default of 5 s between two bytes would end a slow swap. The deadline is in
-        # `_request`.
+        # httpx's default of 5 s between two bytes would end a slow swap. `_request` has the
+        # deadline.
         async with self.http.stream(
             method, self.url + path, json=json, headers=plain | headers, timeout=SWAP_TIMEOUT_S
         ) as answer:
@@ -463,7 +469,7 @@ def _read_total(
 ) -> AcceptanceCounts | None:
     if by_domain or len(body.drafts) < 2:
         return sum(by_domain.values(), AcceptanceCounts.zero()) if by_domain else None
-    # nothing drafted yet, or an earlier release: as if all drafts were equally long
+    # If nothing was drafted yet, or by an earlier release, treat all drafts as equally long.
     num_drafts, _, *accepted = body.drafts
     return _read_positions([*zip((num_drafts, *accepted), accepted or [0], strict=False)])
 
@@ -535,9 +541,9 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
 
 
 def trusted_certificates() -> ssl.SSLContext:
-    """Load the certificates that this machine, or SSL_CERT_FILE, trusts.
+    """Load the certificates that this machine or SSL_CERT_FILE trusts.
 
-    The result should be shared, because loading takes 20 ms.
+    Share the result, because loading takes 20 ms.
     """
     return ssl.create_default_context()
 
@@ -545,7 +551,7 @@ def trusted_certificates() -> ssl.SSLContext:
 def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
     """Create a client for one server that bypasses any proxy set in the environment.
 
-    A proxy would receive the token, and could not reach the pods.
+    A proxy would see the token, and could not reach the pods.
     """
     return httpx.AsyncClient(verify=certificates, trust_env=False)
 
@@ -554,7 +560,7 @@ def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
 async def connected(
     tokens: Mapping[str, str], registry: Registry | None = None
 ) -> AsyncIterator[list[FleetServer]]:
-    """Connect to a fleet's servers, in the order of `tokens`, for versions in `registry`.
+    """Connect to a fleet's servers, in the order of `tokens`, for versions from `registry`.
 
     `tokens` maps each address to its token.
     """
@@ -592,9 +598,9 @@ async def converge(
 ) -> Convergence:
     """Bring all servers to `version` concurrently, with retries for `timeout_s`.
 
-    Never raises for a server's failure. With a timeout of 0, every server is checked once and, if
+    A server's failure is never raised. With a timeout of 0, every server is checked once and, if
     necessary, swapped once. With `insist`, a refusal is retried too, because there is no better
-    option during a rollback. Without it, a refusal is final.
+    option during a rollback. Without `insist`, a refusal is final.
     """
     servers = list(servers)
     errors = await asyncio.gather(
@@ -619,7 +625,7 @@ async def converge(
 async def bring(
     server: FleetServer, version: str, timeout_s: float, insist: bool
 ) -> UnreachableError | RefusedError | None:
-    """Bring one server to `version`; return None once it reports it intact, else the last error.
+    """Bring one server to `version`; return None once it serves that, otherwise the last error.
 
     A silent server is retried until `timeout_s` after its last answer. That time may already have
     passed, so a server that no longer exists does not delay a rollout.
@@ -664,7 +670,8 @@ class WindowCounts(NamedTuple):
     report it, or reports inconsistent counts.
     """
     target: str | None = ""
-    """Digest at the end; "" for the initial weights, None during an update."""
+    """Digest of the target's weights at the end; "" for the initial weights, None during an update.
+    """
     is_paced: bool = False
     """`Status.is_paced`."""
 
@@ -674,7 +681,7 @@ def _subtract_domains(
 ) -> dict[str, AcceptanceCounts]:
     """Compute the counts by domain since `first`.
 
-    Empty if a domain's count has fallen or is missing, which only a faulty server reports.
+    Empty if a domain's count has fallen or is missing, which happens only on a faulty server.
     """
     zero = AcceptanceCounts.zero()
     differences = {
@@ -687,8 +694,8 @@ def _subtract_domains(
 class Window:
     """Acceptance from the opening of the window onwards.
 
-    It is the difference between two readings of the servers' counters, taken over the same time for
-    all of them.
+    This is the difference between two readings of the servers' counters, taken over the same time
+    for all of them.
     """
 
     def __init__(self, first: dict[FleetServer, Status]) -> None:

@@ -1,7 +1,8 @@
 """Watch a running fleet: the acceptance, target and draft of every server, and alarms.
 
-For the journal, counters are compared with those of the previous poll; for the alarm, with the
-start of a longer window. Both restart when a server restarts or receives another draft.
+For the journal, counters are compared with those of the previous poll; for the alarm, with those at
+the start of a longer window. Both comparisons restart when a server restarts or receives a
+different draft.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from redraft.online.fleet.server import (
 from redraft.online.journal import Journal, SwapEntry, SwapOutcome
 
 SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
-"""Ways in which a server gives no status; one at a time."""
+"""Ways in which a server gives no status. A server has one of them at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Watch:
         self._faulty: dict[FleetServer, Observation] = {}
 
     async def look(self) -> list[Observation]:
-        """Observe every server as it is now. Never raises for a server's failure."""
+        """Poll every server once. A server's failure is never raised."""
         for gone in {*self._last, *self._looks, *self._faulty} - set(
             self.servers
         ):  # former servers
@@ -97,8 +98,8 @@ class Watch:
             else:
                 self._faulty.pop(server, None)
             return observation
-        # The task stays in `_looks`, for the next look to take. It may bring the same fault again,
-        # so a server that hangs does not change its reason at every look.
+        # The task stays in `_looks` until the next call collects it. It may bring the same fault
+        # again, so the reason for a server that hangs does not change at every call.
         if server in self._faulty:
             return self._faulty[server]
         reason = f"{server.url} has not answered for {self.patience_s:.0f} s"
@@ -112,7 +113,8 @@ class Watch:
             if isinstance(error, RefusedError):
                 fault = "server_nonsense" if isinstance(error, NonsenseError) else "server_refuses"
             return Observation(server=server, status=None, fault=fault, reason=str(error))
-        # By default against itself: nothing is lost and nothing counted at the first look.
+        # By default, the status is compared with itself, so that nothing is lost or counted at the
+        # first call.
         last = self._last.get(server, status)
         self._last[server] = status
         served, before = await server.served(), self._served.get(server)
@@ -120,8 +122,8 @@ class Watch:
             self._served[server] = served
         is_same = (status.boot, status.draft_version) == (last.boot, last.draft_version)
         window = status.since(self._window.get(server, status))
-        # The window is evaluated once it has enough drafts, and then restarts, because an alarm is
-        # about recent traffic.
+        # The window is evaluated once it contains enough drafts, and then restarts, because an
+        # alarm is about recent traffic.
         if server not in self._window or window is None or window.num_drafts >= ALARM_DRAFTS:
             self._window[server] = status
         return Observation(
@@ -139,7 +141,7 @@ class Watch:
 def _count_lost(last: Status, now: Status) -> Counter[str]:
     """Count the records lost since the previous look; a restarted server counts from 0."""
     before = last.lost if last.boot == now.boot else {}
-    # A counter falling within one boot is nonsense, and must not lower the sum.
+    # A count that falls within one boot is invalid, and must not lower the sum.
     return Counter(
         {reason: max(0, count - before.get(reason, 0)) for reason, count in now.lost.items()}
     )
@@ -151,8 +153,8 @@ class JournaledServer(FleetServer):
 
     journal: Journal = field(repr=False, compare=False)
     versions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """The last version seen on each server. A dict, because a frozen dataclass cannot change a
-    field.
+    """The last version seen on each server. This is a dict, because a frozen dataclass cannot
+    change a field.
     """
     answers: dict[str, float] = field(
         default_factory=lambda: {"last": time.monotonic()}, repr=False, compare=False
@@ -188,8 +190,8 @@ class JournaledServer(FleetServer):
             reason = str(error)
             raise
         finally:
-            # Only versions of the registry sort; a swap from the draft of the command line is never
-            # a step back.
+            # Only versions from the registry are ordered; a swap from the draft on the command line
+            # is never a step back.
             is_back = (
                 outcome == "swapped"
                 and before is not None

@@ -1,6 +1,6 @@
-"""Anchors: offline data as records, mixed into every step to keep the draft from forgetting.
+"""Anchors: offline data as records, mixed into every step so that the draft does not forget.
 
-A file of frames.
+They are stored in one file of frames.
 
 R = rows, K = kept top-k ids.
 """
@@ -33,12 +33,12 @@ from redraft.online.records.record import (
 def read_anchors(
     path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None
 ) -> list[Record]:
-    """The records in the file.
+    """Return the records in the file.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file contains no record, or if a record is damaged, belongs to another
-            target, or lacks the hidden states that the draft reads.
+        ValueError: if the file contains no record, or if a record is damaged, belongs to a
+            different target, or lacks the hidden states that the draft reads.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -89,8 +89,8 @@ def forget_in_anchors(path: Path, name: str) -> int:
         ]
         former = path.with_name(f".{path.name}.former")
         former.unlink(missing_ok=True)
-        # the old bytes keep a name until they are overwritten: replacing the file would leave them
-        # on the disk
+        # The old bytes keep a file name until they are overwritten: replacing the file would leave
+        # them on the disk.
         os.link(path, former)
         write_whole(path, b"".join(kept))
         overwrite(former)
@@ -108,7 +108,7 @@ def write_anchors(
 ) -> None:
     """Write one record per sample, with the target's distribution at every label.
 
-    The file appears whole or not at all.
+    The file appears complete or not at all.
     """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
@@ -122,7 +122,10 @@ def write_anchors(
 def make_anchors(
     samples: Iterable[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
 ) -> Iterator[Record]:
-    """One record per sample. The labels are the output, and no draft proposed any of them."""
+    """Make one record per sample.
+
+    Its labels are the record's output, none of which was proposed by a draft.
+    """
     for number, sample in enumerate(samples):
         batch = to_device(collate([[sample]], len(sample.input_ids)), target.model.device)
         rows_R = label_rows(batch, 0).flatten().nonzero().squeeze(1)
@@ -142,6 +145,7 @@ def make_anchors(
             top_k=k,
             context=sample.input_ids[:first].astype("<i4").tobytes(),
             output=sample.input_ids[first:].astype("<i4").tobytes(),
-            # row t contains the distribution of token t + 1, and a record counts by that token
+            # Row t contains the distribution of token t + 1, and the record's rows are numbered by
+            # that token.
             **text_rows(rows_R.cpu().numpy() + 1, ids_RK.cpu().numpy(), log_probs_RK.cpu().numpy()),
         )

@@ -1,22 +1,23 @@
 """The learner's memory of traffic.
 
-Records in rolling SQLite files, limited in bytes and age, sampled for training.
+The buffer keeps records in rolling SQLite files, limited in bytes and age, and samples them for
+training.
 
     append(read_frames(...)) ─► newest file ─ full or old ─► older files ─ over budget or age ─► unlinked
                                      └────────────┬─────────────┘
                     fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
 
-A keyed hash of the prompt decides whether a record trains or is held out: see `prompt_key`. No
-tenant has more than its share of what is replayed or judged: see `evidence`.
+A keyed hash of the prompt decides whether a record is trained on or held out (`prompt_key`). No
+tenant exceeds its share of the replayed or judging records (`evidence`).
 
-Every record gets a sequence number, which is never reused. The learner trains records in this
-order, and commits the number it has reached together with a checkpoint's name. After a crash it
-resumes the checkpoint of the newest commit and continues after this number. A checkpoint without a
-commit does not count: no record is trained twice by accident.
+Every record gets a sequence number, which is never reused. The learner trains on records in this
+order, and commits the number it has reached together with a checkpoint's name. After a crash, it
+resumes the checkpoint of the newest commit and continues after that number. A checkpoint without a
+commit does not count, so no record is trained on twice by accident.
 
 A record is usable if it belongs to the learner's target, by fingerprint, and not to an abandoned
-version. The others are stored in the same files but never returned. After an upgrade of the target
-the old records are foreign, and stay until they expire.
+version. All other records are stored in the same files but never returned. After an upgrade of the
+target, the old records are foreign, and stay until they expire.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ class BufferStatus:
     num_held_out: dict[str, int]
     """Number of held-out records, by domain."""
     num_foreign: int
-    """Number of unused records: of another target, of weights that are no longer valid, or of
-    another domain.
+    """Number of unused records: from a different target, from weights that are no longer valid, or
+    from a different domain.
     """
     oldest_s: float | None
     """Arrival time of the oldest record, in seconds since the epoch."""
     counts: dict[str, int]
     """Records since this process started, by outcome: stored, duplicate, foreign, other_adapter,
     stateless, textless, forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
-    reason of a `CorruptRecordError` (corrupt, oversized, ...). Also the numbers of damaged_files
-    and of stored records with short_states.
+    reason of a `CorruptRecordError` (corrupt, oversized, ...). Also contains the numbers of
+    damaged_files and of stored records with short_states.
     """
 
 
@@ -106,7 +107,7 @@ class TenantRecords:
 
 
 class Buffer(AbstractContextManager["Buffer"]):
-    """The only writer and reader of a folder. Methods may be called from several threads."""
+    """The only writer and reader of a buffer folder. Methods may be called from several threads."""
 
     def __init__(
         self,
@@ -118,14 +119,12 @@ class Buffer(AbstractContextManager["Buffer"]):
     ) -> None:
         """Open the buffer.
 
-        Args:
-            config: The folder and the limits.
-            target_fingerprint: Records of this target, by `Record.base`, are usable; the others are
-                foreign.
+        Args: config: The folder and the limits. target_fingerprint: Records of this target, by
+            `Record.base`, are usable; all others are foreign.
             hidden_shape: Shape of the hidden states that the draft reads. The target's records
                 without them are not stored.
-            known_domains: Domains that an operator configured. Clients can send any name: see
-                `name_domains`.
+            known_domains: Domains that an operator configured. Clients can send any name
+                (`name_domains`).
             needed_states: Number of states before a row that the draft's windows read
                 (`Family.needed_states`). Records with rows that have fewer are counted.
 
@@ -155,7 +154,8 @@ class Buffer(AbstractContextManager["Buffer"]):
                 make_private(config.folder)  # it contains users' text
                 opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
-                # The order matters: the next number needs commits and files, the key the number.
+                # The order matters: the next number depends on commits and files, and the key
+                # depends on that number.
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
                 self._files = RollingFiles(
@@ -166,7 +166,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                     self.counts,
                     self.damage,
                 )
-                # Commits count too: the records with the highest numbers may have expired, and no
+                # Commits count too: the records with the highest numbers may have expired, but no
                 # number is used twice.
                 through = max((trained.through for trained in self.commits()), default=0)
                 self._next_seq = 1 + max(self._files.last_number(), through)
@@ -185,13 +185,13 @@ class Buffer(AbstractContextManager["Buffer"]):
         """Store `frames`, as `read_frames` yields them; return the number of frames by outcome.
 
         The outcomes are stored, duplicate, foreign (stored separately), other_adapter (from our
-        target, but made with a different adapter from the draft's, or without it), stateless
-        (without the hidden states that the draft reads), textless (a later segment whose preceding
-        text was lost), forgotten (from a deleted tenant), unknown_penalty (held out but unusable
-        for judging, because a penalty of its request cannot be applied), and the reason for each
-        error. On return, the records are on disk, and the sender may delete them. A bad frame is
-        not stored: it is unknown whose text it contains, so it could never be deleted by tenant. An
-        example of it goes to the quarantine.
+        target, but made with an adapter other than the draft's, or without it), stateless (without
+        the hidden states that the draft reads), textless (a later segment whose preceding text was
+        lost), forgotten (from a deleted tenant), unknown_penalty (held out but unusable for
+        judging, because a penalty of its request cannot be applied), and the reason for each error.
+        On return, the records are on disk, and the sender may delete them. A bad frame is not
+        stored, because it is unknown whose text it contains, so it could never be deleted by
+        tenant. Examples of bad frames go to the quarantine.
 
         Raises:
             BufferFullError: the disk is full. Nothing was stored in this case.
@@ -251,7 +251,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def expire(self, now_s: float) -> None:
         """Delete files past the maximum age.
 
-        `append` does this too; call this method in case no records arrive.
+        `append` does this too; call this method for times when no records arrive.
         """
         with self._lock:
             self.now_s = now_s
@@ -260,26 +260,28 @@ class Buffer(AbstractContextManager["Buffer"]):
                 self.quarantine.expire(now_s)
 
     def fresh(self, after: int, limit: int) -> list[Stored]:
-        """The oldest `limit` training records after sequence number `after`, in order of arrival.
+        """Return the oldest `limit` training records after number `after`, in order of arrival.
 
-        There are fewer if no more exist, if together they would exceed `max_read_bytes`, or if some
-        turned out to be corrupt and were thrown away.
+        Fewer are returned if no more exist, if together they would exceed `max_read_bytes`, or if
+        some were corrupt and therefore deleted.
         """
         with self._lock:
             seqs = self._training()["seq"]
             return self._read(seqs[seqs > after][:limit])
 
     def bound_lag(self, after: int, max_records: int) -> tuple[int, int]:
-        """(new `after` with at most `max_records` fresh records left, number of skipped records).
+        """Return an `after` with at most `max_records` fresh records left, and the number skipped.
 
-        Without this limit, a learner slower than traffic would train on ever older records. Skipped
-        records may be replayed.
+        Without this limit, a learner that is slower than the traffic would train on ever older
+        records. Skipped records may be replayed.
         """
         with self._lock:
             seqs = self._training()["seq"]
-        # Numbers are not consecutive here: held-out and foreign records have some of them.
+        # Numbers of training records are not consecutive, because held-out and foreign records use
+        # numbers too.
         seqs = seqs[seqs > after]
-        # E.g. 3, 5, 8 and 9 wait, and 2 may: 3 and 5 are skipped, so the new `after` is 5.
+        # E.g. if 3, 5, 8 and 9 wait and at most 2 may, 3 and 5 are skipped, so the new `after` is
+        # 5.
         num_skipped = len(seqs) - max_records
         return (int(seqs[num_skipped - 1]), num_skipped) if num_skipped > 0 else (after, 0)
 
@@ -297,11 +299,11 @@ class Buffer(AbstractContextManager["Buffer"]):
 
         A fraction of them are `anchors`; the rest are distinct records up to sequence number
         `through`, drawn by weight. No tenant has more than `tenant_share` of the rest while others
-        have records left. There are fewer records if the buffer contains fewer, or if together they
-        would exceed `max_read_bytes`. The same contents and seed give the same records.
+        have records left. Fewer records are returned if the buffer contains fewer, or if together
+        they would exceed `max_read_bytes`. The same contents and seed give the same records.
         """
         rng = np.random.default_rng(seed)
-        # Without anchors in the file, all of the draw is from traffic.
+        # Without anchors in the file, the whole draw comes from traffic.
         num_anchors = min(len(anchors), round(count * policy.anchor_share))
         chosen = (
             [anchors[i] for i in rng.choice(len(anchors), num_anchors, replace=False)]
@@ -322,14 +324,15 @@ class Buffer(AbstractContextManager["Buffer"]):
             return chosen + [stored.record for stored in self._read(seqs)]
 
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
-        """Sequence numbers of the newest held-out requests in every domain.
+        """Return the sequence numbers of the newest held-out requests in every domain.
 
         A domain without traffic today is included too. Each prompt counts once, and no tenant has
         more than `tenant_share` of the requests. `limits` are other fields of EvidenceLimits.
         """
         with self._lock:
             index = self._usable()
-        # After a change of `held_out_fraction` a prompt may be on both sides: then it is trained.
+        # After a change of `held_out_fraction`, a prompt may be both trained on and held out: then
+        # it counts as trained on.
         held_out = index[
             index["held_out"] & ~np.isin(index["prompt"], index["prompt"][~index["held_out"]])
         ]
@@ -339,17 +342,18 @@ class Buffer(AbstractContextManager["Buffer"]):
         return choose_evidence(held_out, name_domains(index, self.known_domains), wanted)
 
     def refresh_names(self) -> Mapping[str, str]:
-        """Update `names` from the records, and return them."""
+        """Update the domain names in `names` from the records, and return them."""
         with self._lock:
             index = self._usable()
         self.names = name_domains(index, self.known_domains)
         return self.names
 
     def served_target(self) -> str:
-        """The target weights that verify drafts now, in the form of `Record.target`."""
+        """Return the target weights that verify drafts now, in the form of `Record.target`."""
         with self._lock:
             numbers, names = self._files.index()["target"][-RECENT:].tolist(), list(TARGETS)
-        # of many records: a late one, or a server without the newest weights, does not decide
+        # Many records decide, so that a late record, or a server without the newest weights, does
+        # not.
         counts = Counter(names[number] for number in numbers if self._is_ours(names[number]))
         return max(counts, key=counts.__getitem__, default=self.target_fingerprint)
 
@@ -376,7 +380,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
         """Yield the records with these sequence numbers, in order, one at a time.
 
-        Missing records are left out. So are corrupt ones, which are counted and deleted.
+        Missing records are skipped. Corrupt records are skipped too, and are counted and deleted.
         """
         for seq in seqs:
             with self._lock:
@@ -399,14 +403,14 @@ class Buffer(AbstractContextManager["Buffer"]):
     def delete_tenant(self, tenant: str, now_s: float) -> int:
         """Delete all records of a tenant, including foreign ones, and overwrite them on disk.
 
-        Returns the number of those records. The quarantine is overwritten and deleted too,
-        because some of its content may be the tenant's. Records of the tenant made until now will
-        not be stored if they arrive later.
+        Return the number of deleted records. The quarantine is overwritten and deleted too, because
+        some of its content may be the tenant's. Records of the tenant made until now will not be
+        stored if they arrive later.
         """
         name = stored_name(tenant)
         with self._lock, named_disk_full():
-            # First the list, then the records: after a kill in between, `delete_tenant` can be
-            # repeated, and in the meantime nothing new of the tenant is stored.
+            # The list is written before the records are deleted: after a kill in between,
+            # `delete_tenant` can be repeated, and until then, nothing new of the tenant is stored.
             self._cursor.forget(_sha256(name), now_s + CLOCK_SLACK_S)
             deleted = sum(self._files.each(lambda file: file.delete_tenant(name)))
             self.clear_quarantine()
@@ -432,7 +436,7 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))
 
     def commits(self) -> list[Commit]:
-        """The commits, newest first.
+        """Return the commits, newest first.
 
         Resume from the first one whose checkpoint is intact, and train on the records after it.
         """
@@ -470,25 +474,25 @@ class Buffer(AbstractContextManager["Buffer"]):
             return False
         if not record.hidden or record.hidden_shape != self.hidden_shape:
             return True
-        # A row is predicted from the state of the token before it: without that state nothing can
+        # A row is predicted from the state of the token before it. Without that state, nothing can
         # be learned.
         read_R = _find_states(record)
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
 
     def _is_short(self, record: Record) -> bool:
-        """Whether the draft's windows read states, for some rows, from before the record's first."""
+        """Whether the draft's windows read states from before the record's first for some rows."""
         read_R = _find_states(record)
         return record.hidden_begin > 0 and bool(
             ((read_R >= 0) & (read_R < self.needed_states)).any()
         )
 
     def _is_of_other_adapter(self, record: Record) -> bool:
-        """Whether the record is of our target's folder, but has another adapter or lacks ours."""
+        """Whether the record is from our target's folder, but not made with our adapter."""
         is_of_folder = record.target_fingerprint == self.target_fingerprint.partition("#")[0]
         return is_of_folder and record.base != self.target_fingerprint
 
     def _find_text(self, record_id: str) -> Text | None:
-        """The text of a stored record; None if the record does not exist."""
+        """Return the text of a stored record; None if the record does not exist."""
         for found in self._files.each(lambda file: file.find_frame(record_id)):
             stored = None if found is None else self._read_one(found[0])
             if found is not None and stored is not None:
@@ -532,7 +536,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return training
 
     def _read(self, seqs: NDArray[np.int64]) -> list[Stored]:
-        """The first records in `seqs` that fit into `max_read_bytes`, but at least one.
+        """Return the first records in `seqs` that fit into `max_read_bytes`, but at least one.
 
         They are sorted by ascending number.
         """
@@ -540,8 +544,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         num_bytes = 0
         for stored in self.read(seqs.tolist()):
             num_bytes += stored.record.num_bytes
-            # Cut in the order given, which for a replay is the order of the draw. Sorted only
-            # afterwards.
+            # The list is cut in the order given, which for a replay is the order of the draw, and
+            # sorted only afterwards.
             if found and num_bytes > self.config.max_read_bytes:
                 break
             found.append(stored)
@@ -552,7 +556,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return None if record is None else Stored(seq=seq, record=self._strip(record))
 
     def _strip(self, record: Record) -> Record:
-        """The record, without its hidden states if the draft reads none.
+        """Return the record, without its hidden states if the draft reads none.
 
         Hidden states make up nearly all of its size.
         """
@@ -565,7 +569,7 @@ class Buffer(AbstractContextManager["Buffer"]):
 
 
 def _find_states(record: Record) -> NDArray[np.int64]:
-    """For each row, the index, among the record's states, of the state of the token before it."""
+    """For each row, find the state of the token before it, as an index into the record's states."""
     # E.g. the row of position 10 reads token 9 on the text, and token 7 after 2 rejected tokens.
     index_R: NDArray[np.int64] = record.positions - record.branches - 1 - record.hidden_begin
     return index_R

@@ -22,8 +22,8 @@ LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
 PAGE_BYTES = 16 << 10  # above SQLite's 4 KiB: a frame spans many, each page is a write
 MIN_FILE_BYTES = 512  # The smallest page of SQLite.
 
-# Two tables, because a scan of the index columns would read a page per record if they were stored
-# next to the blobs.
+# There are two tables, because a scan of the index columns would read a page per record if they
+# were stored next to the blobs.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY, record_id TEXT NOT NULL UNIQUE, time_s REAL NOT NULL, domain TEXT NOT NULL,
@@ -67,7 +67,7 @@ class DamagedFileError(sqlite3.DatabaseError):
 
 
 class Row(NamedTuple):
-    """The columns of a record: everything known without decoding it."""
+    """The columns of a record, i.e. everything that is known without decoding it."""
 
     record_id: str
     time_s: float
@@ -75,8 +75,8 @@ class Row(NamedTuple):
     domain: str
     tenant: str
     target: str
-    """`Record.target`. For targets without versions it is a fingerprint; other weights are another
-    target.
+    """`Record.target`. For targets without versions, this is a fingerprint, so that different
+    weights are a different target.
     """
     draft_version: str
     num_drafted: int
@@ -105,7 +105,7 @@ class BufferFile:
         self._index = self._oldest_s = self._sizes = None
 
     def index(self) -> Index:
-        """The index, INDEX_DTYPE [records], by ascending sequence number.
+        """Return the index, INDEX_DTYPE [records], by ascending sequence number.
 
         It is read from the file once and then kept up to date.
         """
@@ -126,7 +126,7 @@ class BufferFile:
             DamagedFileError: a row differs from what was written.
         """
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
-            # `pop` runs before `_checksum`, so the checksum is over the columns before it.
+            # `pop` runs before `_checksum`, so the checksum covers the columns before it.
             if columns.pop() != _checksum(seq, columns):
                 raise DamagedFileError(f"the checksum of record {seq} differs")
             row = Row(*columns)
@@ -153,7 +153,8 @@ class BufferFile:
                 f"INSERT INTO frames VALUES ({_MARKS['frames']})",
                 [(seq, frame) for seq, _, frame in rows],
             )
-        # after the commit: a transaction that failed must not leave rows in the cached index
+        # Extended after the commit, because a failed transaction must not leave rows in the cached
+        # index.
         self._inserted += [(seq, row) for seq, row, _ in rows]
         self._oldest_s = oldest_s
         if self._sizes is not None:
@@ -161,7 +162,7 @@ class BufferFile:
         return True
 
     def find_known(self, record_ids: list[str]) -> set[str]:
-        """The subset of these record ids that are in this file."""
+        """Return those of the record ids that are in this file."""
         # SQLite accepts 32,766 placeholders by default. `intake` passes at most BATCH_RECORDS at a
         # time.
         marks = ",".join("?" * len(record_ids))
@@ -171,7 +172,7 @@ class BufferFile:
         return {record_id for (record_id,) in found}
 
     def find_frame(self, record_id: str) -> tuple[int, int] | None:
-        """Sequence number and frame size in bytes of the record with this id.
+        """Return the sequence number and the frame size in bytes of the record with this id.
 
         None if the record is not in this file.
         """
@@ -185,12 +186,12 @@ class BufferFile:
         return at < len(seqs) and int(seqs[at]) == seq
 
     def read_frame(self, seq: int) -> bytes | None:
-        """The frame of a record; None if it is not in this file."""
+        """Return the frame of a record; None if it is not in this file."""
         found = self.connection.execute("SELECT frame FROM frames WHERE seq = ?", (seq,)).fetchone()
         return None if found is None else bytes(found[0])
 
     def frame_sizes(self) -> NDArray[np.int64]:
-        """Size of each frame in bytes, [records], in the order of the index.
+        """Return the size of each frame in bytes, [records], in the order of the index.
 
         The sizes are kept up to date in the same way as the index.
         """
@@ -200,7 +201,10 @@ class BufferFile:
         return np.array(self._sizes, np.int64)
 
     def copy(self, seqs: Iterable[int], source: "BufferFile") -> None:
-        """Store records copied from another file; they must come after those of this one."""
+        """Store records copied from another file.
+
+        Their numbers must be higher than those in this file.
+        """
         self._forget_cached()
         with transaction(self.connection):
             for seq in seqs:
@@ -223,7 +227,8 @@ class BufferFile:
 
         Returns the number of records found.
         """
-        # forgotten first: if the transaction fails, the index is read again, and is never wrong
+        # The cached index is dropped first: if the transaction fails, the index is read from the
+        # file again, and is never wrong.
         self._forget_cached()
         with transaction(self.connection):
             values = [(seq,) for seq in seqs]
@@ -231,11 +236,11 @@ class BufferFile:
             return self.connection.executemany("DELETE FROM records WHERE seq = ?", values).rowcount
 
     def delete_tenant(self, name: str) -> int:
-        """Delete the records of a tenant; returns the number of them."""
+        """Delete the records of a tenant; return the number of deleted records."""
         return self.delete([seq for seq, _, _ in self.find_tenant(name)])
 
     def find_tenant(self, name: str) -> list[tuple[int, float, bool]]:
-        """Sequence number, arrival and `held_out` flag of each record of a tenant."""
+        """Return the sequence number, arrival and `held_out` flag of each record of a tenant."""
         query = "SELECT seq, time_s, held_out FROM records WHERE tenant = ? ORDER BY seq"
         return [
             (seq, time_s, bool(held_out))
@@ -264,17 +269,17 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
     Every commit is written to the disk before it returns.
 
     Raises:
-        ValueError: if another release wrote the file, with other columns.
+        ValueError: if a different release wrote the file, with different columns.
     """
-    # Not Python's transactions: `transaction` begins and ends them. The buffer's lock orders the
-    # threads.
+    # Python's transactions are off, because `transaction` begins and ends them. The buffer's lock
+    # serialises the threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
         # The page size applies only to a new file. An existing one keeps its size.
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # No write-ahead log: records are only added, and would be written twice, once to the log
-        # and once to the file. The rollback journal is truncated after each transaction, so it
-        # keeps no deleted text.
+        # There is no write-ahead log: records are only added, and would be written twice, once to
+        # the log and once to the file. The rollback journal is truncated after each transaction, so
+        # it keeps no deleted text.
         connection.execute("PRAGMA journal_mode = TRUNCATE")
         connection.execute("PRAGMA synchronous = FULL")
         # Without secure_delete, SQLite may only mark the pages as free, with the text in them.
@@ -285,8 +290,8 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
                 f"{path} has layout {layout}, and this release reads {LAYOUT}: move the file away"
             )
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            # One transaction, `user_version` included: a kill cannot leave tables of an unknown
-            # layout.
+            # `user_version` is part of the same transaction, so a kill cannot leave tables of an
+            # unknown layout.
             connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
     except (sqlite3.Error, ValueError):
         connection.close()
@@ -312,7 +317,7 @@ _CANNOT_WRITE = (
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY,
 )
-"""If the journal cannot grow or be created, SQLite reports an I/O error, or a failure to open a
+"""If the journal cannot grow or be created, SQLite reports an I/O error or a failure to open a
 file.
 """
 
@@ -344,7 +349,7 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def _build_index(rows: Iterable[Any]) -> Index:
-    """INDEX_DTYPE [rows], built from the columns in order.
+    """Build INDEX_DTYPE [rows] from the columns, in order.
 
     There are few distinct names, so they are interned to share memory.
 
@@ -363,13 +368,13 @@ def _build_index(rows: Iterable[Any]) -> Index:
 
 
 def _checksum(seq: int, row: Iterable[Any]) -> int:
-    """CRC-32 of a row, with each bool as a number, because SQLite stores it as one."""
+    """Return the CRC-32 of a row, with each bool as a number, because SQLite stores it as one."""
     values = [int(value) if isinstance(value, bool) else value for value in row]
     return zlib.crc32(msgspec.msgpack.encode((seq, *values)))
 
 
 def estimate_bytes(frames: Iterable[bytes]) -> int:
-    """Upper bound on the bytes that the frames occupy on the disk.
+    """Return an upper bound on the bytes that the frames occupy on the disk.
 
     Each frame may end within a page, and the frames may open a new file.
     """
@@ -386,5 +391,6 @@ def _paths(path: Path) -> list[Path]:
 
 
 def _primary_code(error: sqlite3.Error) -> int:
-    # The low byte: SQLITE_IOERR_WRITE is 778 = 3 << 8 | 10, and 10 is SQLITE_IOERR.
+    # The low byte is the error class: SQLITE_IOERR_WRITE is 778 = 3 << 8 | 10, and 10 is
+    # SQLITE_IOERR.
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,6 +1,6 @@
 """The draft in training, on all ranks.
 
-It begins from a version, steps on records, and writes checkpoints.
+The draft starts from a version, is trained on records, and is written to checkpoints.
 
 rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
                  └──────────────── Candidate.step ─────────────────┘
@@ -53,7 +53,7 @@ class NotFiniteError(Exception):
 
 
 def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
-    """(number per token, size) of the hidden states that the exported draft reads.
+    """Return (number per token, size) of the hidden states that the exported draft reads.
 
     None if it reads none.
 
@@ -65,7 +65,7 @@ def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
 
 
 def choose_reads(family: Family, draft: Draft) -> Reads:
-    """The place of recorded states in a signal.
+    """Return the field of a signal that holds the recorded states.
 
     This is `Family.reads`, or "layers" if this draft reads states of the target's layers.
     """
@@ -81,7 +81,7 @@ def _find_learning(name: str) -> Family:
 
 
 class Candidate:
-    """One draft and one optimizer; each method runs on all ranks together."""
+    """One draft and its optimizer. Each method runs on all ranks together."""
 
     def __init__(
         self, cfg: Training, name: str, target: Path, machine: Machine | None = None
@@ -113,20 +113,21 @@ class Candidate:
     @property
     def is_hopeless(self) -> bool:
         """Whether too many steps in a row were non-finite for training to recover."""
-        # Half of the limit: at the limit `Distillation.step` raises, which would end the learner.
+        # Half of the limit, because at the limit, `Distillation.step` raises an error, which would
+        # end the learner.
         return self.distillation.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW // 2
 
     def load(self, folder: Path) -> Any:
-        """The draft in a folder, on this rank's device, in the dtype in which it was saved.
+        """Load the draft in a folder onto this rank's device, in the dtype in which it was saved.
 
         Raises:
-            ValueError, OSError: if it cannot be read, or belongs to another family.
+            ValueError, OSError: if it cannot be read, or belongs to a different family.
         """
         return self.family.load(folder, lambda: self._borrowed).to(self.accelerator.device)
 
     @cached_property
     def _borrowed(self) -> Target:
-        """The target's embeddings and output head on this rank's device.
+        """Return the target's embeddings and output head on this rank's device.
 
         They are read once and shared by all heads.
         """
@@ -150,14 +151,14 @@ class Candidate:
             lr=cfg.lr,
             weight_decay=cfg.weight_decay,
             schedule="constant",
-            # as a fraction of `warmup_steps`, which is the only length that the schedule has
+            # A fraction of `warmup_steps`, which is the only length in the schedule.
             warmup_fraction=1.0,
             max_grad_norm=cfg.max_grad_norm,
             # more than `cfg.accumulation` if a step did not fit into memory
             accumulation=self.accelerator.gradient_accumulation_steps,
         )
         divergence = Divergence(name=cfg.divergence)
-        # In float32: a small step of AdamW is lost in bf16's 8 bits.
+        # The weights are float32, because a small step of AdamW is lost in bf16's 8 bits.
         self._distillation = Distillation(
             draft.float(), self._read_signal, divergence, optim, cfg.warmup_steps, self.accelerator
         )
@@ -182,14 +183,16 @@ class Candidate:
     def resume(self, version: Path, checkpoint: Path) -> None:
         """Continue from `checkpoint`, with the config and layout of `version`.
 
-        The optimizer starts fresh if the checkpoint is from another optimizer or number of ranks.
+        The optimizer state is reset if the checkpoint was written with a different optimizer or
+        number of ranks.
         """
         if fits(checkpoint / STATE, self.accelerator, self.cfg.optimizer):
             self.begin(version)
             self.distillation.resume(checkpoint / STATE)
         else:
             self.begin(checkpoint / DRAFT)
-            # The checkpoint's folder, which `begin` took for the version, is deleted later.
+            # Use the version's folder: the checkpoint's folder, which `begin` recorded, is deleted
+            # later.
             self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
@@ -241,13 +244,13 @@ class Candidate:
             num_batches=ranks * self.distillation.optim.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,
-            # Drawn, because seeds of steps are multiples of the number of records per step, and
-            # some of these hardly change a choice.
+            # The seed is drawn, because seeds of steps are multiples of the number of records per
+            # step, and some multiples hardly change a choice.
             salt=int(rng.integers(1 << 31)),
             reads=reads,
             needed_states=self.family.needed_states(read_config(self.version)),
         )
-        # Every rank has packed all batches from the same seed, and keeps a share.
+        # Every rank has packed all batches with the same seed, and keeps its share.
         return batches[rank::ranks]
 
     def write(self, folder: Path) -> None:
@@ -255,7 +258,7 @@ class Candidate:
 
         Raises:
             NotFiniteError: on every rank, if the weights are not finite.
-            Exception: on the first rank only, whatever kept a rank from writing.
+            Exception: on the first rank only, the error that kept a rank from writing.
         """
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
@@ -275,7 +278,7 @@ class Candidate:
             Exception
         ) as error:  # e.g. a full disk: torch and safetensors have their own names for it
             failed.append(error)
-        # Every rank waits here until all have written: then the first one seals the folder.
+        # Every rank waits here until all have written; then the first rank seals the folder.
         if (failed := gather_object(failed)) and self.accelerator.is_main_process:
             raise failed[0]
 
@@ -290,7 +293,7 @@ class Candidate:
         draft.export(folder, dtype, weights=weights, like=self.version)
 
     def rest(self) -> None:
-        """Do nothing. An occasional order keeps the other ranks from timing out while they wait."""
+        """Do nothing. An occasional call keeps the other ranks from timing out while they wait."""
 
 
 class Ranks:
@@ -306,13 +309,13 @@ class Ranks:
     def do(
         self, method: Callable[Concatenate[Candidate, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a method of `Candidate` on all ranks; returns rank 0's result."""
+        """Call a method of `Candidate` on all ranks; return rank 0's result."""
         if not self.is_alone:
             broadcast_object_list([(method, args, kwargs)])  # a method travels as its name
         return method(self.candidate, *args, **kwargs)
 
     def follow(self) -> None:
-        """Run the loop of the other ranks: execute rank 0's orders until it calls `dismiss`."""
+        """Run the loop of every rank but 0: execute rank 0's calls until it calls `dismiss`."""
         while True:
             order: list[Any] = [None]
             broadcast_object_list(order)

@@ -2,7 +2,7 @@
 
     wall clock agrees with the elapsed time     it is used
     it jumped                                   time continues at the expected rate
-    it has stayed so for 10 minutes             it is used: the jump was a correction, or a long stop
+    it was consistent for 10 minutes            it is used again
 
 Without this, a wall clock that is 8 days ahead for a few seconds would cause every record to be
 deleted as too old.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 SLACK_S = 3600.0  # the wall clock agrees within this distance of the expected time
-# seconds for which a clock that jumped must be consistent before it is used again
+# Seconds for which a clock that jumped must be consistent before it is used again.
 BELIEVED_AFTER_S = 600.0
 
 
@@ -23,7 +23,7 @@ class _Reading(NamedTuple):
     elapsed_s: float
 
     def expect(self, elapsed_s: float) -> float:
-        """The time that the wall clock shows at `elapsed_s` if it does not jump."""
+        """Return the time that the wall clock shows at `elapsed_s` if it does not jump."""
         return self.wall_s + elapsed_s - self.elapsed_s
 
 
@@ -39,28 +39,29 @@ class SteadyClock:
     ) -> None:
         """Start from the current time of the wall clock if it is plausible.
 
-        `wall` is in seconds since the epoch and may jump. `elapsed` is in seconds since any moment
-        and may not jump. The wall clock is doubted at first if it is earlier than `last_s`, the
-        last time known from before this process, or more than `max_gap_s` after it.
+        `wall` is in seconds since the epoch and may jump. `elapsed` is in seconds since an
+        arbitrary moment and may not jump. The wall clock is doubted at first if it is earlier than
+        `last_s`, the last time known from before this process, or more than `max_gap_s` after it.
         """
         self._wall, self._elapsed = wall, elapsed
         now = _Reading(wall(), elapsed())
         gap_s = 0.0 if last_s is None else now.wall_s - last_s
         is_likely = -SLACK_S <= gap_s <= max_gap_s
-        # In doubt, time continues from `last_s`, which is `wall_s` minus the gap.
+        # If the clock is doubted, time continues from `last_s`, which is `wall_s` minus the gap.
         self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
         self._doubted: _Reading | None = None  # wall clock at the last jump; None: it is used
         self.problem = ""  # a sentence while the wall clock is not used, by `now_s`
         self.now_s()
 
     def now_s(self) -> float:
-        """Seconds since the epoch: by the wall clock if it is plausible, otherwise as expected."""
+        """Return the wall clock's time since the epoch, or the expected one if that is implausible."""
         now = _Reading(self._wall(), self._elapsed())
         expected_s = self._believed.expect(now.elapsed_s)
         if abs(now.wall_s - expected_s) <= SLACK_S:
             return self._believe(now)
         if self._doubted is None or abs(now.wall_s - self._doubted.expect(now.elapsed_s)) > SLACK_S:
-            # The first reading after a jump. Another jump in this time restarts the ten minutes.
+            # Time of the first reading after a jump. Another jump in the meantime restarts the ten
+            # minutes.
             self._doubted = now
         if now.elapsed_s - self._doubted.elapsed_s >= BELIEVED_AFTER_S:
             return self._believe(now)

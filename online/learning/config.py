@@ -1,6 +1,6 @@
-"""Settings of the draft, the buffer, training and of judging a candidate.
+"""Settings of the draft, the buffer, training, and judging a candidate.
 
-Loads no torch: every command reads them.
+This module does not load torch, because every command reads the settings.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,9 @@ class Training:
     """Number of steps over which the learning rate rises from 0, each time the optimizer is reset.
     """
     weight_decay: float = 0.0
-    """Weight decay: each step shrinks the weights by this value times the learning rate."""
+    """Weight decay, AdamW style: each step shrinks the weights by this value times the learning
+    rate.
+    """
     max_grad_norm: float = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it."""
     divergence: str = "forward_kl"
@@ -45,12 +47,12 @@ class Training:
     lk_hybrid.
     """
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Precision of the forward and backward pass. Default: bf16 on a GPU with bfloat16 units,
-    elsewhere the setting of `accelerate launch`. "no" is float32. Weights and optimizer state stay
-    in float32.
+    """Precision of the forward and backward pass. The default is bf16 on a GPU with bfloat16 units,
+    and the setting of `accelerate launch` elsewhere. "no" is float32. Weights and optimizer state
+    stay in float32.
     """
     fresh_per_step: int = 4
-    """Number of new records per optimizer step, in order of arrival. Each record is used as new
+    """Number of new records per optimizer step, in order of arrival. Each record counts as new only
     once.
     """
     replay_per_step: int = 28
@@ -64,8 +66,8 @@ class Training:
     records_per_candidate: int = 128
     """Number of new records to train on before a candidate is judged."""
     max_lag_records: int = 4096
-    """Maximum backlog of new records. If more are waiting, the oldest are never trained as new, but
-    can still be replayed.
+    """Maximum backlog of new records. If more are waiting, the oldest are skipped as new records,
+    but can still be replayed.
     """
     max_skipped_share: float = 0.1
     """Discard a candidate if more than this fraction of its steps had a non-finite loss or
@@ -109,25 +111,25 @@ class Judging:
     samples. Used only until a server reports its own method.
     """
     held_out_per_domain: int = 200
-    """Number of held-out requests per domain, the newest ones, on which a candidate is judged. A
-    prompt counts once, however often it was sent.
+    """Number of held-out requests per domain on which a candidate is judged; the newest ones are
+    used. A prompt counts once, however often it was sent.
     """
     domains: tuple[str, ...] = ()
-    """Domains that are always judged separately. Because clients can invent domains, another domain
-    is judged separately only if at least two tenants send it, or if there is only one tenant. All
-    others count as one domain, `other`.
+    """Domains that are always judged separately. Because clients can invent domains, any domain not
+    listed here is judged separately only if at least two tenants send it, or if there is only one
+    tenant. All remaining domains count as one domain, `other`.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
     folder: Path | None = field(default=None, metadata={"listed": False})
-    """Folder for the buffer's files. None: records are kept in this process's memory, and are lost
-    when it exits.
+    """Folder for the buffer's files. With None, records are kept in this process's memory and are
+    lost when it exits.
     """
     max_bytes: int = 8 << 30
-    """Total size of the buffer's files in bytes. Above it, the oldest records are deleted, starting
-    with those of tenants that exceed `tenant_share` of the bytes.
+    """Total size of the buffer's files in bytes. If the files exceed it, the oldest records are
+    deleted, starting with those of tenants that exceed `tenant_share` of the bytes.
     """
     max_age_s: float = 7 * 86400
     """Maximum age of a record in seconds since it arrived at the learner; older records are
@@ -135,9 +137,9 @@ class BufferConfig:
     """
     max_read_bytes: int = 192 << 20
     """Maximum size, in bytes, of new records in memory during a step; replayed records may take the
-    same amount again. Only records with hidden states reach this limit. A step then uses fewer
-    records than `training` specifies: raise this value to `training.replay_per_step` times the size
-    of a record, at 2 bytes per number.
+    same amount again. Only records with hidden states are large enough to reach this limit. A step
+    then uses fewer records than `training` specifies; to avoid this, raise the limit to
+    `training.replay_per_step` times the size of a record, at 2 bytes per number.
     """
     held_out_fraction: float = 0.2
     """Fraction of all prompts whose records are held out to judge candidates. A secret key in the
@@ -148,7 +150,7 @@ class BufferConfig:
     """Maximum share of one tenant (X-Redraft-Tenant) of the held-out requests that judge a
     candidate, of replayed records, and of the bytes of a full buffer. All requests without the
     header count as one tenant. If there are fewer than 1 / tenant_share tenants, each may have an
-    equal share, so a single one has everything. Set this to 1 if you trust all tenants.
+    equal share, so a single tenant may have everything. Set this to 1 if you trust all tenants.
     """
 
     def __post_init__(self) -> None:
@@ -166,12 +168,12 @@ class BufferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The weight of a record in `Buffer.replay`.
+    """The weight with which `Buffer.replay` draws a record.
 
     The weight is 2^(-age / half_life) * (1 + surprise * r). Here r = (wrong + 1) / (drafted + 2) is
-    the smoothed share of verified draft tokens that the target refused; a record without any gets
-    1/2. Surprise is a weight rather than a filter, because training only on refused positions
-    adapts more slowly.
+    the smoothed share of verified draft tokens that the target rejected; for a record without draft
+    tokens, it is 1/2. Surprise is a weight rather than a filter, because a draft trained only on
+    rejected positions adapts more slowly.
     """
 
     half_life_s: float = 3600
@@ -181,4 +183,4 @@ class Replay:
     rejected is drawn up to (1 + this) times as often as one whose tokens were all accepted.
     """
     anchor_share: float = 0.25
-    """Fraction of `anchors` records among replayed records, against forgetting."""
+    """Fraction of `anchors` records among replayed records, to prevent forgetting."""

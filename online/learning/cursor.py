@@ -1,10 +1,10 @@
-"""The buffer's state of training, tenants and weights, in two small files with checksums.
+"""The buffer's checkpoints, forgotten tenants and past weights, in two files with checksums.
 
     cursor.json       commits of checkpoints, the forgotten tenants, and weights of the target that no longer count
-    forgotten.json    the forgotten tenants once more: a promise must outlive one damaged file
+    forgotten.json    a copy of the forgotten tenants, because a promise must outlive one damaged file
 
 A damaged file is set aside and reported. Checkpoints and versions then show how far training had
-come.
+progressed.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     """The content of both files; forgotten.json contains only the tenants."""
 
     trained: tuple[Commit, ...] = ()
-    """Commits of trained records, newest first."""
+    """Commits of checkpoints, newest first."""
     forgotten: dict[str, float] = {}
     past: frozenset[str] = frozenset()
 
@@ -41,7 +41,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 class Cursor:
     """Commits, forgotten tenants and past weights. Not thread-safe.
 
-    Kept in memory if `folder` is None.
+    They are kept in memory if `folder` is None.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -57,10 +57,10 @@ class Cursor:
         """Add a commit.
 
         Raises:
-            OSError: if the disk cannot be written; then the commit does not count.
+            OSError: if the disk cannot be written, in which case the commit does not count.
         """
         commits = (commit, *self.commits)[:MAX_COMMITS]
-        # The disk first: if it is full, the memory still agrees with the file.
+        # The disk is written first: if it is full, the memory still agrees with the file.
         self._write(commits, self.forgotten)
         self.commits = commits
 
@@ -72,7 +72,7 @@ class Cursor:
         """
         forgotten = {**self.forgotten, tenant_sha256: time_s}
         if self.folder is not None:
-            # after a kill between the two files the tenant is in one of them, which is enough
+            # After a kill between the two files, the tenant is in one of them, which is enough.
             write_sealed(self.folder / FORGOTTEN, {"forgotten": forgotten})
         self._write(self.commits, forgotten)
         self.forgotten = forgotten
@@ -81,8 +81,8 @@ class Cursor:
         """Replace `past`.
 
         Raises:
-            OSError: if the disk cannot be written; then the new value lasts only until the process
-                ends.
+            OSError: if the disk cannot be written, in which case the new value lasts only until the
+                process ends.
         """
         self.past = past
         self._write(self.commits, self.forgotten)
@@ -99,7 +99,8 @@ class Cursor:
         cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
         if cursor:
             self.commits, self.past = cursor.trained, cursor.past
-        # The union: a tenant is forgotten if either file lists it, with the later time.
+        # Take the union: a tenant is forgotten if either file lists it, with the later of two
+        # times.
         for file in filter(None, (cursor, again)):
             for tenant_sha256, time_s in file.forgotten.items():
                 self.forgotten[tenant_sha256] = max(
@@ -131,7 +132,7 @@ class Cursor:
             )
 
     def _read_one(self, path: Path) -> _Fields | None:
-        """The file's fields; None if it is missing or damaged."""
+        """Return the file's fields; None if it is missing or damaged."""
         try:
             return read_sealed_as(path, _Fields, None)
         except DamagedError as error:
@@ -142,7 +143,7 @@ class Cursor:
 def begin_training_again(folder: Path | None) -> None:
     """Make the next learner start at the served version, after the records already trained on.
 
-    For a folder that no learner uses.
+    No learner may be using the folder.
 
     Raises:
         AlreadyOwnedError: a learner has the buffer open.

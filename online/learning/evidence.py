@@ -25,10 +25,10 @@ OTHER = "other"  # all domains not judged by themselves; it has no verdict
 MAX_DOMAINS = 32  # maximum number of separate domains, besides the known ones
 
 FULL_TENANT, LEAST_FULL = 20, 5
-"""A tenant with FULL_TENANT requests counts in full, and smaller ones count together, so that a
-single stray request does not turn one tenant into two and halve the first one's share. If half of
-the tenants have fewer requests, their number is used, down to LEAST_FULL, so that many small
-tenants do not count as one next to a large one.
+"""A tenant with FULL_TENANT requests counts in full, and smaller tenants count together, so that a
+single stray request does not add a tenant and halve the share of the first one. If half of the
+tenants have fewer requests, their number of requests is used instead, down to LEAST_FULL, so that
+many small tenants do not count as one next to a large one.
 """
 
 
@@ -41,17 +41,17 @@ class EvidenceLimits:
     tenant_share: float = 1.0
     """Maximum share of one tenant; see `take_fairly`."""
     at_least: int = 0
-    """The share is exceeded if fewer requests than this would remain."""
+    """Minimum number of requests to keep, even if that exceeds the share."""
     at_least_of_domain: int = 0
-    """The same limit within a domain."""
+    """Minimum number of requests to keep within a domain, in the same way."""
     since_s: float = -math.inf
     """Use only records that arrived after this time, in seconds since the epoch."""
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
-    """Sequence numbers of the records that judge a draft, in ascending order.
+    """Return the sequence numbers of the records that judge a draft, in ascending order.
 
-    These are whole requests, the newest ones in every domain. `held_out` is the index of all
+    They make up whole requests, the newest ones in every domain. `held_out` is the index of all
     held-out records, and `names` comes from `name_domains`. A prompt counts once, with its newest
     request.
     """
@@ -68,19 +68,19 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
             of_domain, limits.per_domain, limits.tenant_share, limits.at_least_of_domain
         )
         chosen |= {rows[position] for position in taken}
-    # newest first again, so that the share over all domains leaves out the oldest
+    # Newest first again, so that applying the share over all domains drops the oldest.
     rows = [row for row in newest if row in chosen]
     taken = take_fairly(
         [tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least
     )
-    # Up to here one row stood for a request. Judging needs all segments of it.
+    # So far, one row stood for each request. Judging needs all of its segments.
     requests = held_out["request"][[rows[position] for position in taken]]
     return [int(seq) for seq in held_out["seq"][np.isin(held_out["request"], requests)]]
 
 
 def _take_newest_requests(held_out: Index) -> list[int]:
     found: dict[int, int] = {}
-    # The index ascends by number, so backwards the first row of a prompt is the newest. A dict
+    # The index is sorted by number, so in reverse the first row of a prompt is the newest. A dict
     # keeps this order.
     for row, prompt in reversed(list(enumerate(held_out["prompt"].tolist()))):
         found.setdefault(prompt, row)
@@ -88,11 +88,12 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 
 
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
-    """Return the name under which each domain of the index is judged and shown: its own, or OTHER.
+    """Return the name under which each domain of the index is judged and shown.
 
-    Known domains keep their names. So do the MAX_DOMAINS largest of the others, ranked by number of
-    tenants, then of records. In a fleet with several tenants, a domain needs at least two of them,
-    because any client can send X-Redraft-Domain.
+    Known domains keep their names, and so do the MAX_DOMAINS largest other domains, ranked by the
+    number of tenants and then of records. All remaining domains are named OTHER. In a fleet with
+    several tenants, a domain needs at least two of them, because any client can send
+    X-Redraft-Domain.
     """
     pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))
     tenants, records = Counter[str](), Counter[str]()
@@ -107,9 +108,9 @@ def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
 
 
 def count_tenants(tenants: Sequence[str]) -> int:
-    """Number of tenants with many requests, where smaller ones count together; at least 1."""
-    # E.g. 90, 35 and 10 requests: (20 + 20 + 10) // 20 = 2 tenants. Of 90 and twelve times 2:
-    # (5 + 24) // 5 = 5.
+    """Return the number of tenants with many requests; smaller ones count together. At least 1."""
+    # E.g. for 90, 35 and 10 requests, (20 + 20 + 10) // 20 = 2 tenants; for 90 and twelve tenants
+    # with 2 each, (5 + 24) // 5 = 5.
     counts = np.array(list(Counter(tenants).values()) or [0])
     full = int(np.clip(np.median(counts), LEAST_FULL, FULL_TENANT))
     return max(1, int(np.minimum(counts, full).sum()) // full)
@@ -118,7 +119,7 @@ def count_tenants(tenants: Sequence[str]) -> int:
 def find_excess(
     tenants: NDArray[np.object_], sizes: NDArray[np.int64], share: float
 ) -> NDArray[np.bool_]:
-    """Which records, given oldest first, lie beyond their tenant's `share` of all bytes.
+    """Find which records, given oldest first, exceed their tenant's `share` of all bytes.
 
     They are the oldest records of each tenant that has more than its share.
     """
@@ -134,7 +135,7 @@ def find_excess(
 
 
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
-    """Positions of at most `count` requests, given the tenant of each request.
+    """Return the positions of at most `count` requests, given the tenant of each request.
 
     The first requests are chosen, with at most a `share` of them per tenant. If there are fewer
     than 1 / `share` tenants, each may have an equal part. If this would leave fewer than `at_least`
@@ -143,14 +144,15 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
     counts = np.array(list(Counter(tenants).values()))
     share = max(share, 1 / count_tenants(tenants))
     size = min(count, len(tenants))
-    # E.g. 60, 20 and 20 requests of three tenants, each with a third: 33 + 20 + 20 = 73, then 24 +
-    # 20 + 20 = 64, then 61, and 60 stays, because 20 each is a third.
+    # E.g. with 60, 20 and 20 requests from three tenants and a share of a third, the sum falls to
+    # 33 + 20 + 20 = 73, then 24 + 20 + 20 = 64, then 61, and stays at 60, because 20 is a third of
+    # 60.
     while size > (possible := int(np.minimum(counts, _part(share, size)).sum())):
         size = possible  # fewer in all, so a part is smaller, too
     limit = _part(share, size)
     if size < (needed := min(at_least, count, len(tenants))):
         size = needed
-        # The share leaves too few: raise the limit until all tenants together fill `size`.
+        # The share leaves too few requests: raise the limit until all tenants together fill `size`.
         while int(np.minimum(counts, limit).sum()) < size:
             limit += 1
     taken: list[int] = []
@@ -165,7 +167,7 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
 
 
 def _part(share: float, size: int) -> int:
-    # a decimal share times a size may fall just below the exact whole number
+    # A decimal share times a size may fall just below the exact whole number.
     return int(share * size + 1e-9)
 
 
@@ -178,21 +180,22 @@ def choose_replayed(
     rng: np.random.Generator,
     tenant_share: float,
 ) -> NDArray[np.int64]:
-    """Sequence numbers of `count` distinct records in the index.
+    """Return the sequence numbers of `count` distinct records in the index.
 
     They are in the order in which `policy` draws them. No tenant has more than `tenant_share` of
     them while others have records left.
     """
     order = _draw(_log_weights(index, now_s, policy), rng)
-    # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.
+    # `at_least` equals `count`, so a tenant's share is exceeded before a step gets fewer records.
     order = order[take_fairly(index["tenant"][order].tolist(), count, tenant_share, count)]
     seqs: NDArray[np.int64] = index["seq"][order]
     return seqs
 
 
 def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float64]:
-    """Logarithm of the weight described by `Replay`, for every record of the index; [records]."""
-    # In logarithms: with a half-life of 5 minutes, 4 days give 2^-1152, below float64.
+    """Return the logarithm of `Replay`'s weight for every record of the index; [records]."""
+    # Logarithms are needed because with a half-life of 5 minutes, 4 days give 2^-1152, which is
+    # below float64.
     refused = (index["num_wrong"] + 1) / (index["num_drafted"] + 2)
     half_lives = (now_s - index["time_s"]) / policy.half_life_s
     log_weight: NDArray[np.float64] = np.log1p(policy.surprise * refused) - np.log(2) * half_lives
@@ -200,7 +203,7 @@ def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float
 
 
 def _draw(log_weight: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """All positions, in the order of a weighted draw without replacement.
+    """Return all positions in the order of a weighted draw without replacement.
 
     This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same
     distribution.

@@ -1,13 +1,13 @@
 """Forget a tenant.
 
-Every record of it that a learner can reach is deleted, and the drafts that cannot be undone are
-named.
+Every record of the tenant that a learner can reach is deleted. Drafts that were trained on the
+tenant's records cannot be corrected, and are named.
 
-buffer, quarantine                                  overwritten
-spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
-anchors                                             written again without them
-records that arrive later                           dropped by the list of forgotten tenants
-drafts                                              cannot forget: versions that may have learned are named
+buffer, quarantine          overwritten
+spool, log                  emptied into the buffer, which drops these records; overwritten
+anchors                     rewritten without the tenant's records
+records that arrive later   dropped because of the list of forgotten tenants
+drafts                      not changed; versions that may have learned are named
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ DRAIN_S = 10.0  # to delete records in flight too; bounded, because traffic may 
 
 @dataclass(frozen=True, kw_only=True)
 class Forgotten:
-    """The extent of one deletion. Numbers count records unless stated otherwise."""
+    """The result of one deletion. Numbers count records unless stated otherwise."""
 
     buffer: int
     arriving: int
-    """Records in the spool or the log, which are dropped on arrival."""
+    """Number of records in the spool or the log, which are dropped on arrival."""
     anchors: int
     unattributed: int
-    """Unreadable data that may belong to any tenant: quarantine, unreadable files."""
+    """Number of unreadable items that may belong to any tenant, i.e. in the quarantine and
+    unreadable files.
+    """
     learned: tuple[str, ...]
     """Versions that may have learned from the tenant's records in the buffer."""
     is_in_training: bool
@@ -64,23 +66,26 @@ class Reach:
     spool: Spool | None = None
     stream: StreamSource | None = None
     through: int = 0
-    """Position of the draft in training."""
+    """Sequence number that the draft in training has reached."""
     now_s: Callable[[], float] = time.time
     """Clock for arrival times and ages in the buffer."""
 
     async def forget(self, tenant: str) -> Forgotten:
-        """Delete the tenant's records; nothing else may read the spool or the log in the meantime.
+        """Delete the tenant's records.
+
+        Nothing else may read the spool or the log in the meantime.
 
         Raises:
             BufferFullError: the buffer's disk is full.
             BrokerError: the log does not answer.
         """
         name = stored_name(tenant)
-        # Before the deletion, because afterwards it is unknown when the first record arrived.
+        # This comes before the deletion, because afterwards it is unknown when the first record
+        # arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
-        # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every
-        # record of it.
+        # This comes after `delete_tenant`, which has listed the tenant, so that the buffer drops
+        # every record of the tenant.
         drained = await self._drain()
         await asyncio.to_thread(
             self.buffer.clear_quarantine
@@ -92,7 +97,7 @@ class Reach:
         )  # fmt: skip
 
     def preview(self, tenant: str) -> Forgotten:
-        """The result of `forget`, without deleting anything and without reading the log."""
+        """Return what `forget` would, without deleting anything or reading the log."""
         name = stored_name(tenant)
         found = self.buffer.find_tenant(tenant)
         return self._tell(
@@ -109,7 +114,7 @@ class Reach:
         if self.stream is not None:
             await self.stream.close()
         with suppress(FileNotFoundError):  # no server has made the spool yet
-            # Adding counters drops zeros, so a read without records has no counts, and ends the
+            # Adding counters drops zeros, so a read without records has no counts and ends the
             # loop.
             while (taken := await self._take()).counts and time.monotonic() < until_s:
                 drained += taken

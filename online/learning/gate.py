@@ -1,19 +1,20 @@
 """The gate: does the candidate have a higher acceptance than the incumbent?
 
-Numbers in, verdict and reason out; no clock, no I/O.
+It takes numbers and returns a verdict with a reason; it uses no clock and no I/O.
 
 Both drafts are scored on the same held-out requests with the served sampling method, so requests
-are paired. The bounds come from the spread between requests, not positions: positions within a
-request are correlated, and treating them as independent would make any candidate look proven.
+are paired. The bounds are computed from the spread between requests, not between positions:
+positions within a request are correlated, and treating them as independent would make any candidate
+look proven.
 
 A learner judges one candidate after another against the same incumbent, on largely the same
-requests. At 5% each, one of ten candidates without enough gain would often pass. Each look
-therefore gets a share of the 5% (`spent_confidence`), and the shares of all looks since the last
-promotion sum to 5%, however many there are.
+requests. With an error of 5% per look, one of ten candidates without enough gain would often pass.
+Each look therefore gets a share of the 5% (`spent_confidence`), and the shares of all looks since
+the last promotion sum to at most 5%, however many there are.
 
-Domains are a second check on a candidate that gains overall, and each look uses the whole 5% for
-it. The evidence of a rare domain hardly grows. A bound that widened with the number of looks would
-soon block every candidate, whatever its gain.
+Domains are a second check on a candidate that gains overall. Each look uses the whole 5% for it.
+The evidence of a rare domain hardly grows. A bound that widened with the number of looks would soon
+block every candidate, whatever its gain.
 
 N = requests
 """
@@ -48,7 +49,7 @@ class Policy:
 
     min_gain: float = 0.02
     """Minimum gain in tau (mean tokens per step, bonus token included). A candidate is promoted
-    only if the lower confidence bound of its gain is above this.
+    only if the lower confidence bound of its gain is above this value.
     """
     max_domain_loss: float = 0.1
     """Maximum loss of tau in any judged domain. A candidate is promoted only if the lower
@@ -57,14 +58,14 @@ class Policy:
     twice as much in none (`benchmarks/decisions.py`).
     """
     confidence: float = 0.95
-    """Confidence that no candidate without a gain is promoted, over all candidates since the last
-    promotion. The more candidates have been judged since then, the more evidence the next one
-    needs.
+    """Confidence that no candidate without a gain is promoted, for all candidates since the last
+    promotion together. The more candidates have been judged since then, the more evidence the next
+    one needs.
     """
     min_requests: int = 24
     """Minimum number of held-out requests for a verdict; bounds on fewer are too wide. With 24, a
-    true gain of 0.1 in tau is proven at the first look in half of the cases, and one of 0.2 nearly
-    always (`benchmarks/decisions.py`).
+    true gain of 0.1 in tau is proven at the first look in half of the cases, and a gain of 0.2
+    nearly always (`benchmarks/decisions.py`).
     """
     min_domain_requests: int = 20
     """Minimum number of held-out requests to judge a domain separately. Smaller domains are only
@@ -85,8 +86,8 @@ class Gain:
     """tau(candidate) - tau(incumbent) over some requests, with one-sided confidence bounds.
 
     For the overall gain, the confidence of `lower` rises with each look. `upper` decides a
-    rejection and has the policy's confidence: a wrong rejection costs some training, but no user
-    notices it.
+    rejection and has the policy's confidence at every look, because a wrong rejection costs some
+    training, but no user notices it.
     """
 
     num_requests: int
@@ -141,8 +142,8 @@ def judge(
             f"candidate, incumbent and domains must pair up, got {len(candidate)}, "
             f"{len(incumbent)} and {len(domains)}"
         )
-    # The served draft is finite, so such a count is the caller's mistake; a candidate's is a
-    # finding about it.
+    # The served draft is finite, so such a count is the caller's mistake. For a candidate, it is a
+    # finding about that candidate.
     if not _is_sane(incumbent):
         raise ValueError("the incumbent's counts must be finite, drafts >= 0 and accepted >= 0")
     if not _is_sane(candidate):
@@ -161,8 +162,8 @@ def judge(
         names_N = np.array(groups)[usable_N]
         for name in sorted(set(names_N.tolist())):
             rows_N = names_N == name
-            # Any client can send a request of another domain; all of these together may not block a
-            # candidate.
+            # Any client can send a request of a different domain; all such requests together must
+            # not block a candidate.
             if name != OTHER and rows_N.sum() >= policy.min_domain_requests:
                 judged[name] = _gain(counts_N4[rows_N], policy.confidence, policy.confidence)
             else:
@@ -205,15 +206,15 @@ def find_loss(
 def _pair_counts(
     ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
 ) -> tuple[Array, Any]:
-    """(drafts, accepted, drafts, accepted) for every request, [N, 4].
+    """Return (drafts, accepted, drafts, accepted) for every request, [N, 4].
 
-    A mask of the requests that can be compared, [N], is returned too.
+    The mask of the requests that can be compared, [N], is returned too.
     """
     pairs = zip(ours, theirs, strict=True)
     counts_N4 = np.array(
         [(o.num_drafts, o.num_accepted, t.num_drafts, t.num_accepted) for o, t in pairs]
     )
-    # Without requests `np.array` gives [0], and the columns below need [0, 4].
+    # Without requests, `np.array` has shape [0], but the columns below need [0, 4].
     counts_N4 = counts_N4.reshape(-1, 4)
     # A request without drafts on one side, e.g. with a single output token, cannot be compared.
     return counts_N4, (counts_N4[:, [0, 2]] > 0).all(1)
@@ -221,7 +222,7 @@ def _pair_counts(
 
 def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[Decision, str]:
     loss = policy.max_domain_loss
-    # A proven loss is rejected first; only then may missing proof keep the verdict open.
+    # A proven loss is rejected first. Only afterwards may missing evidence leave the verdict open.
     for name, gain in domains.items():
         if gain.upper < -loss:
             return Decision.REJECT, f"domain {name} loses more than {loss}: {gain}"
@@ -236,18 +237,18 @@ def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[De
 
 
 def spent_confidence(confidence: float, look: int) -> float:
-    """Confidence of the bound at one look; the errors of all looks sum to 1 - `confidence`.
+    """Return the confidence of the bound at one look.
 
-    1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look + 2)) + ... = 1, so no number of looks has to be
-    agreed on beforehand.
+    The errors of all looks sum to 1 - `confidence`: 1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look +
+    2)) + ... = 1, so no number of looks has to be agreed on beforehand.
     """
-    # Of 95%: 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9% at the
-    # tenth.
+    # With 95%, this is 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9%
+    # at the tenth.
     return 1 - 2 * (1 - confidence) / ((look + 1) * (look + 2))
 
 
 def _gain(counts_N4: Array, lower_confidence: float, upper_confidence: float) -> Gain:
-    # column 0 is the candidate, column 1 the incumbent
+    # Column 0 is the candidate, column 1 the incumbent.
     accepted_N2, drafts_N2 = counts_N4[:, [1, 3]], counts_N4[:, [0, 2]]
     tau_candidate, tau_incumbent = 1 + accepted_N2.sum(0) / drafts_N2.sum(0)
     gain = estimate_gain(accepted_N2, drafts_N2)

@@ -1,4 +1,4 @@
-"""From the spool into the buffer.
+"""Moves records from the spool into the buffer.
 
 Removing a file acknowledges it: the records are on the buffer's disk by then.
 
@@ -8,9 +8,9 @@ Removing a file acknowledges it: the records are on the buffer's disk by then.
 
 A kill between commit and unlink delivers the file twice; the buffer recognises the records by id.
 
-Nothing in the spool may stop or stall the learner, or fill its memory: records are read
-one by one and stored in batches of bounded size, a bad record is counted and set aside, and a file
-that cannot be read is passed over.
+Nothing in the spool may stop or stall the learner, or fill its memory: records are read one by one
+and stored in batches of bounded size, a bad record is counted and set aside, and a file that cannot
+be read is skipped.
 
 R = rows of a record
 """
@@ -92,10 +92,11 @@ class Spool:
         """
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"the spool {self.folder} does not exist: servers create it (--capture.spool)"
+                f"the spool {self.folder} does not exist: servers create it if started with "
+                f"--capture.spool"
             )
         taken, paths = Taken(), spool_files(self.folder)
-        # Names of files that are gone would only pile up.
+        # Names of files that no longer exist would accumulate.
         self._passed_over &= {path.name for path in paths}
         self._expire([path for path in paths if path.name in self._passed_over], now_s)
         for path in [path for path in paths if path.name not in self._passed_over][:max_files]:
@@ -117,7 +118,7 @@ class Spool:
             taken = Taken()
         else:
             with file:
-                # `_read` is a generator: `stays` is complete only after `store` has read it to
+                # `_read` is a generator, so `stays` is complete only after `store` has read it to
                 # the end.
                 taken = store(_read(file, stays), self.buffer, self.vocab_size, now_s)
         if stays:
@@ -125,8 +126,8 @@ class Spool:
             self.buffer.counts += stays
         else:
             try:
-                # Only for a forgotten tenant, because it costs a write of the whole file and a
-                # flush.
+                # Overwritten only for a forgotten tenant, because this costs a write of the whole
+                # file and a flush.
                 if taken.counts["forgotten"]:
                     overwrite(path)
                 path.unlink(missing_ok=True)
@@ -170,7 +171,7 @@ class Spool:
 
 
 def _read(file: BinaryIO, stays: Counter[str]) -> Frames:
-    """The file's frames. If the disk cannot read them, that is counted in `stays`."""
+    """Yield the file's frames. If the disk cannot read them, the file is counted in `stays`."""
     try:
         if not os.fstat(file.fileno()).st_size:  # a power cut leaves the name without the bytes
             yield b"", CorruptRecordError("an empty file")
@@ -180,7 +181,7 @@ def _read(file: BinaryIO, stays: Counter[str]) -> Frames:
 
 
 def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
-    """Add to the sum for (domain, draft version).
+    """Add acceptance to the sum for (domain, draft version).
 
     If there are already MAX_SUMS sums, a new key is added to the sum for OTHER, because senders
     choose both names and each sum becomes a line in the journal.
@@ -193,16 +194,16 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
     """Commit `frames` to the buffer in transactions of bounded size.
 
     Raises:
-        BufferFullError: if the buffer's disk is full. Then the last records were not stored, and
-            all of them can be sent again.
+        BufferFullError: if the buffer's disk is full. In this case, the last records were not
+            stored, and all records can be sent again.
     """
     taken = Taken()
     for batch in _batches(mark_unfit(frames, vocab_size)):
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
             if isinstance(record, Record) and record.base == buffer.target_fingerprint:
-                # Before the first `refresh_names` there are no names, and every domain is shown as
-                # it is.
+                # Before the first `refresh_names`, there are no names, and every domain is shown
+                # under its own.
                 domain = (
                     buffer.names.get(record.domain, OTHER)
                     if buffer.names
@@ -217,10 +218,10 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
 
 
 def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecordError]]]:
-    """Yield lists of at most BATCH_RECORDS frames with at most BATCH_BYTES, or one larger frame.
+    """Yield lists of at most BATCH_RECORDS frames of at most BATCH_BYTES, or of one larger frame.
 
-    The text that a segment omits also counts, because `Buffer.append` puts it into the record and
-    its frame.
+    The text that a segment omits also counts towards the bytes, because `Buffer.append` puts it
+    into the record and its frame.
     """
     batch: list[tuple[bytes, Record | CorruptRecordError]] = []
     num_bytes = 0
@@ -240,7 +241,7 @@ def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecor
 def mark_unfit(
     frames: Frames, vocab_size: int
 ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """Yield the same frames, with an error instead of every record that is unfit for training.
+    """Yield the same frames, with an error in place of every record that is unfit for training.
 
     A token id outside the vocabulary would crash every step that contains it.
     """
@@ -256,9 +257,9 @@ def count_acceptance(record: Record) -> AcceptanceCounts:
     """
     is_own_R = record.is_own
     is_bonus_R, is_accepted_R = (record.draft_ids == -1)[is_own_R], record.accepted[is_own_R]
-    # A draft begins after a bonus row. The last draft has none if the request ended within it. E.g.
-    # draft ids 5, 7, -1, -1, 4 with K = 2 are two drafts with three tokens, and a step without a
-    # draft between them.
+    # A draft begins after a bonus row. The last draft has no bonus row if the request ended within
+    # it. E.g. draft ids 5, 7, -1, -1, 4 with K = 2 are two drafts with three tokens, and a step
+    # without a draft between them.
     begins_R = ~is_bonus_R & np.append(True, is_bonus_R)[:-1]
     return AcceptanceCounts(
         num_drafts=int(begins_R.sum()),

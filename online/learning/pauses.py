@@ -13,8 +13,8 @@ from contextlib import suppress
 import httpx
 
 LONGEST = 3.0
-"""Longest pause, as a multiple of the preceding computation: next to servers that are never idle,
-the learner computes for a quarter of the time.
+"""Longest pause, as a multiple of the preceding computation. Next to servers that are never idle,
+the learner then computes for a quarter of the time.
 """
 
 POLL_S = 0.1
@@ -43,8 +43,8 @@ class Pauses:
         self._since = now_s, time.process_time()
 
     def _is_busy(self, url: str) -> bool:
-        # Counted with --enable-server-load-tracking, and always 0 without it. Not /metrics, because
-        # writing that page takes the server as long as a step.
+        # This is counted with --enable-server-load-tracking, and always 0 without it. /metrics is
+        # not used, because writing that page takes the server as long as a step.
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             return bool(self._http.get(f"{url}/load").json()["server_load"])
         return False  # it starts, or has gone

@@ -1,10 +1,10 @@
-"""Recorded distributions after the penalties of their request.
+"""Apply a request's penalties to its recorded distributions.
 
 The penalties are applied as in vLLM (`apply_penalties`).
 
 Records contain the target's distributions before all sampling parameters. Repetition, presence and
-frequency penalties depend on the text before a row, so each row is changed according to its own
-text. They change only the target: drafts are proposed without them.
+frequency penalties depend on the text before a row, so each row is changed according to the text
+before it. They change only the target, because drafts are proposed without penalties.
 
 R = rows, K = kept top-k ids, T = tokens.
 """
@@ -29,7 +29,7 @@ def is_undecided(record: Record) -> bool:
 
 
 def penalise(record: Record) -> Record:
-    """The record, with penalties applied to the distributions of its text.
+    """Return the record, with penalties applied to the distributions of its text.
 
     Rows on rejected branches are unchanged. The result is exact for a record with the whole
     vocabulary. Otherwise the tokens that were not kept retain their combined mass, because it is
@@ -50,17 +50,17 @@ def penalise(record: Record) -> Record:
     counts_RK = count_before(
         text_T[len(prompt_T) :], record.positions[rows] - len(prompt_T), ids_RK
     )
-    # Only a repetition penalty needs the logits: to subtract a constant from all of them changes
-    # nothing else.
+    # Only a repetition penalty needs the logits themselves: for the others, subtracting a constant
+    # from all logits changes nothing.
     total_R = (
         record.log_sum_exp[rows].astype(np.float64)
         if sampling.repetition_penalty != 1
         else np.zeros(len(rows))
     )
     logits_RK = log_probs_RK + total_R[:, None]
-    # As in vLLM: a repetition penalty is for tokens of prompt or output, and divides positive
-    # logits but multiplies negative ones. Then frequency and presence penalties are subtracted, for
-    # tokens of the output only.
+    # As in vLLM: a repetition penalty applies to tokens of the prompt and the output, and divides
+    # positive logits but multiplies negative ones. Then frequency and presence penalties are
+    # subtracted, for tokens of the output only.
     factor = sampling.repetition_penalty
     is_seen_RK = (counts_RK > 0) | np.isin(ids_RK, prompt_T)
     repeated_RK = np.where(logits_RK > 0, logits_RK / factor, logits_RK * factor)
@@ -74,11 +74,12 @@ def penalise(record: Record) -> Record:
 def count_before(
     tokens_T: NDArray[np.int32], position_R: NDArray[np.int32], ids_RK: NDArray[np.int32]
 ) -> Array:
-    """How often each id in a row occurs in `tokens_T` before the row's position, [R, K]."""
-    # One number for a token at a place, sorted: the places before a position are a range of it.
+    """Return how often each id in a row occurs in `tokens_T` before the row's position, [R, K]."""
+    # One number encodes a token and its position. In sorted order, all positions of a token before
+    # a given one form a range.
     width = len(tokens_T) + 1
-    # E.g. tokens 7, 5, 7, so width 4: places 21, 28, 30. Token 7 before position 2 is the range
-    # [28, 30): one place.
+    # E.g. tokens 7, 5, 7 with width 4 give 21, 28, 30. Token 7 before position 2 is the range [28,
+    # 30), i.e. one occurrence.
     places_T = np.sort(tokens_T.astype(np.int64) * width + np.arange(len(tokens_T)))
     first_RK = ids_RK.astype(np.int64) * width
     last_RK = first_RK + np.clip(position_R, 0, len(tokens_T))[:, None]
@@ -89,7 +90,7 @@ def count_before(
 
 
 def _normalise(logits_RK: Array, log_probs_RK: Array, total_R: Array) -> Array:
-    # Rounding can make the sum more than 1, and the logarithm of a negative rest is NaN.
+    # Rounding can make the sum more than 1, and the logarithm of a negative remainder is NaN.
     rest_R = np.clip(1 - np.exp(log_probs_RK).sum(1), np.finfo(np.float64).tiny, 1)
     others_R = np.log(rest_R) + total_R
     normalised_RK: Array = (

@@ -1,9 +1,9 @@
 """The key that decides which prompts are held out.
 
-Without it, no one can find or construct such a prompt.
+Without the key, no one can find or construct a held-out prompt.
 
     held-out.key     the key
-    held-out.json    the key's SHA-256, with a checksum: whether the key is still the one that was made here
+    held-out.json    the key's SHA-256, with a checksum, to notice that the key was replaced
 
 With a plain hash, a client could find held-out prompts by trial, and supply all of the gate's
 evidence.
@@ -33,11 +33,11 @@ class Hashes(NamedTuple):
     request: int
 
     def is_held_out(self, fraction: float) -> bool:
-        """Whether the prompt is held out, as `fraction` of all prompts are.
+        """Whether the prompt is among the `fraction` of all prompts that are held out.
 
         All segments and repetitions of a request get the same answer.
         """
-        # From a signed to an unsigned number: the sum is spread evenly over 0 to 2^64 - 1.
+        # Convert a signed to an unsigned number: the hash is spread evenly over 0 to 2^64 - 1.
         return self.prompt + 2**63 < fraction * 2**64
 
 
@@ -47,14 +47,14 @@ class PromptKey:
 
     @classmethod
     def make(cls) -> PromptKey:
-        """A new key that lasts only as long as this process."""
+        """Make a new key that lasts only as long as this process."""
         return cls(make_secret())
 
     def hash(self, record: Record) -> Hashes:
-        # The prompt only: answers to one prompt differ, and training on one would leak into judging
-        # by another.
+        # Hash the prompt only: answers to one prompt differ, and training on one answer would leak
+        # into judging by another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
-        # Clients choose a part of the id of a request; a server has a new one at every start.
+        # Clients choose part of a request's id; a server uses a new id at every start.
         request = self._digest(prompt + f"{record.server_id}\0{record.request_id}".encode())
         return Hashes(_to_integer(prompt), _to_integer(request))
 
@@ -66,7 +66,8 @@ class PromptKey:
 class OpenedKey:
     key: PromptKey
     rehash_through: int
-    """Records up to this number used another key and get new hashes at every start."""
+    """Records up to this number were hashed with a different key and get new hashes at every start.
+    """
     damage: tuple[str, ...]
     """A message for every damaged or missing file."""
 
@@ -94,7 +95,7 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
         note = saved = read_sealed_as(folder / NOTE, _Note, None)
     except DamagedError as error:
         damage.append(f"{error}: it was written again, for the {KEY} that is there")
-        # The lost note may have been about records with hashes by another key. The same key gives
+        # The lost note may have been about records hashed with a different key. The same key gives
         # the same hashes again.
         note = _Note(key_sha256=_sha256(secret or b""), rehash_through=newest)
     if problem := _find_problem(secret, note, has_hashes):
@@ -103,8 +104,8 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     if secret is None:  # written before the note: a key without a note is no damage
         secret = make_secret()
         write_whole(folder / KEY, secret, mode=0o600)
-    # The number is kept, because the files contain hashes by the lost key until these records
-    # expire.
+    # The number is kept, because the files contain hashes made with the lost key until these
+    # records expire.
     wanted = _Note(key_sha256=_sha256(secret), rehash_through=note.rehash_through if note else 0)
     if wanted != saved:
         write_sealed(folder / NOTE, asdict(wanted), mode=0o600)
@@ -129,8 +130,8 @@ def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) ->
 
 
 def _take_away(folder: Path, problem: str, note: _Note) -> str:
-    """Set the damaged key aside; returns a sentence that reports it."""
-    # First: after a kill on the way, the next start finds no key that fits.
+    """Set the damaged key aside; return a sentence that reports it."""
+    # This comes first: after a kill on the way, the next start finds no key that fits.
     write_sealed(folder / NOTE, asdict(note), mode=0o600)
     path = folder / KEY
     aside = f" (it is now {set_aside(path).name})" if path.exists() else ""

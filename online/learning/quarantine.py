@@ -56,10 +56,10 @@ class Quarantine:
         is_young = bool(same) and now_ns - same[0][0] < 1e9 * KEPT_S
         if len(same) >= MAX_FILES_PER_REASON and (is_young or not self._remove(same[0])):
             return
-        # Names are unique and sort by time, because two examples may arrive within one clock tick.
+        # Names are unique and sorted by time, because two examples may arrive within one clock
+        # tick.
         time_ns = max(now_ns, self._files[-1][0] + 1 if self._files else 0)
-        # The error on one line, even if it has several, because the frame begins after the first
-        # newline.
+        # The error is joined into one line, because the frame begins after the first newline.
         content = (
             b" ".join(str(error).encode(errors="replace").split())[:500]
             + b"\n"
@@ -96,7 +96,7 @@ class Quarantine:
             self._remove(file)
 
     def _remove(self, file: tuple[int, str, int]) -> bool:
-        """Overwrite and delete a file; returns whether it is gone.
+        """Overwrite and delete a file; return whether it is gone.
 
         If it is not gone, the next call may succeed.
         """
@@ -119,8 +119,8 @@ class Quarantine:
 def overwrite(path: Path) -> None:
     """Overwrite the file's bytes on the disk with zeros, as SQLite does with deleted content.
 
-    A link, a file with several names, a pipe or a folder is left unchanged, because its contents
-    may be those of any file of this user.
+    A link, a file with several names, a pipe or a folder is left unchanged, because it may lead to
+    any file of this user.
 
     Raises:
         OSError: the file cannot be opened or written.
@@ -132,8 +132,8 @@ def overwrite(path: Path) -> None:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             return
         raise
-    # In place: "wb" would truncate first, and the file system may then write the zeros to other
-    # blocks.
+    # Overwrite in place: "wb" would truncate first, and the file system may then write the zeros to
+    # other blocks.
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:

@@ -1,9 +1,9 @@
-"""From records to training batches.
+"""Turns records into training batches.
 
-Texts with the rows labelled by the target, packed to one width.
+A batch contains texts with the rows labelled by the target, packed to one width.
 
 B = batch, T = tokens, R = labelled rows of one text, N = labelled rows of a batch, K = kept top-k
-ids, H = tokens with hidden states, L = hidden states per token, D = size of one.
+ids, H = tokens with hidden states, L = hidden states per token, D = size of a hidden state.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class TrainingSequence:
 
 
 def training_sequence(record: Record) -> TrainingSequence:
-    """The text of a self-contained record, without the rows after refused draft tokens."""
+    """Return the text of a self-contained record, without the rows after rejected draft tokens."""
     assert not record.context_begin, "first comes join_text"
     rows = np.flatnonzero(record.branches == 0)
     return TrainingSequence(
@@ -62,7 +62,7 @@ class RecordedBatch(Batch):
 
 
 def read_signal(batch: Batch) -> TargetSignal:
-    """The signal for `Distillation`, which was recorded and so comes with the batch."""
+    """Return the signal for `Distillation`, which was recorded and is part of the batch."""
     assert isinstance(batch, RecordedBatch)
     return batch.signal
 
@@ -81,12 +81,12 @@ def make_batches(
     reads: Reads = "nothing",
     needed_states: int = 0,
 ) -> list[RecordedBatch]:
-    """All texts, packed into `num_batches` batches of one shape.
+    """Pack all texts into `num_batches` batches of one shape.
 
-    If there are too few rows, some batches are all padding. If the draft reads hidden states, each
-    text starts at its first token with hidden states, and rows after the last such token are
+    If there are too few rows, some batches contain only padding. If the draft reads hidden states,
+    each text starts at its first token with hidden states, and rows after the last such token are
     dropped, as are the first rows that have fewer than `needed_states` states before them. The
-    packing depends on `seed`; `salt` goes into every batch.
+    packing depends on `seed`; `salt` is copied into every batch.
     """
     top_k = min(
         text.topk_ids_RK.shape[1] for text in texts
@@ -94,15 +94,15 @@ def make_batches(
     if reads != "nothing":
         texts = [_from_first_state(text) for text in texts]
     cut = [_without_short(_cut(text, sequence_length, top_k), needed_states) for text in texts]
-    # Rounded up: 130 tokens give a width of 192.
+    # Rounded up, e.g. 130 tokens give a width of 192.
     width = -(-max(len(text.input_ids_T) for text in cut) // WIDTH_STEP) * WIDTH_STEP
     # Indices of the texts in each row, e.g. [[2, 0], [1]]. Every rank computes the same ones from
     # the seed.
     rows = pack([len(text.input_ids_T) for text in cut], width, seed)
-    # Every rank must take the same number of rows, or the collective operations of a step would not
-    # match.
+    # Every rank must take the same number of rows, because otherwise the collective operations of a
+    # step would not match.
     rows += [[]] * (-len(rows) % num_batches)
-    # Dealt in turn: of 6 rows, the first of 2 batches gets rows 0, 2 and 4.
+    # Rows are dealt in turn: with 6 rows, the first of 2 batches gets rows 0, 2 and 4.
     shares = [
         [[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)
     ]
@@ -121,10 +121,10 @@ def make_batches(
 
 
 def _from_first_state(text: TrainingSequence) -> TrainingSequence:
-    """The text from its first token with hidden states on, with only the rows of such tokens.
+    """Return the text from its first token with hidden states, with only the rows of such tokens.
 
-    The last token has no hidden states. A row without them can be neither a prediction's input nor
-    its label.
+    The last token has no hidden states. A row without hidden states can be neither a prediction's
+    input nor its label.
     """
     begin = text.hidden_begin
     end = begin + len(text.hidden_HLD)
@@ -133,12 +133,12 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
 
 
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
-    """The last `sequence_length` tokens.
+    """Return the last `sequence_length` tokens.
 
     A filler token is added if the last row predicts the token after them.
     """
     ids_T = text.input_ids_T
-    # A record may have a row after its last token, and no token is known there.
+    # A record may have a row after its last token, where no token is known.
     if len(text.rows_R) and text.rows_R.max() + 1 == len(ids_T):
         ids_T = np.append(ids_T, np.int32(FILLER))
     begin = max(0, len(ids_T) - sequence_length)
@@ -153,10 +153,10 @@ def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSe
 
 
 def _without_short(text: TrainingSequence, needed_states: int) -> TrainingSequence:
-    """The text without the rows for which a head's windows reach back beyond its first state.
+    """Return the text without the rows for which a head's windows need states before its first.
 
-    If all rows are such rows, because the windows read more states than a record has, all stay: a
-    head that attends to less than in serving learns more than one that never learns.
+    If this applies to all rows, because the windows read more states than a record has, all rows
+    stay: training a head with less context than in serving is better than not training it.
     """
     are_enough_R = text.rows_R >= needed_states
     if text.position == 0 or not are_enough_R.any():
@@ -178,7 +178,7 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
 def _lay_out_states(
     rows: Sequence[Sequence[TrainingSequence]], width: int, shape: tuple[int, ...]
 ) -> Tensor:
-    """The hidden states of the texts, bfloat16 [B, T, L, D]; 0 for tokens without any."""
+    """Return the texts' hidden states, bfloat16 [B, T, L, D], with 0 for tokens without any."""
     states_BTLD = torch.zeros(len(rows), width, *shape, dtype=torch.bfloat16)
     for b, row in enumerate(rows):
         start = 0
@@ -195,14 +195,15 @@ def _make_batch(
     rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int
 ) -> RecordedBatch:
     batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width)
-    # Empty arrays first, because a batch of padding would otherwise have nothing to concatenate.
+    # The empty arrays come first, because a batch of padding would otherwise have nothing to
+    # concatenate.
     rows_N = [np.empty(0, np.int64)]
     ids_NK, log_probs_NK = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for b, row in enumerate(rows):
         start = 0
         for text in row:
             end = start + len(text.input_ids_T)
-            # The positions used in serving, because some heads treat position 0 differently.
+            # Use the positions of serving, because some heads treat position 0 differently.
             # `Batch.packed` has counted every text from 0, so the offset is added.
             batch.position_ids_BT[b, start:end] += text.position
             rows_N.append(b * width + start + text.rows_R)  # in the flattened batch

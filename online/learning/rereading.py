@@ -1,10 +1,12 @@
-"""Read recorded token ids again with the target: its distributions, and the states a head reads.
+"""Reread recorded token ids with the target, for its distributions and a head's input states.
 
-A server that reports no probabilities produces records with ids only (`online.traffic.dialects`),
-and a proxy in front of one that does produces no hidden states. One pass of the target over a
-record's text computes both, as capture would have in the server.
+A server that reports no probabilities produces records that contain only ids
+(`online.traffic.dialects`). A proxy in front of a server that does report them still gets no hidden
+states. One pass of the target over a record's text computes both, as capture would have done in the
+server.
 
-R = rows, K = kept top-k ids, T = tokens, L = hidden states of one token, D = size of each.
+R = rows, K = kept top-k ids, T = tokens, L = hidden states of one token, D = size of each hidden
+state.
 """
 
 from pathlib import Path
@@ -42,13 +44,13 @@ def needs_reading(record: Record, reads: Reads) -> bool:
 def read_again(
     record: Record, target: InProcessTarget, reads: Reads, k: int, device: torch.device
 ) -> Record:
-    """The record with the target's top k at every output token, and any states that are read."""
+    """Return the record with the target's top k at every output token and a head's input states."""
     ids_T = np.concatenate([record.context_ids, record.output_ids])
     first, count = len(record.context_ids), len(record.output_ids)
     signal = target(Batch.padded([ids_T.tolist()], num_prompt_tokens=first, device=device))
     exact = signal.distribution
     assert isinstance(exact, ExactTarget)
-    # Row t predicts token t + 1, and a record counts by that token.
+    # Row t predicts token t + 1, and a record's rows are numbered by that token.
     rows_R = torch.arange(first - 1, first - 1 + count, device=device)
     ids_RK, log_probs_RK = top_k(exact, rows_R, k)
     read = structs.replace(
@@ -70,16 +72,16 @@ def read_file(
 ) -> dict[str, int]:
     """Write the scored records of a spool file, remove the file, and count records by outcome.
 
-    If a run is killed, the next one reads the file again, but the learner accepts a record with a
-    known id only once.
+    If a run is killed, the next run rereads the file, but the learner accepts a record id only
+    once.
 
     Raises:
-        OSError: if the output cannot be written; the file stays.
+        OSError: if the output cannot be written, in which case the file stays.
     """
     counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
     frames = []
     with open_file(path) as file:
-        # `Segments` joins later segments with the text before, as far as it is in this file.
+        # `Segments` joins later segments with the text before them, as far as it is in this file.
         for _, record in Segments(lambda record_id: None).join(read_frames(file), ()):
             if isinstance(record, CorruptRecordError) or not len(record.output_ids):
                 counts["unreadable"] += 1

@@ -1,10 +1,10 @@
-"""The buffer's files: a rolling set, limited in bytes and age.
+"""The buffer's files, a rolling set limited in bytes and age.
 
 A damaged file is dropped, and work continues.
 
-A file is dropped as a whole. The newest one accepts records until it has its share of the bytes, or
-covers its share of the age. A file that consists mostly of records from tenants beyond their share
-is rewritten without those records, so that a tenant that sends the most displaces its own records.
+A file is always dropped as a whole. The newest file accepts records until it reaches its share of
+the bytes or of the age. A file that consists mostly of records from tenants beyond their share is
+rewritten without those records, so that a tenant that sends the most displaces its own records.
 """
 
 import sqlite3
@@ -40,7 +40,7 @@ NUM_FILES = 16
 """Number of files in a full buffer. Deleting the oldest one removes about a sixteenth of it."""
 
 WRITTEN_AGAIN = "rewritten.db"
-"""Name of a file while it is rewritten. One that exists at the start is incomplete."""
+"""Name of a file while it is rewritten. A file with this name at the start is incomplete."""
 
 REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
@@ -78,7 +78,7 @@ class RollingFiles:
         for path in paths:
             self._open(path, is_newest=path is paths[-1])
         # After a kill within `_write_again`, the previous file already contains the records of this
-        # one.
+        # file.
         last = 0
         for file, seqs in self.each(lambda file: (file, file.index()["seq"])):
             if file.path is not None and last >= _first_number(file.path):
@@ -87,8 +87,8 @@ class RollingFiles:
 
     def _open(self, path: Path, *, is_newest: bool) -> None:
         try:
-            # SQLite treats a file without a whole page as new; only the newest file can be such a
-            # file.
+            # SQLite treats a file without a complete page as new; only the newest file can be such
+            # a file.
             num_bytes = path.stat().st_size
             if num_bytes < MIN_FILE_BYTES and (num_bytes or not is_newest):
                 raise DamagedFileError(f"{num_bytes} bytes")
@@ -110,13 +110,13 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """The highest number in any file; 0 if none."""
+        """Return the highest number in any file; 0 if there is none."""
         return int(self.index()["seq"].max(initial=0))
 
     def index(self) -> Index:
-        """The index of all files, INDEX_DTYPE [records], by ascending sequence number."""
+        """Return the index of all files, INDEX_DTYPE [records], by ascending sequence number."""
         index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
-        # `concatenate` has copied, so the cached index of each file stays as it is.
+        # `concatenate` has copied the arrays, so the cached index of each file stays unchanged.
         if len(self._rehashed):
             has_new = np.isin(index["seq"], self._rehashed["seq"])
             new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
@@ -124,14 +124,14 @@ class RollingFiles:
         return index
 
     def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:
-        """The result of `operation` on each file, oldest first, except those that prove damaged."""
+        """Return the result of `operation` on each file, oldest first, except for damaged files."""
         for file in list(self.files):  # a copy: a damaged file is removed from the list
             yield from self.unless_damaged(file, lambda file: [operation(file)], list[T]())
 
     def unless_damaged(
         self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T
     ) -> T:
-        """`operation(file)`; if the file proves damaged, drop it and return `otherwise`."""
+        """Return `operation(file)`; if the file proves damaged, drop it and return `otherwise`."""
         try:
             return operation(file)
         except sqlite3.DatabaseError as error:
@@ -139,13 +139,13 @@ class RollingFiles:
             return otherwise
 
     def insert(self, rows: list[tuple[int, Row, bytes]], now_s: float) -> None:
-        """Store all (seq, row, frame) tuples; if this raises, none of them is stored."""
+        """Store all (seq, row, frame) tuples. If this raises an error, none of them is stored."""
         # Free space first, because this may drop the newest file as well, and `_newest` then starts
-        # another.
+        # a new one.
         num_bytes = estimate_bytes(frame for _, _, frame in rows)
         while self.files and self.num_bytes() + num_bytes > self.max_bytes:
             self._make_room()
-        # A file that proves damaged is dropped, so this ends with a new one.
+        # A file that proves damaged is dropped, so this loop ends with a new file at the latest.
         while not self.unless_damaged(
             self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False
         ):
@@ -169,10 +169,10 @@ class RollingFiles:
         self._drop(self.files[0], "evicted")
 
     def _write_again(self, file: BufferFile, kept: NDArray[np.bool_]) -> bool:
-        """Replace a file with one that contains only the kept records; False if that fails.
+        """Replace a file with one that contains only the kept records; return False if that fails.
 
-        If little remains, it is appended to the preceding file: otherwise a flood would leave more
-        and more files.
+        If little remains, it is appended to the preceding file, because otherwise a flood of
+        records would leave more and more files.
         """
         at = self.files.index(file)
         before, index = self.files[max(0, at - 1)], file.index()[kept]
@@ -196,24 +196,24 @@ class RollingFiles:
             source.close()
         if path is not None:
             new.move(path)
-            # After a kill in between, the previous file also contains the records: see `__init__`.
+            # After a kill in between, the previous file also contains the records (`__init__`).
             if file.path is not None and file.path != path:
                 unlink(file.path)
         return True
 
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
-        """The file to write to: the last one, until it has reached its share of bytes or age."""
+        """Return the file to write to: the last one, or a new one if that is full or too old."""
         if self.files:
             newest = self.files[-1]
             is_old = now_s - newest.oldest_s() >= self._file_age_s
             if not is_old and newest.num_bytes() < self._file_bytes:
                 return newest
-        # Named after the first number in it, so that sorting the names sorts the records.
+        # A file is named after the first number in it, so that sorting the names sorts the records.
         self.files.append(BufferFile(self.folder and self.folder / f"records-{next_seq:016d}.db"))
         return self.files[-1]
 
     def read(self, seq: int) -> Record | None:
-        """The record with this number; None if it is no longer in the files.
+        """Return the record with this number; None if it is no longer in the files.
 
         A corrupt record is counted and deleted.
         """
@@ -234,12 +234,12 @@ class RollingFiles:
             return None
 
     def _find(self, seq: int) -> BufferFile | None:
-        # `holds` looks into the cached index: no query to the files without this record.
+        # `holds` uses the cached index, so files without this record are not queried.
         found = self.each(lambda file: file if file.holds(seq) else None)
         return next(filter(None, found), None)
 
     def open_key(self, newest: int) -> PromptKey:
-        """The folder's key.
+        """Open the folder's key.
 
         Held-out records that were hashed with a lost key are hashed again with the new one, and
         stay on the same side. `newest` is the highest sequence number assigned so far.

@@ -1,14 +1,15 @@
 """Scores of a draft on held-out requests, teacher-forced on the target's answers.
 
-The gate compares them.
+The gate compares these scores.
 
 R = rows of a text, N = rows of a chunk, K = kept top-k ids, V = vocabulary, W = draft vocabulary, J
 = draft tokens of a block.
 
-The records hold the target's distribution of every output token, to which the request's penalties
-are applied. One pass of a draft over the text gives the acceptance probability a_r of the token for
-row r. Walking blocks over a_r as the engine does gives the expected numbers of drafts and accepted
-tokens. At temperature 0 all a_r are 0 or 1, and the result is the engine's counts.
+The records contain the target's distribution at every output token, to which the request's
+penalties are applied. One pass of a draft over the text gives the acceptance probability a_r of the
+token for row r. Dividing the rows into draft blocks as the engine does gives the expected numbers
+of drafts and accepted tokens. At temperature 0, every a_r is 0 or 1, and the result equals the
+engine's counts.
 """
 
 import math
@@ -51,10 +52,10 @@ def score(
     reads: Reads = "nothing",
     needed_states: int = 0,
 ) -> list[AcceptanceCounts]:
-    """Expected numbers of drafts and accepted draft tokens for every record.
+    """Return the expected numbers of drafts and accepted draft tokens for every record.
 
-    They are the numbers for `draft`, had it drafted for the record's request. `needed_states` is
-    explained at `make_batches`.
+    They are the numbers that `draft` would have if it drafted for the record's request.
+    `needed_states` is explained at `make_batches`.
 
     Raises:
         ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
@@ -74,7 +75,7 @@ def score(
 def _make_batch(
     record: Record, sequence_length: int, reads: Reads, needed_states: int
 ) -> RecordedBatch | None:
-    """The record's text, with the target's distributions as changed by its request.
+    """Return the record's text, with the target's distributions as its request changed them.
 
     None if the text has no rows.
     """
@@ -95,7 +96,7 @@ def _make_batch(
 
 
 def hold_to_text(text: TrainingSequence) -> TrainingSequence:
-    """The text with all of each row's mass on the token that the engine wrote there.
+    """Return the text with all of each row's probability on the token that the engine wrote.
 
     The tokens forbidden by a constraint are not recorded, but the written token was drawn from the
     constrained distribution p. So 1[draft token = written token] has mean p(draft token), which is
@@ -104,7 +105,7 @@ def hold_to_text(text: TrainingSequence) -> TrainingSequence:
     kept_R = text.rows_R + 1 < len(text.input_ids_T)  # no token is known after the last
     rows_R, ids_RK = text.rows_R[kept_R], text.topk_ids_RK[kept_R]
     written_R = text.input_ids_T[rows_R + 1]
-    # Each id remains once in its row: the best one moves to the place of the written one.
+    # Each id must occur once in its row, so the best one takes the place of the written one.
     ids_RK = np.where(ids_RK == written_R[:, None], ids_RK[:, :1], ids_RK)
     ids_RK[:, 0] = written_R
     log_probs_RK = np.full(ids_RK.shape, NO_MASS, np.float32)
@@ -130,16 +131,16 @@ class RequestScore:
 def score_requests(
     draft: Draft, records: Iterable[Record], **settings: Any
 ) -> dict[Request, RequestScore]:
-    """Score every request, in the order of first segments; `settings` are as for `score`.
+    """Score every request, in the order of first segments; `settings` are those of `score`.
 
-    Only one record is in memory at a time, because the held-out records may exceed the memory.
+    Only one record is in memory at a time, because the held-out records may not fit into memory.
     """
     found: dict[Request, RequestScore] = {}
     for record in records:
         key = (record.server_id, record.request_id)
         (counts,) = score(draft, [record], **settings)
-        # Counts add up over segments. A mean of rates would give a short segment the weight of a
-        # long one.
+        # Counts are summed over segments. A mean of rates would give a short segment the weight of
+        # a long one.
         before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
         mode = name_mode(unpack_arguments(record.template_arguments))
         found[key] = RequestScore(
@@ -153,12 +154,12 @@ def pair_scores(
     incumbent: Mapping[Request, RequestScore],
     names: Mapping[str, str] | None = None,
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str], list[str]]:
-    """The counts of the requests that can be compared, for candidate and incumbent.
+    """Pair the counts of the requests that can be compared, for candidate and incumbent.
 
     Returns (candidate's counts, incumbent's counts, domains by `names`, thinking modes). A request
     is left out if its records expired between the two scorings, or if the incumbent's score is not
-    finite: the served draft is known to be finite, so the record is to blame. A request whose score
-    is non-finite only for the candidate is kept, as evidence against the candidate.
+    finite: the served draft is known to be finite, so the record must be the cause. A request whose
+    score is non-finite only for the candidate is kept, as evidence against the candidate.
     """
     compared = [
         key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)
@@ -190,9 +191,9 @@ def name_modes(scores: Sequence[RequestScore]) -> list[str]:
 def list_rows(
     scores: Iterable[RequestScore], names: Mapping[str, str]
 ) -> list[tuple[str, float, float]]:
-    """Domain by `names`, drafts and accepted tokens for every request with drafts.
+    """List the domain by `names`, drafts and accepted tokens of every request with drafts.
 
-    The other requests give no evidence about a draft.
+    Requests without drafts give no evidence about a draft.
     """
     usable = [score for score in scores if _is_finite(score.counts) and score.counts.num_drafts > 0]
     return [
@@ -213,7 +214,7 @@ def score_rows(
     method: Method,
     num_speculative_tokens: int,
 ) -> tuple[NDArray[np.int64], Array]:
-    """The rows and the probabilities from which the single text in `batch` is scored.
+    """Compute the rows and probabilities from which the single text in `batch` is scored.
 
     Returns (rows at which a block can begin [R], acceptance probabilities [J, R]). Entry [j, r] is
     the acceptance probability of row r's token as the j-th token in a block, if all tokens before
@@ -222,7 +223,7 @@ def score_rows(
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
     by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
     rows_R = np.array(sorted(by_step[0]), np.int64)
-    # 0 if a later step has no such row, because no block reaches there
+    # 0 if a later step has no such row, because no block reaches that far.
     accepted_JR = np.array(
         [[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step]
     )
@@ -234,7 +235,7 @@ def _alpha_by_row(
 ) -> dict[int, float]:
     target = signal.distribution
     served = sampling.served()
-    # sum_v min(p, q) of a one-hot q is p(argmax q): the acceptance of a greedy draft
+    # For a one-hot q, sum_v min(p, q) is p(argmax q), the acceptance of a greedy draft.
     temperature = served.temperature if method == "probabilistic" else 0.0
     alphas: dict[int, float] = {}
     for rows_N in torch.split(step.mask_BT.flatten().nonzero().squeeze(-1), ROWS_A_CHUNK):
@@ -249,12 +250,12 @@ def _alpha_by_row(
 
 
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
-    """Expected drafts and accepted tokens over all stretches of consecutive rows.
+    """Return the expected drafts and accepted tokens over all stretches of consecutive rows.
 
     A block that would extend beyond its stretch is left out.
     """
-    # one more token, because `expected_blocks` also counts the prefill's token, after which the
-    # first block begins
+    # One token more, because `expected_blocks` also counts the prefill's token, after which the
+    # first block begins.
     walked = [
         expected_blocks(accept_TK, len(accept_TK) + 1)
         for accept_TK in _list_blocks(rows_R, accepted_JR)
@@ -266,16 +267,17 @@ def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceC
 
 
 def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[Array]:
-    """The values in each stretch by block, [T, K].
+    """List the values in each stretch by block, [T, K].
 
     Token j of a block that begins at row r is in row r + j.
     """
     tables = []
-    # E.g. rows 3, 4, 5, 9 and J = 2: blocks begin at rows 3 and 4, and none fits into the stretch
-    # of row 9.
+    # E.g. with rows 3, 4, 5, 9 and J = 2, blocks begin at rows 3 and 4, and no block fits into the
+    # stretch of row 9.
     for stretch_JR in np.split(values_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1):
         num_blocks = max(0, stretch_JR.shape[1] - len(stretch_JR) + 1)
-        # A diagonal becomes a row: token j of block t is at [j, t + j] before, and at [t, j] after.
+        # Turn diagonals into rows: token j of block t is at [j, t + j] before, and at [t, j]
+        # afterwards.
         tables.append(
             np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1)
         )

@@ -1,8 +1,9 @@
-"""Later segments of a request, joined with the text of those before.
+"""Joins later segments of a request with the text of earlier ones.
 
-A segment brings only the new part of its text, a few hundred bytes of which become a record with
-all of it, in memory and in the buffer. So the records joined from one request are bounded in
-proportion to its frames, as the content of a frame is to its payload.
+A segment contains only the new part of its text. A few hundred bytes can thus become a record with
+the whole text, in memory and in the buffer. The total size of the records joined from one request
+is therefore limited in proportion to the size of its frames, as the content of a frame is limited
+in proportion to its payload.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from redraft.online.records.record import (
 Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]  # as `read_frames` yields them
 
 MAX_REQUESTS = 4096
-"""Maximum number of requests whose remaining size is tracked. The one without a segment for the
-longest time is dropped, and starts again from its stored segment.
+"""Maximum number of requests whose remaining size is tracked. The request that has had no segment
+for the longest time is dropped, and starts again from its stored segment.
 """
 
 
@@ -38,7 +39,7 @@ class Segments:
     def __init__(self, find_text: Callable[[str], Text | None]) -> None:
         """`find_text` returns the text of a stored record, given its id."""
         self._find_text = find_text
-        # number of bytes that may still be joined, by hash of the request
+        # Number of bytes that may still be joined, by hash of the request.
         self._room: dict[int, int] = {}
 
     def reset(self) -> None:
@@ -48,9 +49,9 @@ class Segments:
     def join(
         self, frames: Frames, known: Collection[str]
     ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-        """Yield the frames, with a self-contained record replacing each that continues another one.
+        """Yield the frames; records that continue an earlier one are replaced by self-contained ones.
 
-        That other record is among the frames or already stored. Records with `known` ids are
+        The earlier record is among the frames or already stored. Records with `known` ids are
         unchanged.
         """
         texts: dict[str, Text] = {}
@@ -58,9 +59,10 @@ class Segments:
             if isinstance(record, Record) and record.record_id not in known:
                 try:
                     if record.context_begin:
-                        # A segment has one successor, so `pop` frees the text once it is used.
+                        # A segment has only one successor, so `pop` frees the text once it is used.
                         record = self._join(record, frame, texts.pop(record.previous_id, None))
-                        # Stored self-contained too: the segment before may expire first.
+                        # It is stored self-contained too, because the segment before it may expire
+                        # first.
                         frame = frame if record.context_begin else encode_record(record)
                     if not record.context_begin:
                         text = record.context + record.output
@@ -86,7 +88,7 @@ class Segments:
         self._room[request] = room  # at the end: the newest
         if len(self._room) > MAX_REQUESTS:
             del self._room[next(iter(self._room))]
-        # Before the text is read, which takes as long as reading the record itself.
+        # Checked before the text is read, which takes as long as reading the record itself.
         size = record.num_bytes + 4 * record.context_begin
         if size > room:
             raise CorruptRecordError(

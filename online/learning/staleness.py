@@ -1,14 +1,15 @@
 """Is the served draft still as good as it was?
 
-Acceptance on new held-out requests is compared with that at its promotion.
+Its acceptance on new held-out requests is compared with its acceptance at its promotion.
 
     then   the draft on the held-out requests of the time it became current
-    now    the same draft on held-out requests that arrived since, so the two are independent
+    now    the same draft on held-out requests that arrived since then, so both are independent
     loss   then - now in tau, domain by domain, weighted by today's share of each domain
 
 A draft that training could not improve, and whose acceptance has not fallen since, is not worth
-training: the learner sleeps. It wakes when the loss is proven, when a new domain appears, or after
-the longest sleep, to try once more. Numbers in, findings out; no clock, no I/O.
+training: the learner sleeps. It wakes when the loss is proven, when a new domain appears, or, to
+try once more, after the longest sleep. The module takes numbers and returns findings; it uses no
+clock and no I/O.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ class SleepPolicy:
     `training.records_per_candidate` new ones.
     """
     confidence: float = 0.99
-    """Confidence with which acceptance on new held-out requests must be below that at the promotion
-    before training resumes. A false alarm only costs some training; it does not change the served
-    draft.
+    """Confidence with which acceptance on new held-out requests must be proven lower than at the
+    promotion before training resumes. A false alarm only costs some training; it does not change
+    the served draft.
     """
     longest: int = 16
     """Maximum pause between two attempts to find a gain, in multiples of
     `training.records_per_candidate`. After the first attempt without a gain, the pause is 4 of
-    these, and it doubles with every further attempt. If acceptance has fallen, the first pause is
-    1.
+    these multiples, and it doubles with every further attempt. If acceptance has fallen, the first
+    pause is 1 multiple.
     """
 
     def __post_init__(self) -> None:
         if not 0.5 < self.confidence < 1 or self.longest < 1:
             raise ValueError(
-                "confidence must be between 0.5 and 1 and longest at least 1, got "
+                "confidence must be between 0.5 and 1, and longest must be at least 1, got "
                 f"{self.confidence} and {self.longest}"
             )
 
@@ -71,7 +72,7 @@ class Staleness:
     """tau_then - tau_now; above 0 if acceptance has fallen."""
     low: float
     high: float
-    """The 95% interval of the loss."""
+    """Upper end of the 95% interval of the loss."""
     num_requests: int
     """Number of new held-out requests."""
     reason: str
@@ -88,14 +89,14 @@ class Staleness:
 def compare(
     then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy
 ) -> Staleness | None:
-    """The staleness of a draft.
+    """Compute the staleness of a draft.
 
     None if fewer than `gate.min_requests` new requests are from known domains and no domain is new.
     """
     then_by, now_by = _group(then), _group(now)
     enough = gate.min_domain_requests
     new = [name for name, rows in now_by.items() if name not in then_by and len(rows) >= enough]
-    # One request has no spread: a rare domain would make the whole interval infinite.
+    # A single request has no spread, so a rare domain would make the whole interval infinite.
     known = [name for name in now_by if min(len(now_by[name]), len(then_by.get(name, ()))) > 1]
     num_known = sum(len(now_by[name]) for name in known)
     if num_known < gate.min_requests:
@@ -106,7 +107,7 @@ def compare(
     loss = judged["acceptance"]
     low, high = loss.interval(CONFIDENCE)
     confidence = _share_confidence(policy, judged)
-    # One-sided: the lower bound at 99% is the lower end of the two-sided interval at 98%.
+    # One-sided: the lower bound at 99% is the lower end of the two-sided 98% interval.
     fallen = [
         name for name, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0
     ]
@@ -114,8 +115,8 @@ def compare(
         f"domain {name} is new" for name in new[:1]
     ]
     return Staleness(
-        # not the mean over `then`: with today's shares of the domains, a shift of traffic alone is
-        # not a loss
+        # This is not the mean over `then`: with today's shares of the domains, a shift of traffic
+        # alone is not a loss.
         tau_then=tau_now + loss.value,
         tau_now=tau_now,
         loss=loss.value,
@@ -127,14 +128,13 @@ def compare(
 
 
 def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
-    """The targets whose requests no longer show how good a draft is.
+    """Find the targets whose requests no longer show how good a draft is.
 
     They are found from the scores of one draft on the requests of all targets.
 
-    Args:
-        rows: The rows by target: the served target first, then the others from newest to oldest.
-        policy: The confidence of a difference, in either direction.
-        gate: The smallest number of requests to compare. Targets with fewer are pooled, e.g. if a
+    Args: rows: The rows by target: the served target first, then all earlier targets from newest to
+        oldest. policy: The confidence of a difference, in either direction. gate: The smallest
+        number of requests to compare. Targets with fewer are pooled, e.g. if a
             trainer changes the weights every minute.
 
     Returns:
@@ -176,15 +176,15 @@ def _estimate_losses(
     known: Sequence[str],
     enough: int,
 ) -> dict[str, Estimate]:
-    """The loss of acceptance over these domains, and in each one with enough requests now."""
-    # by drafts, because tau is a mean over drafts and not over requests
+    """Estimate the loss of acceptance over these domains, and in each with enough new requests."""
+    # Weighted by drafts, because tau is a mean over drafts and not over requests.
     weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
     total = sum(weights.values())
     losses = {
         n: subtract_independent(_estimate_rate(then_by[n]), _estimate_rate(now_by[n]))
         for n in known
     }
-    # domains share no request, so the errors are independent
+    # Domains share no request, so their errors are independent.
     loss = sum_weighted([losses[name] for name in known], [weights[name] / total for name in known])
     return {"acceptance": loss} | {
         f"acceptance of domain {name}": losses[name]
@@ -194,7 +194,7 @@ def _estimate_losses(
 
 
 def _share_confidence(policy: SleepPolicy, judged: Mapping[str, Estimate]) -> float:
-    """The confidence for each comparison, so that several cause no more false alarms than one."""
+    """Return the confidence per comparison that keeps the error of all at that of one."""
     return 1 - (1 - policy.confidence) / len(judged)
 
 
@@ -227,7 +227,7 @@ class Sleep:
     version: str = ""
     """Version for which `then` was measured; empty before the first time."""
     drafting: str = ""
-    """Draft settings of the measurement: tau depends on the number of draft tokens."""
+    """Draft settings of the measurement, because tau depends on the number of draft tokens."""
     through: int = 0
     """Newest held-out record of the reference. Newer records are independent of it."""
     then: tuple[Row, ...] = ()
@@ -235,7 +235,7 @@ class Sleep:
     num_attempts: int = 0
     """Number of training attempts without a gain since the promotion; each doubles the pause."""
     num_passed: int = 0
-    """Number of records skipped since the learner fell asleep."""
+    """Number of records passed over since the learner fell asleep."""
     num_saved: int = 0
     """Total number of skipped records."""
 
@@ -247,12 +247,12 @@ class Sleep:
         return self.is_asleep and self.version == version
 
     def refer(self, version: str, through: int, rows: Sequence[Row], drafting: str = "") -> Sleep:
-        """The state with a new reference; awake, unless only the drafting settings are new."""
+        """Return the state with a new reference. It is awake unless only the settings changed."""
         base = self if version == self.version else Sleep(num_saved=self.num_saved)
         return replace(base, version=version, drafting=drafting, through=through, then=tuple(rows))
 
     def fall_asleep(self, now: Sequence[Row]) -> Sleep:
-        """The state after falling asleep.
+        """Return the state after falling asleep.
 
         Domains in `now` that are not in the reference are no longer new, because training has used
         them.
@@ -267,7 +267,7 @@ class Sleep:
         return replace(self, is_asleep=False, num_passed=0)
 
     def pass_over(self, num_records: int) -> Sleep:
-        """The state, still asleep, after `num_records` more records are not trained on as new."""
+        """Return the state, still asleep, after passing over `num_records` more records."""
         return replace(
             self, num_passed=self.num_passed + num_records, num_saved=self.num_saved + num_records
         )
@@ -279,14 +279,16 @@ class Sleep:
         policy: SleepPolicy,
         records_per_candidate: int,
     ) -> str:
-        """The reason to train again, given `num_waiting` records that are not trained on yet.
+        """Return the reason to train again, given `num_waiting` records not yet trained on.
 
         Empty if there is no reason.
         """
         candidates = (self.num_passed + num_waiting) / records_per_candidate
-        # After 1, 2, 3 attempts: 1, 2, 4 candidates with a proven loss, and 4, 8, 16 without one.
+        # After 1, 2 or 3 attempts, the pause is 1, 2 or 4 candidates with a proven loss, and 4, 8
+        # or 16 without one.
         pause = 2 ** max(0, self.num_attempts - 1)
-        # with a proven loss, the pause starts at one candidate, otherwise at FIRST_PAUSE candidates
+        # With a proven loss, the pause starts at one candidate, otherwise at FIRST_PAUSE
+        # candidates.
         if staleness and staleness.reason and candidates >= min(pause, policy.longest):
             return staleness.reason
         if candidates >= min(FIRST_PAUSE * pause, policy.longest):

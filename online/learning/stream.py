@@ -1,17 +1,17 @@
-"""From the ingest log into the buffer.
+"""Moves records from the ingest log into the buffer.
 
 A record is acknowledged, and leaves the log, once it is on the buffer's disk.
 
     JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite, acknowledge
                                                               │ disk full
-                                                              └─► closed: all delivered again, in order
+                                                              └─► closed; all are delivered again, in order
 
 The log delivers at least once: after a kill between commit and acknowledgement a record is
 delivered again, and the buffer recognises it by id.
 
 An acknowledged message leaves the stream, but its bytes stay in the broker's file until that file
-goes, and one unread message keeps it. So every message is overwritten there before it is
-acknowledged.
+is deleted, and one unread message keeps the file. So every message is overwritten in the file
+before it is acknowledged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REQUEST_BYTES = 16 << 20  # per request; twice this in memory: one stored, one a
 REQUEST_EXPIRES_S = 20.0
 SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as gone.
 WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
-# seconds until an unacknowledged record is delivered again: longer than slow disks need
+# Seconds until an unacknowledged record is delivered again. Slow disks need less.
 ACK_WAIT_S = 60.0
 DUPLICATES_S = 120.0  # in which the log itself drops a record sent twice; then the buffer
 
@@ -75,7 +75,7 @@ class StreamSource:
         now_s: Callable[[], float] = time.time,
         registry_id: str = "",
     ) -> None:
-        """`now_s` returns the time of arrival and is called in the event loop's thread.
+        """`now_s` returns the time of arrival and is called on the event loop's thread.
 
         `registry_id` keeps learners of two registries apart.
         """
@@ -106,16 +106,17 @@ class StreamSource:
             with wrap_broker_errors(self.ingest):
                 self._pull = self._pull or await self._open()
                 messages = await self._pull.next()
-            # Lazy: the frames are decoded by `store` in the thread, not here on the event loop.
+            # A lazy iterable: the frames are decoded by `store` in its thread, not here on the
+            # event loop.
             frames = chain.from_iterable(read_frames(message.data) for message in messages)
-            # If this task is cancelled, the thread continues; the messages are delivered again, and
-            # recognised by id.
+            # If this task is cancelled, the thread continues. The messages are then delivered
+            # again, and recognised by id.
             taken = await asyncio.to_thread(
                 store, frames, self.buffer, self.vocab_size, self._now_s()
             )
         except BaseException:
-            # Also if the disk is full: if a segment were given back, it would come after the next
-            # one, which needs its text.
+            # The messages are not given back, even if the disk is full: a segment given back would
+            # come after the next one, which needs its text.
             await self.close()
             raise
         await self._release(messages)
@@ -130,8 +131,8 @@ class StreamSource:
                 if self._erase_from_s:
                     self._erase_from_s, self.faults = 0.0, [*self.faults, ("log_not_erased", "")]
             except BrokerError as error:
-                # Without the right to it, a request is not answered: only the client's last error
-                # names the subject.
+                # Without the permission, a request is not answered, and only the client's last
+                # error names the subject.
                 is_forbidden = "stream.msg.delete" in str(self._client.last_error).lower()
                 self._erase_from_s = math.inf if is_forbidden else time.monotonic() + ERASE_PAUSE_S
                 reason = f"text stays in the broker's files: {error}"
@@ -214,7 +215,7 @@ class Pull:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._something.wait(), WAIT_S)
         self._check()
-        # The next messages arrive while the caller stores these.
+        # The next messages arrive while the caller stores these messages.
         messages, self._arrived = self._arrived, []
         self._something.clear()
         await self._request_more()
@@ -229,8 +230,8 @@ class Pull:
         if self._outstanding or self._arrived:
             return
         self._outstanding, self._requested_s = REQUEST_RECORDS, time.monotonic()
-        # In any case above the largest message: a message too large for the request would never be
-        # delivered.
+        # Always more than the largest message, because a message too large for the request would
+        # never be delivered.
         most_bytes = max(REQUEST_BYTES, 2 * self.client.max_payload)
         request = {
             "batch": REQUEST_RECORDS,
@@ -248,13 +249,13 @@ class Pull:
             not self._arrived
             and time.monotonic() > self._requested_s + REQUEST_EXPIRES_S + SILENCE_S
         ):
-            # e.g. the log's disk is full; the connection itself may be fine
+            # For example, the log's disk is full. The connection itself may be fine.
             raise BrokerError("the log does not answer")
 
     async def _on_message(self, message: Any) -> None:
-        # A message of the stream has a subject to acknowledge to. Anything else about it is its
-        # publisher's choice: one with a Status header and no data would end every connection,
-        # forever.
+        # A message of the stream has a subject for its acknowledgement. Everything else about it is
+        # chosen by its publisher: a message with a Status header and no data would otherwise end
+        # every connection, forever.
         headers = message.headers or {}
         if message.reply.startswith(ACK_PREFIX):
             self._arrived.append(message)
@@ -262,7 +263,7 @@ class Pull:
         elif status := headers.get("Status"):
             self._outstanding = 0
             description = headers.get("Description", "")
-            # 409 may also mean "Consumer Deleted", and 503 means that there is no responder:
+            # 409 may also mean "Consumer Deleted", and 503 means that there is no responder, so
             # further requests would be in vain.
             if status not in REQUEST_OVER or "Deleted" in description:
                 self._problem = f"the log's consumer is gone: {status} {description}"
@@ -291,8 +292,8 @@ async def provide_stream(
         if any(getattr(found, name) != value for name, value in wanted.items()):
             await stream.update_stream(found.evolve(**wanted))
     except NotFoundError:
-        # A work queue: text leaves the log when it is acknowledged, so a text deleted from the
-        # buffer is gone.
+        # The stream is a work queue: text leaves the log when it is acknowledged, so a text deleted
+        # from the buffer is gone.
         kept = {
             "storage": StorageType.FILE,
             "retention": RetentionPolicy.WORK_QUEUE,
@@ -301,19 +302,20 @@ async def provide_stream(
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
     with suppress(NotFoundError):
         former = await stream.consumer_info(config.stream, CONSUMER)
-        # A restarted learner finds the registry's id and starts at once, although a request of the
-        # previous one may still be waiting.
+        # A restarted learner finds its registry's id and starts at once, although a request of its
+        # previous process may still be waiting.
         if (
             former.num_waiting
             and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id
         ):
             raise BrokerError(
-                f"a learner of another registry already reads the records of {config.stream}: give "
+                f"a learner of a different registry already reads the records of "
+                f"{config.stream}: give "
                 "each learner a different nats.fleet"
             )
-        # If the stream lost the newest messages with a disk, an old consumer remembers a later
-        # position and would skip as many new messages. A new consumer delivers every unacknowledged
-        # message at once.
+        # If the stream lost its newest messages with a disk, an old consumer remembers a later
+        # position and would skip as many new messages as were lost. A new consumer delivers every
+        # unacknowledged message at once.
         await stream.delete_consumer(config.stream, former.name)
     consumer = ConsumerConfig(
         durable_name=CONSUMER,
@@ -338,10 +340,12 @@ async def _make_way(stream: Any, config: Nats) -> None:
         BrokerError: if one of them is running.
     """
     for found in await stream.consumers_info(config.stream):
-        # A running learner nearly always has a request waiting at the broker, a former one never.
+        # A running learner nearly always has a request waiting at the broker; a former learner
+        # never does.
         if found.num_waiting or not found.name.startswith(CONSUMER):
             raise BrokerError(
-                f"{found.name} of {config.stream} already reads its records: give each learner a "
+                f"{found.name} of {config.stream} is a running learner that already reads its "
+                f"records: give each learner a "
                 "different nats.fleet"
             )
         await stream.delete_consumer(config.stream, found.name)

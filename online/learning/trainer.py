@@ -1,14 +1,15 @@
 """Continual training.
 
-The records of each step, the progress through them, and checkpoints to survive a kill.
+The trainer chooses the records of each step, tracks the progress through them, and keeps
+checkpoints to survive a kill.
 
     buffer.fresh(through) ─┐
     buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint, through)
     anchors ───────────────┘
 
 A checkpoint counts once the buffer has committed it together with the sequence number training had
-reached. So every record is trained as new exactly once, even across kills: before the resumed
-checkpoint, or after it.
+reached. So every record is trained on as new exactly once, even across kills, either before the
+resumed checkpoint or after it.
 """
 
 import math
@@ -43,21 +44,21 @@ def _number(checkpoint_id: str) -> int:
 @dataclass(kw_only=True)
 class Progress:
     through: int = 0
-    """Records up to this number were trained as new or skipped."""
+    """Records up to this number were trained on as new or skipped."""
     records: int = 0
-    """Number of records trained as new, including those of discarded drafts; 0 without a
+    """Number of records trained on as new, including those of discarded drafts; 0 without a
     checkpoint.
     """
     skipped: int = 0
     """Number of records skipped because training was slower than traffic; included in `records`."""
     until_s: float = 0.0
-    """Time of the last step. Records that arrived later have not been trained."""
+    """Time of the last step. Records that arrived later have not been trained on."""
 
 
 class Trainer:
     """Picks the records, drives the candidate on all ranks and keeps checkpoints.
 
-    Blocking; for use from one thread.
+    All methods block, and must be called from one thread.
     """
 
     def __init__(
@@ -92,19 +93,19 @@ class Trainer:
             if self._is_intact(folder):
                 self.ranks.do(Candidate.resume, self.registry.current_path(), folder)
                 self.progress = msgspec.convert(read_provenance(folder).progress, Progress)
-                # A later commit may have given the same checkpoint a later position, and a new
+                # A later commit may have assigned the same checkpoint a later position, and a new
                 # buffer starts at 0.
                 self.progress.through = commit.through
                 return commit.checkpoint_id
         else:
             # No checkpoint is left, e.g. because its folder was removed. The records have been
-            # trained nevertheless.
+            # trained on nevertheless.
             self.progress = Progress(through=commits[0].through if commits else 0)
         self.ranks.do(Candidate.begin, self.registry.current_path())
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
-        """Commits recovered from the checkpoints, newest first, then from the registry.
+        """Recover commits from the checkpoints, newest first, and then from the registry.
 
         They are used if the buffer has lost its list or is new.
         """
@@ -138,11 +139,11 @@ class Trainer:
         return next((stored.record for stored in self.buffer.fresh(self.progress.through, 1)), None)
 
     def forget(self, name: str) -> None:
-        # A new list, because a step on the trainer's thread may be reading the present one.
+        # Make a new list, because a step on the trainer's thread may be reading the present one.
         self.anchors = [record for record in self.anchors if record.tenant != name]
 
     def find_waiting(self) -> tuple[int, int]:
-        """(sequence number of the newest training record, number of those not yet trained on)."""
+        """Return the number of the newest training record, and how many were not trained on yet."""
         return self.buffer.bound_lag(self.progress.through, 0)
 
     def step(self) -> StepStats | None:
@@ -155,17 +156,18 @@ class Trainer:
         )
         self.progress.through, self.progress.skipped = through, self.progress.skipped + num_skipped
         fresh = self.buffer.fresh(through, self.cfg.fresh_per_step)
-        # If records are large, a step takes fewer of them: others are then waiting, and the step is
-        # run.
+        # If records are large, a step takes fewer of them. In that case, more records are waiting,
+        # and the step is run.
         if len(fresh) < self.cfg.fresh_per_step and not (
             fresh and self.lag() >= self.cfg.fresh_per_step
         ):
             return None
         ages_s = [time.time() - stored.record.time_s for stored in fresh]
-        # A server's clock may be ahead of this one.
+        # A server's clock may be ahead of the learner's.
         self.waited_s = max(0.0, fmean(ages_s))
-        # A function of the position: a step repeated after a kill draws the same records.
-        # The factor keeps two seeds apart: equal sums need positions 1,000,003 apart.
+        # The seed depends only on the position, so a step repeated after a kill draws the same
+        # records. The factor keeps seeds apart: two sums are equal only for positions 1,000,003
+        # apart.
         seed = self.cfg.seed * 1_000_003 + through
         replayed = self.buffer.replay(
             self.cfg.replay_per_step,
@@ -186,26 +188,26 @@ class Trainer:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether more steps were non-finite than a candidate is allowed."""
-        # By default a candidate has 128 // 4 = 32 steps, so the fourth non-finite one is too many:
-        # 4 / 32 > 0.1.
+        """Whether more steps were non-finite than is allowed for a candidate."""
+        # By default, a candidate has 128 // 4 = 32 steps, so the fourth non-finite step is too
+        # many: 4 / 32 > 0.1.
         share = self.num_not_finite / max(
             1, self.cfg.records_per_candidate // self.cfg.fresh_per_step
         )
         return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
 
     def checkpoint(self) -> str:
-        """Write and commit a checkpoint; returns its name.
+        """Write and commit a checkpoint; return its name.
 
-        If this raises, the last checkpoint still counts.
+        If this raises an error, the last checkpoint still counts.
 
         Raises:
             NotFiniteError: if the weights are not finite.
             OSError: if a disk is full.
         """
         name = f"checkpoint-{self._next_number():06d}"
-        # First the files, then the commit: a kill in between leaves a checkpoint that does not
-        # count.
+        # The files are written before the commit: a kill in between leaves a checkpoint that does
+        # not count.
         began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
         with publishing(self.folder / name, began) as new:
             self.ranks.do(Candidate.write, new.path)
@@ -218,14 +220,14 @@ class Trainer:
     def discard(self) -> None:
         """Go back to the last checkpoint.
 
-        The records trained on since then do not become new again, because they may be to blame.
+        The records trained on since then do not become new again, because they may be the cause.
         """
         newest = next(iter(self.buffer.commits()), None)
         through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
         if name != SERVED and self._is_intact(self.folder / name):
             self.ranks.do(Candidate.resume, self.registry.current_path(), self.folder / name)
-            # The same checkpoint again, at the present position: the records in between are not
-            # trained as new.
+            # Commit the same checkpoint again at the present position, so that the records in
+            # between are not trained on as new.
             self.buffer.commit_trained(name, through)
         else:
             self.begin_again()
@@ -236,11 +238,15 @@ class Trainer:
         self.buffer.commit_trained(SERVED, self.progress.through)
 
     def begin_again(self) -> None:
-        """Restart training from the served version. Trained records do not become new again."""
+        """Restart training from the served version.
+
+        Records already trained on do not become new again.
+        """
         self.give_up()
         self.num_steps = self.num_not_finite = 0
         self.ranks.do(Candidate.begin, self.registry.current_path())
-        # After the commit: a kill in between leaves folders, which the newest commit does not name.
+        # This comes after the commit: a kill in between leaves folders that the newest commit does
+        # not name.
         for (
             checkpoint
         ) in self._checkpoints():  # never resumed again; a user may want their training undone
@@ -260,7 +266,8 @@ class Trainer:
         return sorted(found, key=lambda path: _number(path.name))
 
     def _next_number(self) -> int:
-        # Commits count too, because their folders may be gone: a name is never used twice.
+        # Commits count too, because their folders may have been removed, and a name is never used
+        # twice.
         names = [path.name for path in self._checkpoints()]
         names += [
             commit.checkpoint_id

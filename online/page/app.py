@@ -9,8 +9,8 @@ It only reads the journal.
 | `/metrics` | Prometheus text, if a registry was given |
 
 There is no login, and the page shows addresses and numbers: serve it on a loopback address, or
-behind a proxy that authenticates users. It answers only under IP addresses and local names, so that
-no web site can read it from the operator's browser (`online.traffic.sockets`).
+behind a proxy that authenticates users. It is accessible only under IP addresses and local names,
+so that no web site can read it from the operator's browser (`online.traffic.sockets`).
 """
 
 import asyncio
@@ -104,7 +104,7 @@ def build_app(
             Route("/", asset),
             Route("/overview.json", overview_json),
             Route("/metrics", metrics),
-            # Last, because it matches every name.
+            # Mounted last, because it matches every path.
             Route("/{name}", asset),
         ]
     )

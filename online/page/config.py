@@ -1,4 +1,7 @@
-"""Settings of the live page. Loads no web server: every command reads them."""
+"""Settings of the live page.
+
+This module loads no web server, because every command reads the settings.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Page:
     host: str = "127.0.0.1"
-    """Address on which the live page and /metrics listen. They have no login: keep a loopback
+    """Address on which the live page and /metrics listen. They require no login, so keep a loopback
     address, or put a proxy with a login in front.
     """
     port: int = 8400

@@ -1,4 +1,4 @@
-"""The headline of the page: the answer in one sentence, with the numbers for it."""
+"""The headline of the page, i.e. the result in one sentence, with the numbers behind it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ NOTABLE_TAU = 0.05  # smallest change shown as good or bad: traffic alone makes 
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """One sentence in four parts, the line below it, and the tone of the change."""
+    """One sentence in four parts, the line below it, and whether the change is good or bad."""
 
     before: str
     number: str = ""
@@ -126,10 +126,10 @@ def find_served_draft(history: History) -> ServedDraft | None:
 def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
     """Select the previous version's entries in the RECENT_S before the first swap.
 
-    Rollbacks are skipped, because their version had been served before and replaced a canary.
+    Rollbacks are skipped, because they brought back a version that had been served before.
     """
     first: SwapEntry | None = None
-    # From the newest swap back to the first of the last run of swaps to this version.
+    # Search from the newest swap back to the first one in the latest run of swaps to this version.
     for swap in reversed([swap for swap in history.select(SwapEntry) if swap.outcome == "swapped"]):
         if swap.version == version and swap.from_version != version:
             first = swap
@@ -144,7 +144,7 @@ def _select_entries_before(history: History, version: str) -> list[AcceptanceEnt
 def _select_engine_entries(history: History, ending_s: float | None) -> list[AcceptanceEntry]:
     """Select the engines' counts in the RECENT_S before `ending_s`.
 
-    If it is None, the period ends with the last entry that has traffic.
+    If `ending_s` is None, the period ends with the last entry that has traffic.
     """
     if ending_s is None:
         last = history.last(
@@ -198,7 +198,7 @@ def _compute_shares(entries: Sequence[AcceptanceEntry]) -> tuple[float, float] |
     lookups = own = tokens = 0.0
     for entry in entries:
         if entry.served_accepted is not None and entry.served_tokens is not None:
-            # The two counters are read one after the other.
+            # The two counters are read one after the other, so they may differ slightly.
             lookups += max(0.0, entry.served_accepted - entry.accepted)
             own += entry.accepted
             tokens += entry.served_tokens
@@ -239,7 +239,7 @@ def _describe_learner(state: StateEntry | None, is_asleep: bool, promoted: int |
 
 
 def describe_promoted(promoted: int) -> str:
-    """Return `No version was promoted yet`, `2 versions were promoted` or the like."""
+    """Return "No version was promoted yet", "2 versions were promoted" or similar."""
     if not promoted:
         return "No version was promoted yet"
     return "1 version was promoted" if promoted == 1 else f"{promoted} versions were promoted"
@@ -247,7 +247,7 @@ def describe_promoted(promoted: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in the largest fitting unit: 42 s, 7 min, 3 h, 2 days."""
-    # A unit begins at 90 s, 90 min and 48 h, so that no duration is a rounded 1.
+    # A larger unit begins at 90 s, 90 min and 48 h, so that no duration is rounded to 1.
     for unit_s, name in ((172800, "days"), (5400, "h"), (90, "min")):
         if seconds >= unit_s:
             return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[name]:.0f} {name}"

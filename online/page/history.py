@@ -1,4 +1,4 @@
-"""The page's part of the journal, in memory: the newest entries of every kind."""
+"""The part of the journal that the page shows, in memory: the newest entries of every kind."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -9,11 +9,11 @@ from redraft.online.journal import AcceptanceEntry, BufferEntry, Entry, Training
 E = TypeVar("E", bound=Entry)
 
 KEPT: dict[type, int] = {AcceptanceEntry: 60_000, BufferEntry: 20_000, TrainingEntry: 20_000}
-"""Number of entries kept, by kind; 200 for every other kind."""
+"""Number of entries kept, by kind; 200 for every kind not listed."""
 
 
 class History:
-    """The newest entries of every kind, in the order they were written."""
+    """The newest entries of every kind, in the order in which they were written."""
 
     def __init__(self) -> None:
         self._kinds: dict[type, deque[Any]] = {}
@@ -25,8 +25,8 @@ class History:
 
     def select(self, kind: type[E], since_s: float = float("-inf")) -> list[E]:
         kept = []
-        # From the newest back: entries are in the order of time, so the first that is too old ends
-        # the search.
+        # Search from the newest entry back: entries are in the order of time, so the first one that
+        # is too old ends the search.
         for entry in reversed(self._kinds.get(kind, ())):
             if entry.time_s < since_s:
                 break

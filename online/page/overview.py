@@ -1,8 +1,8 @@
 """The data of the page, computed from the journal's entries.
 
-Pure: entries and the time in, numbers and words out.
+The functions are pure: they take entries and the time, and return numbers and words.
 
-A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means.
+A point of a curve sums the counts of a time bucket, so a curve is never a mean of means.
 """
 
 from collections import Counter
@@ -52,11 +52,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """tau over the last RECENT_S of the curve, for the newest version."""
     points: list[Point]
     target_version: str
-    """Newest target weights of a server; empty for those of its folder."""
+    """Newest target weights of a server; empty for the weights in its folder."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """The first successful swap of a rollout, or of a rollback."""
+    """The first successful swap of a rollout or rollback."""
 
     time_s: float
     version: str
@@ -75,7 +75,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """Start time of the curves."""
     width_s: float
     gap_s: float
-    """Points that are further apart than this are not connected."""
+    """Distance in seconds beyond which two points are not connected."""
     headline: Headline
     state: StateEntry | None
     servers: list[Curve]
@@ -84,7 +84,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     domains: list[Curve]
     marks: list[Mark]
     positions: list[Positions]
-    """Positions of the served version, then of the previous one."""
+    """Positions of the served version, followed by those of the previous version."""
     buffer: list[BufferEntry]
     drops: list[tuple[float, dict[str, int]]]
     """Records dropped since the previous point, by reason."""
@@ -99,7 +99,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 def build_overview(history: History, now_s: float, range_s: float = 0) -> Overview:
     """Build the page's data from the last `range_s` seconds, and from the newest events.
 
-    The events are verdicts, swaps and faults. A `range_s` of 0 covers everything that is kept.
+    The events are verdicts, swaps and faults. With a `range_s` of 0, all entries kept in memory are
+    used.
     """
     first_s = history.begin_s()
     begin_s = max(now_s - range_s if range_s else 0.0, now_s if first_s is None else first_s)
@@ -160,9 +161,9 @@ def build_curves(
 ) -> list[Curve]:
     """Build the curves of tau over time, by name.
 
-    Those with the highest `rank(drafts, accepted)` are shown, and the others are summed.
+    The names with the highest `rank(drafts, accepted)` are shown, and the others are summed.
     """
-    # 1. Drafts and accepted tokens by name, to choose the curves to draw.
+    # 1. Sum drafts and accepted tokens by name, to choose the curves to draw.
     totals: dict[str, list[float]] = {}
     for entry in entries:
         drafts, accepted = count_shown(entry)
@@ -174,14 +175,15 @@ def build_curves(
     )
     shown = set(drawn if len(drawn) <= MAX_CURVES else drawn[: MAX_CURVES - 1])
     rest = f"{len(drawn) - len(shown)} others"
-    # 2. The counts by bucket and version: a bucket in which a server swapped gives two points.
+    # 2. Sum the counts by bucket and version. A bucket in which a server swapped gives two points.
     sums: dict[str, dict[tuple[int, str], list[float]]] = {key: {} for key in sorted(shown)}
     for entry in entries:
         buckets = sums.setdefault(name(entry) if name(entry) in shown else rest, {})
         bucket = buckets.setdefault(
             (int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0]
         )
-        # [time of the last entry, drafts, accepted]; a point is at that time, not in the future.
+        # [time of the last entry, drafts, accepted]. The point is drawn at that time, because the
+        # end of the bucket may be in the future.
         bucket[0] = max(bucket[0], entry.time_s)
         drafts, accepted = count_shown(entry)
         bucket[1] += drafts
@@ -203,7 +205,7 @@ def build_curves(
 def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
     """Return one mark per rollout and rollback.
 
-    It is the first successful swap after the fleet was asked for another version.
+    It is the first successful swap after the fleet was asked for a different version.
     """
     found: list[Mark] = []
     for swap in swaps:
@@ -224,17 +226,20 @@ def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
     successes = Counter[str]()
     for swap in swaps:
         successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
-        # The number of successes keeps failures before and after a success apart.
+        # The number of successes so far separates failures before and after a success.
         key = (swap.server, swap.version, swap.outcome, successes[swap.server])
-        # Without this the repeat would take the place of the first attempt: a dict keeps a key's
-        # position.
+        # Without this, the repeat would take the place of the first attempt, because a dict keeps a
+        # key's position.
         kept.pop(key, None)
         kept[key] = swap
     return list(kept.values())
 
 
 def _list_faults(faults: Sequence[FaultEntry], now_s: float) -> list[FaultEntry]:
-    """List the last day's faults, newest first; a server's repeated fault keeps its last reason."""
+    """List the last day's faults, newest first.
+
+    A repeated fault of a server is listed once, with its last reason.
+    """
     kept: dict[tuple[str, str | None], FaultEntry] = {}
     for fault in faults:
         if fault.time_s > now_s - 86400:
@@ -255,7 +260,7 @@ def _build_points(buckets: dict[tuple[int, str], list[float]]) -> list[Point]:
         and points[-2].version == points[-1].version
         and points[-1].drafts < points[-2].drafts / 2
     ):
-        # A new bucket is mostly noise: merge it into the one before.
+        # A new bucket is mostly noise, so merge it into the one before it.
         points[-2:] = [Point(points[-1].time_s, *_merge_points(points[-2:]), points[-1].version)]
     return points
 
@@ -304,7 +309,7 @@ def _sum_drops(
         more = Counter[str]()
         for reason, count in entry.dropped.items():
             before = earlier.dropped.get(reason, 0)
-            # A counter below its last value restarted from 0 with the process.
+            # A counter below its last value has restarted from 0 with its process.
             more[reason] = count - before if count >= before else count
         bucket = int(entry.time_s // width_s)
         _, counts = found.get(bucket, (0.0, Counter[str]()))

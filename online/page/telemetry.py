@@ -1,14 +1,15 @@
 """Telemetry of the learner.
 
-Prometheus metrics and Weights & Biases, both fed by the journal's writes.
+Prometheus metrics and Weights & Biases, both updated by the journal's writes.
 
     metrics = Telemetry()
     journal = Journal(folder, observers=[to_stderr, metrics.observe])
     build_app(folder, metrics.registry)                # serves them under /metrics
 
-Every label is bounded: servers by the fleet, the rest by tables here or by MAX_VALUES. Tokens per
-target step are two counters and not a gauge, so any window and any sum over servers is right: `1 +
-rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`.
+Every label is bounded: servers by the fleet, and all other labels by tables in this module or by
+MAX_VALUES. Tokens per target step are two counters and not a gauge, so they are correct for any
+window and any sum over servers: `1 + rate(redraft_accepted_tokens_total[5m]) /
+rate(redraft_drafts_total[5m])`.
 """
 
 import math
@@ -45,7 +46,7 @@ DROP_REASONS = (
     *("no_rows", "not_finite", "other_adapter", "outside_vocabulary", "oversized"),
     *("short_states", "spool_unreadable", "stateless", "textless", *CAPTURE_DROP_REASONS.values()),
 )
-"""Reasons of the buffer, then of the servers."""
+"""Reasons reported by the buffer, then those reported by the servers."""
 
 SWAP_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
@@ -79,7 +80,7 @@ class Telemetry:
         )
         self._make_of_buffer()
         self._make_of_training()
-        # Created at 0: a counter appearing with the first event shows no increase.
+        # Created with 0, because a counter that appears with the first event shows no increase.
         for verdict in get_args(Verdict):
             self._verdicts.labels(verdict)
         for outcome in get_args(SwapOutcome):
@@ -160,8 +161,8 @@ class Telemetry:
         self._take(entry)
 
     @singledispatchmethod
-    # Calls the method below that is registered for the type of the entry. The name `_` of each is
-    # never used.
+    # Call the method below that is registered for the type of the entry. The name `_` of these
+    # methods is never used.
     def _take(self, entry: Entry) -> None:
         raise TypeError(f"no metrics are defined for {type(entry).__name__}")
 
@@ -173,14 +174,15 @@ class Telemetry:
             self._domain_accepted.labels(domain).inc(entry.accepted)
             return
         server = entry.server or ""
-        # This entry contains the counts since the previous one, so they are added. Totals go
+        # This entry contains the counts since the previous entry, so they are added. Totals go
         # through `_advance`.
         self._drafts.labels(server).inc(entry.drafts)
         self._accepted.labels(server).inc(entry.accepted)
         for position, accepted in enumerate(entry.accepted_at, 1):
             self._accepted_at.labels(server, position).inc(accepted)
         if self._versions.get(server, entry.draft_version) != entry.draft_version:
-            # A series that was set once is exported until it is removed: both versions would be 1.
+            # A series that was set once is exported until it is removed, so both versions would be
+            # 1.
             self._version.remove(server, self._versions[server])
         self._versions[server] = entry.draft_version
         self._version.labels(server, entry.draft_version).set(1)
@@ -192,7 +194,7 @@ class Telemetry:
         self._max_bytes.set(_to_number(entry.max_bytes))
         self._held_out.set(entry.held_out)
         self._oldest_s.set(entry.oldest_s or 0)
-        # If no record waits, the lag is 0 and not unknown.
+        # If no record is waiting, the lag is 0 and not unknown.
         self._lag_s.set(_to_number(entry.lag_s) if entry.lag_records else 0)
         self._lag_records.set(entry.lag_records)
         for reason, total in entry.dropped.items():
@@ -232,7 +234,7 @@ class Telemetry:
     @_take.register
     def _(self, entry: ServerEntry) -> None:
         if entry.change == "left":
-            # The address may never return, and a stale version would look like a stuck rollout.
+            # The address may never return, and its stale version would look like a stuck rollout.
             for metric in (self._drafts, self._accepted, self._accepted_at, self._version):
                 metric.remove_by_labels({"server": entry.server})
             self._versions.pop(entry.server, None)
@@ -294,7 +296,7 @@ def _flatten_numbers(entry: Entry) -> dict[str, float]:
     """Collect an entry's numbers by name, e.g. `acceptance/http://a:1/tau`."""
     fields = msgspec.to_builtins(entry)
     path = [str(fields[name]) for name in ("kind", "server", "domain") if fields.get(name)]
-    # Numbers at the top level only: a gate's gains by domain are left out.
+    # Only numbers at the top level are collected, so a gate's gains by domain are left out.
     return {
         "/".join([*path, name]): value
         for name, value in fields.items()

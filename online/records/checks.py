@@ -1,10 +1,10 @@
 """Checks of a decoded record.
 
-A CRC and types prove that nothing was damaged on the way, not that the sender was right.
+A CRC and types prove that nothing was damaged on the way, but not that the sender was right.
 
-Every later use relies on them: arrays of agreeing lengths, rows within the text, finite numbers,
-parameters that an engine can have served, and names that the journal, the database and the metrics
-take as they are.
+Every later use relies on these checks: array lengths agree, rows are within the text, numbers are
+finite, an engine can have served the parameters, and the names can be written to the journal, the
+database and the metrics unchanged.
 
 R = rows of a record
 """
@@ -27,8 +27,8 @@ MAX_NAME_CHARS = 200  # version, server, fingerprint: the journal refuses longer
 MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
-"""Largest number of kept ids, of states per token, and of numbers per state. It is far above any
-model; it only limits the products of hostile numbers.
+"""Largest number of kept ids, of states per token, and of numbers per state. It is far above the
+sizes of any model, and only limits the products of hostile numbers.
 """
 
 _NUL = re.compile(r"\0")
@@ -37,19 +37,19 @@ _SPACE = re.compile(rf"\s|{_CONTROL.pattern}")
 IDENTIFIERS = (
     ("server_id", MAX_NAME_CHARS, _CONTROL),
     ("target_fingerprint", MAX_NAME_CHARS, _CONTROL),
-    # The journal allows no kind of space in an identifier. An empty version is written as `none`.
+    # The journal allows no white space in an identifier. An empty version is written as `none`.
     ("target_version", MAX_NAME_CHARS, _SPACE),
     ("draft_version", MAX_NAME_CHARS, _SPACE),
     ("request_id", MAX_REQUEST_ID_CHARS, _CONTROL),
-    # Labels are escaped wherever they are used, and may be in any script. SQLite's shell ends a
-    # text at a NUL.
+    # Labels are escaped wherever they are used, and may be in any script. SQLite's shell truncates
+    # a text at a NUL.
     ("domain", MAX_LABEL_CHARS, _NUL),
     ("tenant", MAX_LABEL_CHARS, _NUL),
     ("adapter", MAX_NAME_CHARS, _CONTROL),
     ("template_arguments", MAX_ARGUMENTS_CHARS, _CONTROL),
 )
-"""Name, greatest length and forbidden characters. Regular expressions, because every record is
-checked.
+"""Name, greatest length and forbidden characters. The characters are regular expressions for speed,
+because every record is checked.
 """
 
 EXPONENT = 0x7F80  # Exponent bits of a bfloat16. All of them set means NaN or an infinity.
@@ -62,7 +62,7 @@ class Fault(NamedTuple):
 
 
 def find_fault(record: Record) -> Fault | None:
-    # In this order: each one relies on those before it.
+    # The order matters, because each check relies on those before it.
     for reason, find in (
         ("corrupt", _find_wrong_length),
         ("corrupt", _find_wrong_text),
@@ -80,7 +80,8 @@ def find_fault(record: Record) -> Fault | None:
 
 def find_bad_sampling(sampling: Sampling) -> str:
     """Describe a parameter that vLLM would have refused; empty if it accepts all of them."""
-    # The ranges of vLLM's SamplingParams. A comparison with NaN is false, so NaN is in no range.
+    # These are the ranges of vLLM's SamplingParams. A comparison with NaN is false, so NaN is in no
+    # range.
     within = {
         "temperature": 0 <= sampling.temperature <= 2,
         "top_p": 0 < sampling.top_p <= 1,
@@ -154,18 +155,18 @@ def _find_wrong_states(record: Record) -> str:
 
 
 def _find_wrong_row(record: Record) -> str:
-    """Describe a row outside the text, or whose branch does not follow draft tokens before it."""
+    """Describe a row outside the text, or one whose branch does not continue earlier drafts."""
     tokens, rows = record.num_tokens, len(record.positions)
     hanging_R = record.branches
     # A row on a branch of length b > 0 must come right after a row of length b - 1, one position
-    # further, and that row must have a draft token. [:rows] is for a record without rows.
+    # further, and that row must have a draft token. [:rows] is needed for a record without rows.
     follows_R = np.concatenate([[0], hanging_R[:-1] + 1])[:rows]
     is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)
     follows_draft_R = np.concatenate([[False], is_next_R])[:rows]
     if ((hanging_R != 0) & ((hanging_R != follows_R) | ~follows_draft_R)).any():
         return "inconsistent record: a row follows draft tokens that are not before it"
-    # Tokens of the true text before the row. A row needs at least one, and at most as many as
-    # exist.
+    # Number of tokens of the true text before the row. A row needs at least one, and at most as
+    # many as exist.
     known_R = record.positions - hanging_R
     if ((known_R < 1) | (known_R > tokens)).any():
         return f"inconsistent record: a row outside its text of {tokens} tokens"
@@ -189,7 +190,7 @@ def _find_bad_identifier(record: Record) -> str:
 def _find_bad_probability(record: Record) -> str:
     if not np.isfinite(record.topk_log_probs).all():
         return "log-probabilities that are not finite"
-    # NaN means unknown in these two; an infinity means nothing.
+    # NaN means unknown in these two fields, but an infinity has no meaning.
     if np.isinf(record.draft_probs).any() or np.isinf(record.log_sum_exp).any():
         return "draft probabilities or log-sum-exp that are infinite"
     return ""

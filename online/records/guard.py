@@ -1,4 +1,4 @@
-"""A guard for periodic tasks: an exception ends a round of a task, never the task or its process.
+"""A guard for periodic tasks: an exception ends one round of a task, but not the task.
 
 while True:
     await asyncio.sleep(pause_s)
@@ -23,7 +23,7 @@ logger = logging.getLogger("redraft.guard")
 
 class Guard:
     def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
-        """Pass a task and its first failure of each type to `report`, besides logging it."""
+        """Create a guard that also passes a task and its first failure of each type to `report`."""
         self.failures: Counter[str] = Counter()  # number of failed rounds, by task
         self._report = report
         self._logged: set[tuple[str, str]] = set()
@@ -32,7 +32,7 @@ class Guard:
     def round(self, task: str) -> Iterator[None]:
         """Count an exception raised in the block instead of propagating it.
 
-        The first exception of each type is logged for each task.
+        For each task, the first exception of each type is logged.
         """
         try:
             yield
@@ -42,7 +42,7 @@ class Guard:
             if (task, kind) in self._logged:
                 return
             self._logged.add((task, kind))
-            # The place instead of the message, which may quote a user's words.
+            # Log the place instead of the message, which may quote a user's words.
             frame = extract_tb(error.__traceback__)[-1]
             reason = f"{kind} in {frame.name}, {frame.filename}:{frame.lineno}"
             logger.error("%s: failure %d, it continues: %s", task, self.failures[task], reason)
@@ -53,8 +53,9 @@ class Guard:
                     logger.exception("%s: the failure could not be reported", task)
 
     def collect(self) -> list[Metric]:
-        """Return Prometheus's counter of failed rounds, for `CollectorRegistry.register`."""
-        # Imported here: the plugin, which has no metrics, loads this module in every worker.
+        """Return the Prometheus counter of failed rounds, for `CollectorRegistry.register`."""
+        # Imported here, because the plugin, which has no metrics, loads this module in every
+        # worker.
         from prometheus_client.core import CounterMetricFamily
 
         failed = CounterMetricFamily(

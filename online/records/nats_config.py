@@ -3,8 +3,8 @@
     stream   redraft-<fleet>             one per fleet; servers publish to it, the learner consumes it
     subject  redraft.<fleet>.<domain>    separates access rights, and learners, by domain
 
-Does not import nats-py, which is optional: every command and every process of a vLLM server reads
-this module.
+This module does not import nats-py, which is optional, because every command and every process of a
+vLLM server reads this module.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and blanks mean something 
 @dataclass(frozen=True, kw_only=True)
 class Nats:
     fleet: str = "default"
-    """Name of the fleet, i.e. the servers of one learner. Fleets on the same NATS server have
+    """Name of the fleet, i.e. of the servers of one learner. Fleets on the same NATS server have
     separate streams.
     """
     credentials: Path | None = None
@@ -62,7 +62,10 @@ class Nats:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
-    """Limits on records that no learner has taken yet. Beyond them, the log drops the oldest."""
+    """Limits on records that no learner has taken yet.
+
+    Beyond these limits, the log drops the oldest records.
+    """
 
     max_bytes: int = 8 << 30
     """Maximum size of the log in bytes. Above it, the oldest records are dropped."""
@@ -71,7 +74,7 @@ class StreamLimits:
     learner has read them.
     """
     replicas: int = 1
-    """Number of copies in a NATS cluster, each on another server: 1, 3 or 5."""
+    """Number of replicas of the stream in a NATS cluster: 1, 3 or 5."""
 
     def __post_init__(self) -> None:
         if self.max_bytes <= 0 or self.max_age_s <= 0 or self.replicas < 1:
@@ -81,7 +84,7 @@ class StreamLimits:
 
 
 def to_subject_token(domain: str) -> str:
-    """A domain's unique subject token: a sanitised or reserved name gets a hash suffix."""
+    """Return a domain's unique subject token. A sanitised or reserved name gets a hash suffix."""
     part = _UNFIT.sub("_", domain)
     is_itself = part == domain and domain != NO_DOMAIN
     return part if is_itself else f"{part}-{hashlib.sha256(domain.encode()).hexdigest()[:8]}"

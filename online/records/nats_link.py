@@ -1,10 +1,10 @@
-"""Connections to NATS, and a probe of whether it still stores.
+"""Connections to NATS, and a probe of whether NATS still stores messages.
 
 A connection belongs to one of two users: the servers, which publish, and the learner, which reads.
-Each has a separate inbox, the subject of the answers to it. Records reach the learner through its
-inbox, so a user that may subscribe to `_INBOX.>` reads them all.
+Each of them has a separate inbox, i.e. a subject for the answers it receives. Records reach the
+learner through its inbox, so a user that may subscribe to `_INBOX.>` can read all records.
 
-The owner of a connection reconnects by itself: nats-py's own reconnection is off, because it would
+The owner of a connection reconnects by itself. nats-py's own reconnection is off, because it would
 resend silently.
 """
 
@@ -40,7 +40,7 @@ class BrokerError(ConnectionError):
 class _Client(Client):  # type: ignore[misc]
     """nats-py's client, which survives a malformed header or subject.
 
-    Otherwise it would silently stop reading, and any publisher can send one.
+    Otherwise the client would silently stop reading, and any publisher can send such a message.
     """
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
@@ -77,8 +77,8 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
                 parse_addresses(ingest),
                 name="redraft",
                 allow_reconnect=False,  # it would resend records we resend ourselves
-                # Per server, for the first connection. nats-py hides why it failed, so `keep` saves
-                # the reason.
+                # Save the last error of each server for the first connection. nats-py hides why it
+                # failed, so `keep` saves the reason.
                 max_reconnect_attempts=1,
                 reconnect_time_wait=RECONNECT_S,
                 connect_timeout=CONNECT_TIMEOUT_S,
@@ -90,12 +90,12 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
             )
         except NoServersError as error:
             raise (reasons[0] if reasons else error) from error
-    # If the server does not require TLS, nats-py silently connects without.
+    # If the server does not require TLS, nats-py silently connects without TLS.
     if tls is not None and client._transport._io_writer.get_extra_info("ssl_object") is None:
         await client.close()
         raise BrokerError(
-            f"{hide_credentials(ingest)} does not speak TLS, but tls:// or nats.ca requires it: "
-            "nothing was sent"
+            f"{hide_credentials(ingest)} does not speak TLS, but tls:// or nats.ca requires "
+            f"TLS: nothing was sent"
         )
     return client
 
@@ -104,9 +104,9 @@ async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -
     """Check that the fleet's stream acknowledges an empty message.
 
     The check passes if there is no stream yet. Only a real publish shows whether the stream still
-    stores messages: on a full disk, NATS can stay silent while its health page reports ok. It does
-    not recover when space is freed, and must be restarted. The learner consumes the message, which
-    contains no record.
+    stores messages: on a full disk, NATS can stay silent while its health page reports ok. NATS
+    does not recover when space is freed, and must be restarted. The learner consumes the message,
+    which contains no record.
 
     Raises:
         BrokerError: the message is not acknowledged within `timeout_s` seconds.

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
 EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
-# for a tenant or domain, which is a column of the buffer and a label of metrics
+# Maximum length of a tenant or domain, which is a column of the buffer and a label of metrics.
 MAX_LABEL_CHARS = 64
 MAX_ARGUMENTS_CHARS = 200  # for the template's arguments, as JSON; longer ones are left out
 NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "cohere_format"}
-"""Names that vLLM passes with the arguments of each request; the last one selects a renderer."""
+"""Names that vLLM passes along with the arguments of each request. The last one selects a renderer.
+"""
 
 
 class Origin(NamedTuple):
@@ -23,7 +24,7 @@ class Origin(NamedTuple):
     domain: str = ""
     opt_out: bool = False
     cache_salt: str = ""
-    """`hash_salt` of vLLM's cache salt: requests with different salts share no text."""
+    """`hash_salt` of vLLM's cache salt. Requests with different salts share no cached text."""
     arguments: str = ""
     """`pack_arguments` of the request's template arguments."""
 
@@ -35,7 +36,7 @@ def read_origin_headers(headers: Headers) -> Origin:
     """Read the origin from the X-Redraft-Tenant, -Domain and -Opt-Out headers.
 
     Any opt-out value counts except an empty one, 0, false and no. If there are several values, one
-    of them is enough, because a gateway may have added it.
+    such value is enough, because a gateway may have added it.
     """
     opt_outs = ",".join(headers.getlist("x-redraft-opt-out")).lower().split(",")
     return Origin(
@@ -60,7 +61,7 @@ def pack_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def unpack_arguments(packed: str) -> dict[str, Any]:
-    """Unpack the result of `pack_arguments`; empty for any other text, which a sender made up."""
+    """Unpack the result of `pack_arguments`; empty for any text that it does not produce."""
     try:
         arguments = json.loads(packed or "{}")
     except ValueError:
@@ -71,7 +72,7 @@ def unpack_arguments(packed: str) -> dict[str, Any]:
 def to_label(name: str) -> str:
     """Return the name under which a tenant's records are stored.
 
-    This is the name itself or, for a long name, its beginning and a hash.
+    This is the name itself or, if the name is long, its beginning and a hash.
     """
     if len(name) <= MAX_LABEL_CHARS:
         return name
@@ -110,8 +111,8 @@ def _decode(header: str) -> str:
 def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:
     """Read the origin that the API process put into the sampling parameters' extra arguments.
 
-    None if it wrote no origin: the request's headers have not been read then, so an opt-out would
-    not be noticed.
+    None if it wrote no origin. In this case, nobody has read the request's headers, so an opt-out
+    would go unnoticed.
     """
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if not isinstance(written, dict) or written.keys() != set(Origin._fields):

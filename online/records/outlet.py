@@ -15,7 +15,7 @@ from redraft.online.records.spool import SpoolWriter
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Settings for which part of live traffic to record."""
+    """Settings that determine which part of live traffic is recorded."""
 
     fraction: float = 1.0
     """Fraction of all requests to record, from 0 to 1."""
@@ -70,13 +70,13 @@ class Recording(Sample):
     def find_skip_reason(self, tenant: str, draw: bytes) -> str:
         """Return why this request is not recorded; empty if it is recorded.
 
-        A request is recorded if its `draw` hashes below `fraction`.
+        A request is recorded if the hash of its `draw` is below `fraction`.
         """
         # A request's tenant is already a label, in which a long name is truncated and ends with a
         # hash.
         if self.tenants and tenant not in map(to_label, self.tenants):
             return "tenant"
-        # a hash instead of a random number, so that every call decides alike
+        # A hash instead of a random number, so that every call makes the same decision.
         return "" if zlib.crc32(draw) < self.fraction * 2**32 else "fraction"
 
 
@@ -92,7 +92,7 @@ class Outlet(Protocol):
         """Counters and the last error. Contains no text of any request."""
 
     def close(self) -> None:
-        """Send everything still waiting."""
+        """Send all frames that are still waiting."""
 
 
 def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
@@ -106,5 +106,7 @@ def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
 
         return Publisher(config.ingest, config.nats, guard=guard)
     if config.spool is None:
-        raise ValueError("there is no place for records: give a spool folder or an ingest log")
+        raise ValueError(
+            "no destination is configured for records: give a spool folder or an ingest log"
+        )
     return SpoolWriter(config.spool, server_id, config.spool_bytes)

@@ -1,16 +1,16 @@
 """The publisher of a server's records.
 
-They wait in a bounded queue until JetStream acknowledges them.
+Records wait in a bounded queue until JetStream acknowledges them.
 
     capture's thread ─ write ─► queue ─────────────────► this thread (asyncio) ─► JetStream
                                 beyond its size the        ▲                        │ acknowledged: forgotten
                                 oldest are dropped         └─ not acknowledged ─────┘
                                 and counted                   back to the front of the queue
 
-A lost broker, a missing stream and a full disk look the same from here: nothing is acknowledged.
-(On a full disk NATS may stay silent while the health page says ok, so only a publish shows it.)
-Then one record is sent per second until one is acknowledged. Each record carries an id, so
-JetStream recognises a record it had already stored.
+A lost broker, a missing stream and a full disk look the same to the publisher: nothing is
+acknowledged. (On a full disk, NATS may stay silent while its health page says ok, so only a publish
+shows the problem.) In that case, one record is sent per second until one is acknowledged. Each
+record carries an id, so JetStream recognises a record that it has already stored.
 """
 
 import asyncio
@@ -41,7 +41,10 @@ HEADER_BYTES = 256  # at most; the broker counts them, and disconnects clients a
 
 
 class Publisher:
-    """One server's connection to the log. `write` never waits; call it from one thread only."""
+    """One server's connection to the log.
+
+    `write` never waits, and must be called from one thread only.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,8 @@ class Publisher:
             self._num_bytes += sum(map(len, frames))
             self._make_room()
         if not self._thread.ident:
-            # Started by the first writer, so that it inherits capture's cores, which exclude the
-            # engine's.
+            # The thread is started by the first writer, so that it inherits capture's cores, which
+            # exclude the engine's.
             self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class Publisher:
         self._closing_at_s = time.monotonic()
         if self._thread.ident:
             self._thread.join(CLOSE_TIMEOUT_S + ACK_TIMEOUT_S)
-        # With a bound of 0, `_put_back` drops and counts all that still waits.
+        # With a bound of 0, `_put_back` drops and counts all frames that are still waiting.
         self.max_waiting_bytes = 0
         self._put_back([])
 
@@ -124,8 +127,8 @@ class Publisher:
                 self._put_back(frames)  # the broker recognises those that it has stored already
                 raise
             self._put_back(refused)
-            # Frames on the way cannot be dropped. If they filled a small queue, it would have to
-            # drop new records.
+            # Frames in flight cannot be dropped. If they filled a small queue, new records would
+            # have to be dropped.
             window_bytes = 1 if refused else min(WINDOW_BYTES, self.max_waiting_bytes // 4)
             if refused:
                 await asyncio.sleep(RETRY_S)
@@ -133,7 +136,10 @@ class Publisher:
     async def _send(
         self, client: Any, stream: JetStreamContext, frames: list[Frame]
     ) -> list[Frame]:
-        """Send the frames, and return those not acknowledged; the others are forgotten."""
+        """Send the frames, and return those not acknowledged.
+
+        Acknowledged frames are removed from the queue.
+        """
         answers: dict[asyncio.Future[Any], Frame] = {}
         for number, frame in enumerate(frames):
             subject, headers = self.config.subject(frame.domain), {MESSAGE_ID: frame.record_id}
@@ -146,8 +152,8 @@ class Publisher:
                 answers[await stream.publish_async(subject, frame, headers=headers)] = frame
             except (NatsError, OSError) as error:
                 self.last_error = str(error) or type(error).__name__
-                # Frames sent before the error may still be acknowledged. This one and the rest go
-                # back.
+                # Frames sent before the error may still be acknowledged. This frame and the
+                # remaining ones go back to the queue.
                 return [*await self._unanswered(client, answers), *frames[number:]]
         return await self._unanswered(client, answers)
 
@@ -157,7 +163,7 @@ class Publisher:
         deadline_s = time.monotonic() + ACK_TIMEOUT_S
         pending = set(answers)
         while pending and time.monotonic() < deadline_s and not client.is_closed:
-            # In short waits, to notice soon that the connection has closed.
+            # Wait in short steps, to notice soon that the connection was closed.
             _, pending = await asyncio.wait(pending, timeout=POLL_S)
         refused = []
         for answer, frame in answers.items():
@@ -173,7 +179,7 @@ class Publisher:
         return refused
 
     def acknowledged(self, frame: Frame) -> None:
-        """Forget a frame: the broker has it on disk."""
+        """Forget a frame, because the broker has it on disk."""
         self._forget(frame, "published_records")
         self.last_error = ""
 
@@ -191,8 +197,8 @@ class Publisher:
 
     def _put_back(self, frames: list[Frame]) -> None:
         with self._lock:
-            # `extendleft` reverses the order, so it gets the newest first, and the oldest ends up
-            # at the front.
+            # `extendleft` reverses the order, so it gets the newest frame first, and the oldest
+            # ends up at the front.
             self._waiting.extendleft(reversed(frames))
             self._make_room()
 

@@ -1,14 +1,14 @@
 """The record of one segment of one request, from one server, and its wire format.
 
 C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids, H = tokens with
-hidden states, L = hidden states of one token, D = size of each.
+hidden states, L = hidden states of one token, D = size of each hidden state.
 
 A row is one distribution of the target: the prediction of the token at `positions[r]`, an index
 into context + output. A step with k draft tokens (k may be 0) produces k + 1 rows: one per draft
 token, and one for the bonus token (draft -1). Rows after a rejection follow discarded draft tokens.
-They are equally valid, but for another text. Each part of the text is sent once: a later segment of
-a long answer contains only the new part, and the receiver appends it to the text of the previous
-segment, which makes the record self-contained.
+They are equally valid, but belong to a different text. Each part of the text is sent once: a later
+segment of a long answer contains only the new part, and the receiver appends it to the text of the
+previous segment, which makes the record self-contained.
 """
 
 import hashlib
@@ -33,10 +33,12 @@ MAGIC = b"RDR1"
 """First bytes of every frame."""
 
 MAX_RECORD_BYTES = 64 << 20
-"""Largest decompressed record; a damaged or hostile frame must not fill the memory."""
+"""Size limit of a decompressed record in bytes, because a damaged or hostile frame must not fill
+the memory.
+"""
 
 FREE_BYTES, MAX_RATIO = 1 << 20, 64
-"""A payload may unpack to FREE_BYTES plus MAX_RATIO times its size. Records are mostly
+"""A payload may unpack to at most FREE_BYTES plus MAX_RATIO times its size. Records are mostly
 probabilities, which shrink to half at best; only a long prompt that repeats itself shrinks more.
 """
 
@@ -45,17 +47,18 @@ KEPT_BYTES = 1 << 20
 
 MAX_BAD_IN_A_ROW = 16
 """Number of unreadable stretches that are reported one by one before the next good frame. Further
-ones until then are not reported.
+stretches before it are not reported.
 """
 
 MAX_WASTE = 4
-"""Bytes read in vain before the rest is given up, as a multiple of all bytes. Bounds the work on
-frames whose lengths overlap: without it, reading is quadratic.
+"""Number of bytes that may be read in vain, as a multiple of all bytes, before the remainder is
+skipped. This bounds the work on frames whose lengths overlap, for which reading would otherwise be
+quadratic.
 """
 
 LOOKUP, PADDING = 1, 2
-"""Values of `row_proposers` for draft tokens that are not from the named version: from a lookup, or
-padding near the end of the context.
+"""Values of `row_proposers` for draft tokens that are not from the named version: they are from a
+lookup, or padding near the end of the context.
 """
 
 Constraint = Literal[
@@ -118,9 +121,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     target_fingerprint: str
     target_version: str = ""
-    """LABEL@DIGEST of the weights that verified the draft tokens: the trainer's name for them,
-    which may be empty, and 12 hex digits of their checksum. Empty: the weights in the target's
-    folder, whose fingerprint is given.
+    """LABEL@DIGEST of the weights that verified the draft tokens: the trainer's name for the
+    weights, which may be empty, and 12 hex digits of their checksum. Empty for the weights in the
+    target's folder, whose fingerprint is given.
     """
     draft_version: str = ""
     """Version that proposed the draft tokens, except those marked in `row_proposers`."""
@@ -134,7 +137,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     template_arguments: str = ""
     """Arguments of the chat template, as JSON; empty if none. See `origin.pack_arguments`."""
     num_prompt_tokens: int
-    """Length of the prompt at the start of the context; the same in every segment of a request."""
+    """Length of the prompt at the start of the context; it is the same in every segment of a
+    request.
+    """
     top_k: int
     context: bytes
     """int32 [C], all tokens before the segment's output, from `context_begin` on."""
@@ -143,35 +148,36 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     row_positions: bytes
     """int32 [R], index into context + output of the token predicted by the row."""
     row_branches: bytes
-    """int32 [R], number of rejected draft tokens at the end of the row's context: the tokens of as
-    many preceding rows.
+    """int32 [R], number of rejected draft tokens at the end of the row's context. These are the
+    draft tokens of the same number of preceding rows.
     """
     row_drafts: bytes
     """int32 [R], the draft's token, or -1 for none (bonus token, or a server without speculation).
     """
     row_draft_probs: bytes
-    """float32 [R], probability with which it was proposed: 1 for greedy drafting, NaN if there is
-    no draft token.
+    """float32 [R], probability with which the draft token was proposed: 1 for greedy drafting, NaN
+    if there is no draft token.
     """
     row_accepted: bytes
     """uint8 [R], 1 if the draft token was accepted."""
     row_proposers: bytes = b""
-    """uint8 [R], LOOKUP or PADDING for rows drafted by another proposer, else 0. Empty: all are 0.
+    """uint8 [R], LOOKUP or PADDING for rows drafted by a different proposer, otherwise 0. Empty if
+    all are 0.
     """
     row_topk_ids: bytes
     """int32 [R, K], in order of descending probability."""
     row_topk_log_probs: bytes
     """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
     row_log_sum_exp: bytes
-    """float32 [R], log-sum-exp of the logits: logit = log-probability + this. NaN if the server
-    does not report it.
+    """float32 [R], log-sum-exp of the logits, so that logit = log-probability + row_log_sum_exp.
+    NaN if the server does not report it.
     """
     context_begin: int = 0
-    """Number of tokens left out of `context` because the previous segment contains them. See
-    `join_text`.
+    """Number of tokens left out of `context` because the previous segment contains them
+    (`join_text`).
     """
     hidden_begin: int = 0
-    """Index of the first token with hidden states; there are no gaps after it. Earlier tokens were
+    """Index of the first token with hidden states; all later tokens have them. Earlier tokens were
     read from the prefix cache or sent with an earlier segment.
     """
     hidden_shape: tuple[int, int] = (0, 0)
@@ -181,7 +187,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
     hidden_format: HiddenFormat = "bfloat16"
     hidden: bytes = b""
-    """[H, L, D] in this format; empty if none were captured."""
+    """Hidden states, [H, L, D] in this format; empty if none were captured."""
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +198,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
-        """Identifies the weights that verified, by content.
+        """Identifies the weights that verified the draft tokens, by content.
 
         It consists of the fingerprint of their folder, #HASH of an adapter's name, and @DIGEST of
         weights that a trainer has changed.
@@ -219,7 +225,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Length of the whole text in tokens, including those that are left out."""
+        """Length of the whole text in tokens, including those left out of `context`."""
         return self.context_begin + (len(self.context) + len(self.output)) // 4
 
     @property
@@ -276,12 +282,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def num_hidden(self) -> int:
         """H, the number of tokens with hidden states."""
         num_states, size = self.hidden_shape
-        # Without states the shape is (0, 0).
+        # Without states, the shape is (0, 0).
         return len(self.hidden) // max(1, num_states * state_bytes(self.hidden_format, size))
 
     @property
     def hidden_words(self) -> NDArray[np.uint16]:
-        """Hidden states as bits of bfloat16 numbers, [H, L, D]; numpy has no bfloat16."""
+        """Hidden states as the bits of bfloat16 numbers, [H, L, D], because numpy has no bfloat16."""
         if not self.hidden:
             return NO_HIDDEN
         if self.hidden_format == "float8":
@@ -295,7 +301,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def text_rows(
     positions_N: NDArray[Any], ids_NK: NDArray[Any], log_probs_NK: NDArray[Any]
 ) -> dict[str, Any]:
-    """The columns of a record for rows on the text itself, for which no draft proposed a token.
+    """Return a record's columns for rows on the text itself, for which no draft proposed a token.
 
     Row n contains the K most probable tokens at the text's token `positions_N[n]`.
     """
@@ -315,7 +321,7 @@ def text_rows(
 
 def name_base(target_fingerprint: str, adapter: str) -> str:
     """Name the target that a draft is trained for: folder fingerprint and adapter #HASH."""
-    # A hash, because the name may contain any character.
+    # This is a hash, because the name may contain any character.
     return target_fingerprint + (
         f"#{hashlib.sha256(adapter.encode()).hexdigest()[:12]}" if adapter else ""
     )
@@ -325,7 +331,7 @@ def join_text(record: Record, text: bytes) -> Record:
     """Make a later segment's record self-contained, given the previous segment's text, int32.
 
     Raises:
-        CorruptRecordError: that text ends too early, or the record would be too large.
+        CorruptRecordError: the previous text ends too early, or the record would be too large.
     """
     if len(text) < 4 * record.context_begin:
         raise CorruptRecordError(
@@ -340,14 +346,15 @@ def join_text(record: Record, text: bytes) -> Record:
 
 
 def _make_id(server_id: str, request_id: str, sequence: int) -> str:
-    # msgpack keeps the fields apart: joined strings would be equal for ("ab", "c") and ("a", "bc").
+    # msgpack keeps the fields apart, whereas joined strings would be equal for ("ab", "c") and
+    # ("a", "bc").
     return hashlib.sha256(msgspec.msgpack.encode((server_id, request_id, sequence))).hexdigest()[
         :32
     ]
 
 
 def encode_record(record: Record) -> bytes:
-    """Encode one frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
+    """Encode one frame: magic, the payload's length and CRC-32, and the payload, zstd(msgpack)."""
     payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
     return _HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
 
@@ -379,14 +386,14 @@ def _unframe(frame: bytes) -> bytes:
     """Return the payload, after checking its length and CRC against the header.
 
     Raises:
-        CorruptRecordError: as `decode_record` does.
+        CorruptRecordError: the same as in `decode_record`.
     """
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
         raise CorruptRecordError(f"not a record: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
     payload = frame[_HEADER.size :]
     if len(payload) != length:
-        raise CorruptRecordError(f"torn record: {len(payload)} of {length} payload bytes")
+        raise CorruptRecordError(f"torn record: {len(payload)} of {length} payload bytes arrived")
     if zlib.crc32(payload) != crc:
         raise CorruptRecordError("bit-flipped record: the CRC does not match")
     return payload
@@ -396,15 +403,16 @@ def _decode_payload(payload: bytes) -> Record:
     """Decode the record in a payload.
 
     Raises:
-        CorruptRecordError: and nothing else, whatever the bytes are.
+        CorruptRecordError: the payload is not a valid record. No other error is raised, whatever
+            the bytes are.
     """
     try:
         record = msgspec.msgpack.decode(_decompress(payload), type=Record)
         fault = find_fault(record)
     except CorruptRecordError:
         raise
-    # Anything: hostile bytes also end in a RecursionError, a UnicodeDecodeError or an
-    # OverflowError. A record that raises would stop the learner at every start.
+    # Catch every error: hostile bytes can also end in a RecursionError, a UnicodeDecodeError or an
+    # OverflowError. A record that raises such an error would stop the learner at every start.
     except Exception as error:
         raise CorruptRecordError(f"unreadable record: {type(error).__name__}: {error}") from error
     if fault is not None:
@@ -413,7 +421,7 @@ def _decode_payload(payload: bytes) -> Record:
 
 
 class _Decompressors(threading.local):
-    """One decompressor per thread: creating one takes a quarter as long as using it."""
+    """One decompressor per thread, because creating one takes a quarter as long as using it."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor()
@@ -429,9 +437,9 @@ def _decompress(payload: bytes) -> bytes:
         CorruptRecordError: if the record is too large.
         zstandard.ZstdError: if it cannot be decompressed.
     """
-    # E.g. 1 MiB of payload may unpack to 64 MiB, a payload of 1 KiB to 1 MiB and 64 KiB.
+    # E.g. a payload of 1 MiB may unpack to 64 MiB, and a payload of 1 KiB to 1 MiB and 64 KiB.
     most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
-    # The size in the frame overrides max_output_size; -1 without one.
+    # The size given in the frame overrides max_output_size. It is -1 if the frame gives none.
     if zstandard.frame_content_size(payload) > most:
         raise CorruptRecordError(
             f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized"
@@ -441,7 +449,7 @@ def _decompress(payload: bytes) -> bytes:
 
 
 def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """Split concatenated frames, yielding each with its record or the error.
+    """Split concatenated frames, yielding each with its record or its error.
 
     After an error, reading resumes at the next magic. A file is read in pieces, so memory is
     bounded by one frame and one record. The time is linear in the number of bytes, whatever they
@@ -451,19 +459,20 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
     begin = num_bad = num_wasted = 0
     while begin < source.size and num_wasted <= MAX_WASTE * source.size:
         # If the frame would extend beyond the file, only its header is returned, and `_unframe`
-        # refuses it as truncated.
+        # rejects the frame as truncated.
         frame = source.read_frame(begin)
         try:
             payload = _unframe(frame)
         except CorruptRecordError as error:
-            # The length itself may be damaged: look for the next frame from the start of this one.
+            # The length itself may be damaged, so search for the next frame from the start of this
+            # one.
             num_wasted += len(frame)
             num_bad += 1
             end = source.find_frame(begin + 1, only_whole=num_bad >= MAX_BAD_IN_A_ROW)
             if num_bad <= MAX_BAD_IN_A_ROW:
                 yield source.read(begin, min(end, begin + KEPT_BYTES)), error
         else:
-            # The CRC proves where the next frame begins, even if this one is unusable.
+            # The CRC proves where the next frame begins, even if this frame is unusable.
             end, num_bad = begin + len(frame), 0
             try:
                 yield frame, _decode_payload(payload)
@@ -489,7 +498,8 @@ class _Source:
         self._file = file
         self.size = file.seek(0, io.SEEK_END)
         self._piece, self._piece_begin = b"", 0
-        # Lengths above the file's are skipped, because checking each would take seconds.
+        # Lengths that exceed the file's are skipped, because checking each of them would take
+        # seconds.
         last_byte = b"%02x" % min(4, self.size >> 24)
         self._whole_start = re.compile(MAGIC + rb"...[\x00-\x" + last_byte + b"]", re.DOTALL)
 
@@ -503,7 +513,7 @@ class _Source:
         return self._piece[: end - begin]
 
     def read_frame(self, begin: int) -> bytes:
-        """Return the frame that begins here, or only its header if the frame is incomplete."""
+        """Return the frame that begins at `begin`, or only its header if the frame is incomplete."""
         header = self.read(begin, min(self.size, begin + _HEADER.size))
         if len(header) < _HEADER.size or not _HEADER_START.match(header):
             return header
@@ -513,8 +523,8 @@ class _Source:
     def find_frame(self, begin: int, *, only_whole: bool) -> int:
         """Return the first offset from `begin` on where a frame may begin, or the file's size.
 
-        With `only_whole`, an offset does not count if its header declares more bytes than there
-        are.
+        With `only_whole`, an offset does not count if its header declares more bytes than the file
+        has.
         """
         while begin < self.size:
             self.read(begin, min(self.size, begin + self.START_BYTES))
@@ -536,6 +546,5 @@ class _Source:
 
 
 def _array(data: bytes, dtype: DTypeLike) -> NDArray[Any]:
-    # A view of the bytes, without a copy, and read-only. int32 and the rest are little-endian on
-    # every machine.
+    # A read-only view of the bytes, without a copy. All dtypes are little-endian on every machine.
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))

@@ -3,9 +3,9 @@
     server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads,
     commits, unlinks
 
-A file appears complete or not at all, and outlives both sides. A learner killed between commit and
-unlink reads the file again, so every record arrives at least once. The folder is bounded: above its
-budget the oldest files are deleted, whoever wrote them.
+A file appears complete or not at all, and outlives servers and learner. A learner killed between
+commit and unlink rereads the file, so every record arrives at least once. The folder's size is
+bounded: if it exceeds its budget, the oldest files are deleted, whoever wrote them.
 """
 
 import os
@@ -21,7 +21,7 @@ from redraft.files.lock import find_mount
 SUFFIX, PARTIAL = ".records", ".partial"
 
 ABANDONED_S = 600.0
-"""Age in seconds after which a partial file is deleted: its server was killed, and the file
+"""Age in seconds after which a partial file is deleted, because its server was killed and the file
 contains users' text.
 """
 
@@ -57,7 +57,8 @@ class SpoolWriter:
             with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
                 os.fchmod(file.fileno(), mode)
                 file.write(b"".join(frames))
-            # No fsync: the host does not wait for a disk; the CRC of a frame shows a torn file.
+            # There is no fsync, so the host does not wait for a disk; the CRC of a frame shows a
+            # torn file.
             partial.rename(self.folder / f"{name}{SUFFIX}")
         except OSError:
             partial.unlink(missing_ok=True)
@@ -69,7 +70,7 @@ class SpoolWriter:
         return {"spool_files": self.num_files, "evicted_files_spool_budget": self.num_evicted_files}
 
     def close(self) -> None:
-        """Do nothing: a file is complete when `write` returns."""
+        """Do nothing, because a file is complete when `write` returns."""
 
     def _evict(self) -> None:
         files = sorted(_files(self.folder))
@@ -130,7 +131,8 @@ def is_in_memory(path: Path) -> bool:
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the name and status of every file.
 
-    Avoids `Path`s, because the folder may hold many files and is read after every write.
+    This avoids `Path` objects, because the folder may contain many files and is read after every
+    write.
     """
     with os.scandir(folder) as entries:
         for entry in entries:

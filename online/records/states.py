@@ -1,11 +1,11 @@
 """Hidden states in a record: bfloat16, or 8-bit floats with a scale for each state.
 
     bfloat16   D numbers of two bytes
-    float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D
+    float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a float32 scale, the factor of all D
 
-numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one
-token, D = size of each, N = states, X = bytes of a state. Written by `heads.nn.float8`, and decoded
-here without torch.
+numpy has neither type, so bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one
+token, D = size of each state, N = states, X = bytes of a state. `heads.nn.float8` writes the
+states, and this module decodes them without torch.
 """
 
 from typing import Literal
@@ -24,11 +24,13 @@ def state_bytes(hidden_format: HiddenFormat, size: int) -> int:
 
 
 BLOCK = 1 << 20
-"""Number of values decoded at once: temporary arrays for all values would take 16 times the record."""
+"""Number of values decoded at once, because temporary arrays for all values would take 16 times the
+size of the record.
+"""
 
 
 def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
-    """Decode states of D codes and a scale each to the nearest bfloat16 numbers.
+    """Decode states, each with D codes and a scale, to the nearest bfloat16 numbers.
 
     Returns their bits, [H, L, D].
     """
@@ -50,7 +52,7 @@ def _decode_block(codes_NX: NDArray[np.uint8]) -> NDArray[np.uint16]:
     ):  # of a made-up record; infinite values are refused later
         values_ND *= scale_N1
         bits_ND = values_ND.view(np.uint32)
-        # to the nearest, and of two equally near to the even one
+        # Round to nearest, and ties to even.
         words_ND = ((bits_ND + 0x7FFF + ((bits_ND >> 16) & 1)) >> 16).astype(np.uint16)
     words_ND[np.isnan(values_ND)] = NAN  # the addition may have made a number of it
     return words_ND
@@ -63,8 +65,8 @@ def _list_values() -> NDArray[np.float32]:
     """
     code = np.arange(256)
     exponent, fraction = (code >> 3) & 15, code & 7
-    # E.g. code 0x7E: exponent 15, fraction 6, so 1.75 * 2^8 = 448, the largest. Exponent 0 has no
-    # leading 1.
+    # E.g. code 0x7E has exponent 15 and fraction 6, so it is 1.75 * 2^8 = 448, the largest.
+    # Exponent 0 has no leading 1.
     size = np.where(
         exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7)
     )

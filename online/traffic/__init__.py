@@ -1,1 +1,1 @@
-"""The tap: a recording proxy in front of a vLLM without the plugin."""
+"""The tap: a recording proxy in front of a vLLM server without the plugin."""

@@ -5,10 +5,10 @@
     SGLang      the same, not streamed                              ids (read in 0.5.23, not run)
     llama.cpp   the same and /completion, not streamed              ids, and `verbose`
 
-No field is sent that the engine refuses or does not have. Records of SGLang and llama.cpp hold ids
-alone: beside a draft llama.cpp reports a probability of 1 for nearly every token, which would teach
-certainty. `redraft data score` adds the distributions. TensorRT-LLM refuses unknown fields and
-returns no ids of a prompt, so nothing of it can be recorded.
+No field is sent that the engine refuses or does not have. Records of SGLang and llama.cpp contain
+only ids: when llama.cpp runs a draft, it reports a probability of 1 for nearly every token, from
+which a draft would learn to be certain. `redraft data score` adds the distributions. TensorRT-LLM
+refuses unknown fields and returns no prompt ids, so its answers cannot be recorded.
 """
 
 import uuid
@@ -61,7 +61,7 @@ class Dialect:
         return Answer(**known)
 
     async def complete(self, answer: Answer, ask: Ask) -> None:
-        """Request what the answer itself does not contain."""
+        """Request the data that the answer itself does not contain."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +81,7 @@ class SglangAnswer(IdsAnswer):
         self.request_id = str(message.get("id") or self.request_id)
         for choice in message.get("choices") or []:
             self.prompt_ids += choice.get("prompt_token_ids") or []
-            # a chat's choice, then a completion's
+            # A chat's choice comes first, then a completion's.
             self.output_ids += choice.get("response_token_ids") or choice.get("token_ids") or []
 
 
@@ -117,7 +117,7 @@ OFF = {
     "adaptive_target": -1,
     "top_n_sigma": -1,
 }
-"""llama.cpp's samplers that a record does not contain, and the value that disables each."""
+"""llama.cpp's samplers that a record cannot describe, with the value that disables each."""
 
 OF_LLAMA_CPP = frozenset(
     {
@@ -125,7 +125,8 @@ OF_LLAMA_CPP = frozenset(
         *("timings_per_token", "n_keep", "t_max_predict_ms", *OFF),
     }
 )
-"""Fields of llama.cpp that leave the distribution as it is, or whose effect is in the record."""
+"""Fields of llama.cpp that leave the distribution unchanged, or whose effect the record describes.
+"""
 
 
 @dataclass(kw_only=True)
@@ -182,14 +183,15 @@ class LlamaCpp(Dialect):
         """Obtain the prompt's ids, which llama.cpp does not return.
 
         Raises:
-            AnswerError: if its tokenizer gives a different number of ids than the server has read.
+            AnswerError: if its tokenizer gives a different number of ids than the server read.
         """
         assert isinstance(answer, LlamaCppAnswer)
         asked = {"content": answer.prompt, "add_special": True, "parse_special": True}
         answer.prompt_ids = list((await ask("POST", b"/tokenize", asked))["tokens"])
         if len(answer.prompt_ids) != answer.num_prompt_tokens:
             raise AnswerError(
-                "prompt", "the token ids from llama.cpp differ from those that it read"
+                "prompt",
+                "the token ids from llama.cpp's tokenizer differ from those that the server read",
             )
 
 

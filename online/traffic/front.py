@@ -1,8 +1,8 @@
-"""The tap's sockets: the port for clients, the port for operators, and their common end.
+"""The tap's sockets: the port for clients, the port for operators, and their common shutdown.
 
     clients ──► port          the servers' API only
     operators ─► admin_port   /metrics, /redraft/tap
-    SIGTERM ──► the end        running answers: 20 s          unfinished requests: 1 s
+    SIGTERM ──► shutdown      running answers: 20 s          unfinished requests: 1 s
 
 `online.traffic.sockets` bounds what a client may occupy.
 """
@@ -44,7 +44,7 @@ class FrontConfig:
     names.
     """
     max_body_bytes: int = 64 << 20
-    """Maximum size of a request body in bytes (default 64 MiB). Larger ones are answered with
+    """Maximum size of a request body in bytes (default 64 MiB). Larger bodies are answered with
     status 413. Bodies above 1 MiB are forwarded without being parsed or recorded.
     """
 
@@ -54,7 +54,7 @@ class FrontConfig:
 
 
 class FrontServer(BoundedServer):
-    """The server for clients, combined with the one for operators."""
+    """The server for clients, combined with the server for operators."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class FrontServer(BoundedServer):
         admin: OperatorServer | None = None,
         guard: Guard | None = None,
     ) -> None:
-        # Our own limit ends first: uvicorn's would cancel a stream without waiting for its record.
+        # Our own limit is reached first, because uvicorn's would cancel a stream without waiting
+        # for its record.
         limit_s = int(ENDING_S) + 2
         super().__init__(app, guard, host=host, port=port, timeout_graceful_shutdown=limit_s)
         self.admin = admin
@@ -79,7 +80,7 @@ class FrontServer(BoundedServer):
                 await beside
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down once the running answers have ended, at most `ENDING_S` later.
+        """Shut down once the running answers have ended, or after `ENDING_S` at the latest.
 
         Requests that have not fully arrived are not awaited.
         """
@@ -95,7 +96,7 @@ class FrontServer(BoundedServer):
             self.tick()
             await asyncio.sleep(TICK_S)
         for connection in list(self.server_state.connections):
-            # as if the client had disconnected: the answer so far is recorded
+            # Treated as if the client had disconnected: the answer received so far is recorded.
             connection.transport.abort()
 
 

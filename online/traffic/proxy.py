@@ -3,7 +3,7 @@
 client ─► tap ─► server       the tap asks the server for more than the client did, records the
 client ◄─ tap ◄─ server       answer, and removes the extra fields again
 
-A small body is read whole, because the tap needs it. A large one is passed on piece by piece.
+A small body is read completely, because the tap needs it. A large body is forwarded piece by piece.
 """
 
 import asyncio
@@ -53,7 +53,8 @@ HOP_BY_HOP = {
     *(b"proxy-authenticate", b"proxy-authorization", b"proxy-authentication-info"),
 }
 """Headers about a single connection or meant for a proxy (RFC 9110, 7.6.1 and 11.7). Headers named
-by `Connection` are also dropped, except ours, because a client must not remove what a gateway set.
+by `Connection` are also dropped, except ours, because a client must not remove headers set by a
+gateway.
 """
 
 OWN_PREFIX = b"x-redraft-"
@@ -71,7 +72,7 @@ ADMIN_PATHS = (
     "/v1/unload_lora_adapter",
     "/inference/v1/abort_requests",
 )
-"""Those below that change the server, or end another client's request."""
+"""Client paths that change the server or can end another client's request."""
 
 URL_HEADERS = (b"location", b"content-location")
 MAX_READ_BYTES = 1 << 20  # of a body that is read whole
@@ -101,8 +102,8 @@ class Turnstile:
 
         Requests are admitted in the order in which they arrive.
         """
-        # `_started` counts requests of this turn and those that wait. `_begin_turn` sets it for the
-        # next turn.
+        # `_started` counts the requests of this turn and those waiting. `_begin_turn` sets it for
+        # the next turn.
         if not self._started:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._started += 1
@@ -138,13 +139,13 @@ SENDING_ERRORS = (
 class Body:
     """The body of a request.
 
-    `beginning` is either the whole body, or its first part while the rest is still to come.
+    `beginning` is either the whole body, or its first part while the remainder has not arrived.
     """
 
     def __init__(self, request: Request, max_bytes: int) -> None:
         self.beginning = b""
         self.is_whole = False
-        # from the client; None if it sends chunks
+        # The Content-Length from the client; None if it sends chunks.
         self.length = request.headers.get("content-length")
         self._receive, self._max_bytes = request.receive, max_bytes
         self._ended = asyncio.Event()
@@ -188,7 +189,7 @@ class Body:
     async def wait_for_disconnect(self) -> None:
         """Return once the client has disconnected.
 
-        After the body, the next message can only be the disconnect.
+        After the body, the only possible message is the disconnect.
         """
         await self._ended.wait()
         await self._receive()
@@ -261,7 +262,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request and return the answer.
 
-        If the client disconnects, the request is cancelled, and so the server stops too.
+        If the client disconnects, the request is cancelled, so that the server stops too.
         """
         await self._turnstile.enter()
         request, send = Request(scope, receive), _sending(send)
@@ -275,7 +276,8 @@ class Proxy:
             except (BodyTooLargeError, BadLengthError) as error:
                 await _respond_to(error, self.max_body_bytes)(scope, receive, send)
                 return
-            # Opened outside the task: cancelling the task must not cancel the closing of the reply.
+            # Opened outside the task, because cancelling the task must not cancel the closing of
+            # the reply.
             async with contextlib.AsyncExitStack() as closing:
                 relaying = asyncio.ensure_future(self._relay(request, body, send, closing))
                 leaving = asyncio.ensure_future(body.wait_for_disconnect())
@@ -284,8 +286,8 @@ class Proxy:
                 finally:
                     leaving.cancel()
                     relaying.cancel()
-                    # `cancel` only requests the end. The task must be over before `closing` closes
-                    # the reply that it uses.
+                    # `cancel` only requests the end. The task must have ended before `closing`
+                    # closes the reply that it uses.
                     await asyncio.wait([relaying])
                 if not relaying.cancelled():
                     relaying.result()
@@ -300,7 +302,7 @@ class Proxy:
                 request.scope, request.receive, send
             )
         reply, chunks = relayed.reply, relayed.chunks
-        # Called in reverse order: the generator of chunks reads from the reply.
+        # These run in reverse order, because the generator of chunks reads from the reply.
         closing.push_async_callback(reply.aclose)
         closing.push_async_callback(chunks.aclose)
         try:
@@ -310,12 +312,12 @@ class Proxy:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await (
                 reply.aclose()
-                # before the client knows that the answer has ended, so that its next request finds this
-                # connection free
+                # This happens before the client knows that the answer has ended, so that its next
+                # request finds this connection free.
             )
             await send({"type": "http.response.body"})
         except BrokenError as error:
-            # The connection to the client breaks, as it would without the proxy. A stream states
+            # Break the connection to the client, as would happen without the proxy. A stream states
             # the reason first.
             logger.warning("the server closed the connection within an answer: %s", error)
             if _is_event_stream(reply):
@@ -367,8 +369,7 @@ class Proxy:
         return Relayed(reply, reply.chunks())
 
     async def _record(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> Relayed:
-        # Decided by the answer, not by the request's `stream`, because vLLM accepts "no" and 0 as
-        # false.
+        # The answer decides, not the request's `stream`, because vLLM accepts "no" and 0 as false.
         if _is_event_stream(reply):
             return Relayed(reply, self.tap.relay_stream(reply, payload, origin), is_changed=True)
         try:
@@ -442,7 +443,7 @@ def _build_error_event(error: BrokenError) -> bytes:
 
 
 def _count_parts(body: bytes) -> int:
-    """Return an upper bound on this JSON's members and elements, without parsing it."""
+    """Return an upper bound on the members and elements of this JSON, without parsing it."""
     return sum(map(body.count, (b",", b"[", b"{", b":")))
 
 
@@ -465,7 +466,7 @@ def _build_request_headers(request: Request) -> list[Header]:
 
 
 def _drop_hop_by_hop(headers: Iterable[Header]) -> list[Header]:
-    """Return the headers with lower-case names, except those about a single connection."""
+    """Return the headers with lower-case names, without those about a single connection."""
     lowered = [(name.lower(), value) for name, value in headers]
     options = (
         b",".join(value for name, value in lowered if name == b"connection").lower().split(b",")

@@ -1,15 +1,18 @@
-"""The check of the server before the tap records its answers, by requests of the tap itself.
+"""The check of the server before the tap records its answers.
 
-    /v1/models          the names of the target itself; an adapter has a parent
-    /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling; and by which
-                        parameters a bare request is sampled
+The tap sends requests of its own.
 
-A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config,
+    /v1/models          the names of the target itself (an adapter has a parent)
+    /v1/completions     as many log-probabilities as a record needs, from before sampling parameters,
+                        and the parameters with which a request without any is sampled
+
+All of this depends on the server's flags: --max-logprobs, --logprobs-mode, --generation-config,
 --override-generation-config, --watermark-config. The check is repeated after every outage of the
-server, because it may have come back with other flags.
+server, because it may have come back with different flags.
 
-It generates up to 1,026 answers of one token, at most once a minute. They are asked for with the
-operator's key if there is one, else with that of the first client that the server has answered.
+The check generates up to 1,026 answers of one token, at most once a minute. The tap uses the
+operator's key for them if there is one, and otherwise the key of the first client that received an
+answer.
 """
 
 import asyncio
@@ -29,10 +32,11 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 logger = logging.getLogger("redraft.tap")
 
 CHECK_S = 0.5  # Seconds between two decisions whether to check the server.
-# minimum seconds between two checks that generated answers, or were refused with a key
+# Minimum seconds between two checks that generated answers, or that were refused with a key.
 COST_PAUSE_S = 60.0
 TIMEOUT_S = 60.0
-# maximum sum of the most probable tokens' probabilities; log-probabilities are rounded
+# Maximum sum of the most probable tokens' probabilities. It may exceed 1, because log-probabilities
+# are rounded.
 MAX_TOTAL = 1.01
 MAX_CHANGE = 0.5  # of a log-probability with another top_p; after the filter, it would be far more
 PROMPT = "The"
@@ -55,18 +59,18 @@ PROMPTS = (
     "And",
 )
 SAMPLES, SEED = 16, 4711
-"""Sampled first tokens for each of PROMPTS. Later tokens depend on the draft: verification takes no
-seed on a CPU.
+"""Number of first tokens to sample for each of PROMPTS. Later tokens would depend on the draft,
+because verification ignores the seed on a CPU.
 """
 
 MAX_UNEQUAL = 0.02
-"""Maximum fraction of first tokens that may differ between two ways to ask, in addition to the
-difference between two identical requests, which differ only by rounding on a busy GPU. Of 256
-tokens, top_p 0.95 changes 6%, top_p 0.99 3%, temperature 0.9 11%.
+"""Maximum fraction of first tokens that may differ between requests with and without explicit
+parameters, in addition to the fraction that differs between identical requests because of rounding
+on a busy GPU. In a test with 256 tokens, top_p 0.95 changes 6%, top_p 0.99 3%, temperature 0.9 11%.
 """
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""vLLM's own defaults, as with `--generation-config vllm`."""
+"""vLLM's own defaults, which apply with `--generation-config vllm`."""
 
 
 class NotYetError(Exception):
@@ -183,7 +187,7 @@ class ServerCheck:
         by_default, again = [await self._sample(upstream, model, {}) for _ in range(2)]
         least = sum(map(operator.eq, by_default, again)) - MAX_UNEQUAL * len(by_default)
         for defaults in (self.defaults, {}):
-            # A server with watermarks marks every request that does not disable it.
+            # A server with watermarking marks every request that does not disable it.
             tokens = await self._sample(
                 upstream, model, {**NEUTRAL, **defaults, "watermarking": False}
             )
@@ -226,7 +230,7 @@ class ServerCheck:
         asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         answer = await self.ask(upstream, "POST", b"/v1/completions", asked)
         (top,) = answer["choices"][0]["logprobs"]["top_logprobs"][:1]
-        # vLLM adds the sampled token, which depends on top_p: without the last one both lists
+        # vLLM adds the sampled token, which depends on top_p. Without the last entry, both lists
         # agree.
         count = max(1, min(len(top), self.top_k) - 1)
         ranked = sorted(top.items(), key=lambda item: -item[1])[:count]
@@ -312,7 +316,7 @@ class LlamaCppCheck(SglangCheck):
         return await self._list_models(upstream)
 
     def find_skip_reason(self, model: Any) -> str:
-        # llama.cpp serves one model, whichever a request names
+        # llama.cpp serves one model, whichever name a request contains.
         return super().find_skip_reason(None)
 
 

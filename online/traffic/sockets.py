@@ -1,14 +1,14 @@
-"""HTTP sockets of bounded cost: what one client may occupy of the process that listens.
+"""HTTP sockets of bounded cost, which limit what one client may use of the listening process.
 
     clients ──► BoundedProtocol    a head: 64 KiB and 256 fields         requests waiting for an earlier answer: 16
                                    bytes between two pieces of a body: 64 KiB; trailer fields are dropped
             ──► BoundedServer      a head: 10 s     a pause within a body: 30 s    an answer not read: 30 s
                                    connections that wait for their client: a quarter of the descriptors
                                    unfinished bodies: 64 MiB in all
-    operators ─► OperatorServer    the same, and only under names that no web site can take
+    operators ─► OperatorServer    the same limits, and only under names that no web site can have
 
-uvicorn limits none of these: one client's half-sent requests would take every descriptor, and its
-trailers all memory, for as long as it likes.
+uvicorn limits none of these: one client's half-sent requests could take every descriptor, and its
+trailers all memory, for as long as the client likes.
 """
 
 from __future__ import annotations
@@ -33,33 +33,35 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from redraft.online.records.guard import Guard
 
 MAX_HEAD_BYTES = 64 << 10
-"""Maximum number of bytes of a request's head, and of framing between two pieces of its body: chunk
-extensions and trailers.
+"""Maximum number of bytes in a request's head, and in the framing (chunk extensions and trailers)
+between two pieces of its body.
 """
 
 MAX_FIELDS = 256  # maximum number of header fields per request
-# Maximum number of requests per connection that wait for the answer to an earlier one.
+# Maximum number of requests per connection that wait for the answer to an earlier request.
 MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0  # for the head of a request, from the answer before
 BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
 READ_PAUSE_S = 30.0  # Longest pause of a client within reading its answer.
 
 MAX_WAITING_SHARE = 0.25
-"""Share of the descriptors for connections that wait for their client. Above it the oldest are
-closed: an honest client's request arrives within milliseconds, so the oldest belong to a client
-waiting on purpose.
+"""Share of the descriptors for connections that wait for their client. If it is exceeded, the
+oldest connections are closed: an honest client's request arrives within milliseconds, so the oldest
+connections belong to a client that waits on purpose.
 """
 
-# Maximum number of bytes of all unfinished bodies together; above it, the oldest are closed.
+# Maximum number of bytes of all unfinished bodies together. If it is exceeded, the oldest are
+# closed.
 MAX_BODY_BYTES = 64 << 20
-# Maximum number of bytes counted for one body: for a longer one, only these are kept.
+# Maximum number of bytes counted for one body, because no more than these are kept of a longer
+# body.
 HELD_BYTES = 1 << 20
 
 MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
 LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
 
 TICK_S = 0.1
-"""Time in seconds between two ticks of uvicorn's server. A longer time counts as this one, because
+"""Time in seconds between two ticks of uvicorn's server. A longer time counts as one tick, because
 the process was suspended and could not read what clients sent.
 """
 
@@ -74,11 +76,11 @@ PRIVATE_NAMES = (".localhost", ".svc", ".cluster.local", ".internal")
 
 
 class TooMuchError(Exception):
-    """A client has sent more than it is allowed to. Ends the parsing."""
+    """A client has sent more than it is allowed to. It ends the parsing."""
 
 
 class _AnyLength(int):
-    """A content length equal to any other: in HTTP/1.0, the connection's end ends the body."""
+    """A content length equal to any other: in HTTP/1.0, a body ends with the connection."""
 
     def __sub__(self, sent: int) -> _AnyLength:
         return self
@@ -97,8 +99,8 @@ class _AnyLength(int):
 class _Bounded(asyncio.Protocol):
     """Mixin in front of uvicorn's protocol.
 
-    Limits what a client may send, and answers HTTP/1.0 without chunks. h11, which uvicorn uses if
-    httptools is not installed, limits heads, framing and pipelines itself, drops trailers, and
+    It limits what a client may send, and answers HTTP/1.0 without chunks. h11, which uvicorn uses
+    if httptools is not installed, limits heads, framing and pipelines itself, drops trailers, and
     calls none of the `on_...` methods.
     """
 
@@ -119,7 +121,7 @@ class _Bounded(asyncio.Protocol):
         before, self.has_piece = self.cycle, False
         num_unread = len(before.body) if before else 0
         super().data_received(data)
-        # uvicorn makes a cycle for each request, as soon as the head is complete.
+        # uvicorn creates a cycle for each request, as soon as the head is complete.
         if self.cycle is not before:
             self.framing_bytes, self.body_bytes = 0, len(self.cycle.body)
             if self.scope["http_version"] == "1.0":
@@ -166,7 +168,7 @@ class _Bounded(asyncio.Protocol):
             super().send_400_response(msg)  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn ends only the newest request, which need not be the running one.
+        # uvicorn ends only the newest request, which may not be the running one.
         for cycle in self.unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -174,9 +176,10 @@ class _Bounded(asyncio.Protocol):
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls
-        # what is due before it reads. A request sent in the pause would be cut off unread. So the
-        # sockets are read once more before the close; a request cancels this timer.
+        # After the whole process was paused, Linux wakes epoll without its events, and uvloop runs
+        # due timers before it reads. A request sent during the pause would be cut off unread.
+        # Therefore the sockets are read once more before a connection is closed; a request cancels
+        # this timer.
         close_idle = super().timeout_keep_alive_handler  # type: ignore[misc]
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, close_idle)
 
@@ -196,9 +199,9 @@ class BoundedServer(uvicorn.Server):
     """uvicorn's server, which also closes connections that wait too long for their client."""
 
     def __init__(self, app: ASGIApp, guard: Guard | None = None, **settings: Any) -> None:
-        # Without websockets: uvicorn hands an upgrade to another class of connection, which has
-        # neither our limits nor an answer for a client that sends no valid one. As plain HTTP it
-        # goes to the application like any other request.
+        # Websockets are off, because uvicorn hands an upgrade to a different connection class,
+        # which has neither our limits nor an answer for a client that sends no valid upgrade. As
+        # plain HTTP, an upgrade goes to the application like any other request.
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
@@ -247,15 +250,15 @@ class BoundedServer(uvicorn.Server):
         excess = self._find_excess(now_s)
         for connection, (wait, _, since_s) in self._waiting.items():
             if connection in excess or now_s - since_s > wait.patience_s:
-                # Not `close`, which first waits for the client to take all that is still to be
-                # sent.
+                # `close` is not used, because it first waits for the client to receive all pending
+                # data.
                 connection.transport.abort()
 
     def _find_excess(self, now_s: float) -> set[Any]:
         """Find the connections beyond the limits.
 
-        If there are too many connections, those longest without progress are chosen. If their
-        bodies have too many bytes, those with the oldest requests are chosen.
+        If there are too many connections, the ones longest without progress are chosen. If their
+        bodies have too many bytes, the ones with the oldest requests are chosen.
         """
         by_progress = sorted(self._waiting.items(), key=lambda item: item[1][2])
         too_many = by_progress[: max(0, len(by_progress) - self.max_waiting)]
@@ -269,22 +272,25 @@ class BoundedServer(uvicorn.Server):
 
 
 class _Wait(NamedTuple):
-    """Why a connection is waiting. It compares equal until the client makes progress."""
+    """Why a connection is waiting.
+
+    Two values are equal if the client made no progress in between.
+    """
 
     patience_s: float
     cycle: Any
     """Uvicorn's state of the connection's newest request; None before the first."""
     num_bytes: int = 0
-    """Number of bytes of a body received, or of an answer still to be sent."""
+    """Number of bytes received of a body, or still to be sent of an answer."""
     held_bytes: int = 0
 
 
 def _find_wait(connection: Any) -> _Wait | None:
-    """Return what the client still has to do; None while it is the server's turn."""
+    """Return what the server is waiting for from the client; None while it is the server's turn."""
     cycle = connection.cycle
     is_answered = cycle is None or cycle.response_complete
     unread = connection.transport.get_write_buffer_size()
-    # uvicorn writes no more before the client has taken something: then only the client counts.
+    # uvicorn pauses writing until the client has received something, so it is the client's turn.
     if unread and (is_answered or connection.flow.write_paused):
         return _Wait(READ_PAUSE_S, cycle, unread)
     if is_answered:
@@ -309,7 +315,7 @@ class OperatorServer(BoundedServer):
     def __init__(
         self, app: ASGIApp, host: str, port: int, *, setting: str, hosts: Collection[str] = ()
     ) -> None:
-        # Done here: uvicorn would end the whole process if the port were taken.
+        # Opened here, because uvicorn would end the whole process if the port were taken.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self.socket = socket.create_server((host, port), family=family)
@@ -351,7 +357,7 @@ def is_private_name(host: str, names: Collection[str] = ()) -> bool:
 
 
 class Sparing(logging.Filter):
-    """Passes each kind of message once a minute, so that clients cannot fill the log."""
+    """Logs each kind of message at most once a minute, so that clients cannot fill the log."""
 
     def __init__(self) -> None:
         super().__init__()

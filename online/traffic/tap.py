@@ -1,6 +1,6 @@
-"""The tap: records from an unmodified vLLM server.
+"""The tap: a proxy that records the traffic of an unmodified vLLM server.
 
-They come from a proxy in front of it (`online.traffic.proxy`).
+`online.traffic.proxy` is the proxy itself.
 
     client ─► proxy ─► vLLM     the tap asks for token ids and log-probabilities in addition to the client's request,
     client ◄─ proxy ◄─ vLLM     and removes them from the answer
@@ -71,7 +71,7 @@ class TapConfig(Recording):
 
 
 class Tap:
-    """Decides which answers are recorded, reads them, and ships the records."""
+    """Decides which answers are recorded, reads them, and sends the records."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Tap:
             reason := self.dialect.find_skip_reason(payload)
             or self.check.find_skip_reason(payload.get("model"))
         ):
-            # Drawn at random: the tap decides once per request, and several calls may share a
-            # request id.
+            # Drawn at random, because the tap decides only once per request, and several calls may
+            # share a request id.
             reason = self.config.find_skip_reason(origin.tenant, uuid.uuid4().bytes)
         if reason:
             self.counts[f"skipped_requests_{reason}"] += 1
@@ -133,14 +133,14 @@ class Tap:
     ) -> ForwardedRequest:
         """Add the tap's fields to the request.
 
-        The answer must come uncompressed, because the tap reads it.
+        The answer must be uncompressed, because the tap reads it.
         """
         headers = [header for header in forwarded.headers if header[0] != b"accept-encoding"]
         body = json.dumps(self.dialect.ask(payload, kind, self.config.logprobs)).encode()
         return replace(forwarded, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
 
     async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
-        """Record a whole answer, and return the client's part of it."""
+        """Record a complete answer, and return the client's part of it."""
         answer, message = self._begin(payload), await reply.read()
         if len(message) > MAX_INLINE_BYTES:
             cleaned = await asyncio.to_thread(self._clean, message, answer)
@@ -181,7 +181,7 @@ class Tap:
 
     def _begin(self, payload: dict[str, Any]) -> Answer:
         """Create an answer that is still to be read."""
-        # Since the check, the server may have restarted with other flags.
+        # Since the check, the server may have restarted with different flags.
         if self.check.find_skip_reason(payload.get("model")) or self.check.verdict is None:
             failure = AnswerError("unfit_server", "the server is unchecked or unfit")
             return self.dialect.answer(failure=failure)
@@ -192,8 +192,8 @@ class Tap:
     ) -> AsyncIterator[bytes]:
         waiting = b""
         async for chunk in chunks:
-            # A chunk may end anywhere; the last piece waits for the rest of its event.
-            # E.g. b'data: {1}\n\ndata: {2' gives one event, and b'data: {2' waits.
+            # A chunk may end anywhere, so the last piece waits for the rest of its event. E.g.
+            # b'data: {1}\n\ndata: {2' gives one event, and b'data: {2' waits.
             *events, waiting = (waiting + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: {"):
@@ -208,7 +208,7 @@ class Tap:
     def _clean(self, message: bytes, answer: Answer) -> bytes:
         """Read the message, and return it without the tap's fields.
 
-        The result is empty if the client would not have received the message.
+        The result is empty if the client would not have received the message without the tap.
         """
         try:
             content = json.loads(message)
@@ -220,7 +220,8 @@ class Tap:
                 answer.read(content)
             except Exception as error:  # recording may fail, serving must not
                 answer.failure = error
-        # Stripped whether or not it could be read: the client did not ask for these fields.
+        # Stripped whether or not the message could be read, because the client did not ask for
+        # these fields.
         return json.dumps(content).encode() if self.dialect.strip(content) else b""
 
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
@@ -246,7 +247,8 @@ class Tap:
     def _count_failure(self, error: Exception) -> None:
         """Count an unrecorded answer by reason, and log the first one for each reason.
 
-        The message of a foreign error is not logged, because it may quote the user's words.
+        The message of an error that is not ours is not logged, because it may quote the user's
+        words.
         """
         reason = error.reason if isinstance(error, AnswerError) else type(error).__name__
         self.counts["errors"] += 1
@@ -259,7 +261,7 @@ class Tap:
 
     @contextlib.asynccontextmanager
     async def running(self, upstream: Upstream) -> AsyncIterator[None]:
-        """Check the server and ship records while the block runs, and ship the rest at the end."""
+        """Check the server and send records while the block runs; send the remaining ones at the end."""
         self._upstream = upstream
         checking = asyncio.create_task(self.check.run_forever(upstream))
         shipping = asyncio.create_task(self._ship_periodically())
@@ -282,8 +284,8 @@ class Tap:
                 await asyncio.to_thread(self._ship, self._take_waiting())
 
     def _take_waiting(self) -> deque[Record]:
-        # In the event loop, which alone appends, because a thread could conflict with `_keep` at a
-        # full queue.
+        # This runs in the event loop, which alone appends, because a thread could conflict with
+        # `_keep` at a full queue.
         records, self._waiting = self._waiting, deque()
         return records
 

@@ -21,7 +21,7 @@ from redraft.online.records.origin import Origin, pack_arguments
 from redraft.online.records.record import Record, Sampling, text_rows
 
 COMPLETION_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-"""Paths whose answers the tap reads, and the kind of each."""
+"""Paths whose answers the tap reads, with the kind of each."""
 
 TEXT_PATHS = frozenset(
     {
@@ -30,7 +30,7 @@ TEXT_PATHS = frozenset(
         *("/inference/v1/generate", "/cohere/v2/chat", "/invocations"),
     }
 )
-"""Paths that generate text, without a slash at the end. A request for any has a domain."""
+"""Paths that generate text, without a slash at the end. A request to any of them has a domain."""
 
 ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 """Fields of an answer, or of its choices, present only because the tap asked for them."""
@@ -43,7 +43,7 @@ MAX_TOP_K = 2**31 - 1
 
 
 class AnswerError(Exception):
-    """An answer cannot be recorded. The message contains no user's text."""
+    """An answer cannot be recorded. The message contains no user text."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class AnswerError(Exception):
 
 @dataclass(kw_only=True)
 class Answer:
-    """The tokens and probabilities of one answer, as far as it has arrived."""
+    """The tokens and probabilities of one answer that have arrived so far."""
 
     request_id: str = ""
     defaults: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Answer:
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters that the server reports."""
     failure: Exception | None = None
-    """Error after which the rest is not read, because it would be recorded wrongly."""
+    """Error after which the remainder is not read, because it would be recorded incorrectly."""
 
     def read(self, message: dict[str, Any]) -> None:
         self.request_id = str(message.get("id") or self.request_id)
@@ -85,7 +85,7 @@ class Answer:
         """Build the record of the answer; None if it has no tokens.
 
         Raises:
-            AnswerError: the answer cannot be recorded; any other exception is possible too.
+            AnswerError: the answer cannot be recorded; any other exception is also possible.
         """
         if self.failure is not None:
             raise self.failure
@@ -96,7 +96,7 @@ class Answer:
         return Record(
             server_id=server_id,
             # All calls of one trace may share one X-Request-Id, and a record with a known id counts
-            # as delivered twice.
+            # as a duplicate.
             request_id=f"{self.request_id[:MAX_ID_CHARS]}-{uuid.uuid4().hex}",
             sequence=0,
             time_s=time.time(),
@@ -113,7 +113,7 @@ class Answer:
         )
 
     def rank(self, top_k: int) -> tuple[int, NDArray[np.float64]]:
-        """(number of tokens to record, (id, log-probability) of their rows, [N, K, 2]).
+        """Return the number of tokens to record, and (id, log-probability) by row, [N, K, 2].
 
         float64 represents every id exactly.
         """
@@ -122,13 +122,13 @@ class Answer:
             _likeliest(top, sampled)
             for top, sampled in zip(self.top, self.output_ids, strict=False)
         ]
-        # All rows have one width: the shortest list of certain tokens decides.
+        # All rows have the same width, so the shortest list of certain tokens decides.
         top_k = min(top_k, *map(len, ranked)) if ranked else top_k
         return count, np.array([top[:top_k] for top in ranked], np.float64)
 
 
 def _pack_arguments(payload: dict[str, Any]) -> str:
-    """Pack the request's template arguments. The server's defaults are unknown to a tap."""
+    """Pack the request's template arguments. The tap does not know the server's defaults."""
     given = payload.get("chat_template_kwargs")
     effort = {"reasoning_effort": payload.get("reasoning_effort")}
     return pack_arguments({**effort, **(given if isinstance(given, dict) else {})})
@@ -137,8 +137,8 @@ def _pack_arguments(payload: dict[str, Any]) -> str:
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
     """Return the tokens that are certainly the most probable, by descending log-probability.
 
-    vLLM always includes the sampled token. If it comes last, it may not belong to the top k, so it
-    is left out.
+    vLLM always includes the sampled token. If that token comes last, it may not belong to the top
+    k, so it is left out.
     """
     ranked = sorted(top.items(), key=lambda item: -item[1])
     return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
@@ -153,18 +153,19 @@ CLASHING = (
         "return_mm_kwargs",
     ),
 )
-"""Fields that overlap with the tap's. `logprobs: 0` does so too."""
+"""Fields that conflict with the tap's. `logprobs: 0` does so too."""
 
 CHANGED = (
-    # the logits, after their log-probabilities are taken
+    # Fields that change the logits, after their log-probabilities are computed.
     *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "thinking_token_budget"),
     *("watermarking", "vllm_xargs"),
-    # which tokens are generated, and how
+    # Fields that change which tokens are generated, and how.
     *("use_beam_search", "best_of", "logprob_token_ids", "suffix"),
-    # a grammar; servers from before 2026 call them guided_*
+    # Fields with a grammar. Servers from before 2026 call them guided_*.
     *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "functions", "function_call"),
-    # the target reads more than the prompt's token ids, or another server reads them
+    # Fields with which the target reads more than the prompt's token ids, or a different server
+    # reads them.
     *(
         "prompt_embeds",
         "mm_payload",
@@ -175,7 +176,7 @@ CHANGED = (
     ),
     *("kv_transfer_params", "ec_transfer_params"),
 )
-"""Fields with which text or distribution are not the plain target's."""
+"""Fields that change text or distribution from those of the plain target."""
 
 ZERO_IS_A_VALUE = ("logprobs", "prompt_logprobs", "thinking_token_budget")
 
@@ -218,10 +219,10 @@ PLAIN = (
         "cache_salt",
     ),
     "routed_experts_prompt_start",
-    # clients of OpenAI; vLLM ignores them
+    # Fields from OpenAI clients that vLLM ignores.
     *("metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"),
 )
-"""Fields that leave the distribution as it is, or whose effect is in the record."""
+"""Fields that leave the distribution unchanged, or whose effect the record describes."""
 
 KNOWN = frozenset((*CLASHING, *CHANGED, *PLAIN))
 
@@ -230,7 +231,7 @@ def find_skip_reason(payload: Any) -> str:
     """Return why the answer to a request is not recorded.
 
     Empty if the request has one text prompt and one answer, and both belong to the plain target. A
-    field that is in none of the lists here is also a reason.
+    field that is in none of the lists of this module is also a reason.
     """
     if not isinstance(payload, dict):
         return "unreadable" if payload is None else "unfit"
@@ -275,7 +276,7 @@ def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, An
 
 
 def strip_added(message: Any) -> bool:
-    """Remove the tap's fields from an answer or event in any format.
+    """Remove the tap's fields from an answer or event of any format.
 
     Return False if nothing is left for the client.
     """
@@ -292,8 +293,8 @@ def strip_added(message: Any) -> bool:
         for name in ADDED_FIELDS:
             if name in part:
                 part[name] = None
-    # Tokens without text, e.g. half of a character. vLLM sends such events only if token ids are
-    # requested.
+    # These are tokens without text, e.g. half of a character. vLLM sends such events only if token
+    # ids are requested.
     is_empty_delta = had_tokens and all(
         "delta" in choice and not choice["delta"] and choice.get("finish_reason") is None
         for choice in choices
@@ -327,8 +328,8 @@ def read_sampling(payload: dict[str, Any]) -> Sampling:
     """Read the sampling parameters of an answered request as vLLM interprets them.
 
     Raises:
-        AnswerError: if vLLM would have refused them, so the server must have interpreted them in
-            some other way.
+        AnswerError: if vLLM would have refused them, so the server must have interpreted them
+            differently.
     """
     given = {
         name: payload[name] for name in Sampling.__struct_fields__ if payload.get(name) is not None

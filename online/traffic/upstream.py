@@ -1,7 +1,7 @@
-"""The server that the proxy stands in front of: connections, and the kinds of failures.
+"""The server behind the proxy: connections to it, and the kinds of failures.
 
 refused         no connection
-out of files    no connection either, but the limit is ours: the request waits for a descriptor
+out of files    no connection either, but because of our limit; the request waits for a descriptor
 broken          the connection broke after the request had been sent; it is never sent again,
                 because it may have crashed the server
 unsendable      the client's headers are not valid HTTP"""
@@ -130,7 +130,8 @@ class Reply:
         Only the first call has an effect.
         """
         if self._is_open:
-            # Before the first `await`: by a second call another request may have the connection.
+            # Marked before the first `await`, because at a second call, another request may already
+            # use the connection.
             self._is_open = False
             await self.upstream.finish(self._connection, self._response)
 
@@ -139,8 +140,8 @@ class Upstream:
     """The server, and the connections to it.
 
     It does not use httpx's pool, which scans all connections for every idle one whenever a request
-    ends: at 600 streams, all of them stall for seconds. Here, a request uses the most recently used
-    connection, in constant time.
+    ends. With 600 streams, all of them stall for seconds. Here, a request uses the most recently
+    used connection, in constant time.
     """
 
     def __init__(self, url: str, guard: Guard | None = None) -> None:
@@ -173,7 +174,8 @@ class Upstream:
             try:
                 reply = await self._send_once(forwarded)
             except OutOfFilesError:
-                # Not the server's fault, so the request waits until another one has ended.
+                # This is not the server's fault, so the request waits until another request has
+                # ended.
                 if time.monotonic() > deadline_s:
                     raise
                 await self.close_idle()
@@ -191,7 +193,8 @@ class Upstream:
         try:
             response = await self._send_on(connection, forwarded)
         except BaseException:
-            # also if cancelled: a connection with half a request on it must not be used again
+            # The connection is also closed if the request was cancelled, because a connection with
+            # half a request on it must not be used again.
             self._in_flight.discard(connection)
             await connection.aclose()
             raise
@@ -210,7 +213,7 @@ class Upstream:
         for scheme in (b"http://", b"https://", b"//"):
             below = location.removeprefix(scheme + self._host)
             if below != location and below[:1] in (b"", b"/", b"?", b"#"):
-                # A single slash, because two would start the name of another server.
+                # A single slash, because two slashes would begin the name of another server.
                 return b"/" + below.removeprefix(self._path).lstrip(b"/")
         return location
 
@@ -231,7 +234,7 @@ class Upstream:
                 await self.close_idle(only_expired=True)
 
     async def close_idle(self, *, only_expired: bool = False) -> None:
-        """Close idle connections, which frees descriptors."""
+        """Close idle connections, to free descriptors."""
         idle, self._idle = self._idle, deque()
         for connection in idle:
             if only_expired and not connection.has_expired():
@@ -246,7 +249,7 @@ class Upstream:
 
     async def _take_connection(self) -> httpcore.AsyncHTTPConnection:
         while self._idle:
-            # the one used last, so that the others expire and free their descriptors
+            # Take the connection used last, so that the others expire and free their descriptors.
             connection = self._idle.pop()
             if not connection.has_expired():
                 return connection
@@ -297,11 +300,12 @@ def _is_address(host: str) -> bool:
 def _named_failures() -> Iterator[None]:
     """Convert httpcore's errors into ours.
 
-    Only the type is kept, because h11 quotes the offending bytes, which are a user's.
+    Only the type is kept, because h11 quotes the offending bytes, which come from a user.
     """
     try:
         yield
-    # First, because the last clause would catch both as well: ConnectError is a NetworkError.
+    # These come first, because the last clause would catch them as well: ConnectError is a
+    # NetworkError.
     except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
         kind = OutOfFilesError if _is_out_of_files(error) else RefusedError
         raise kind(type(error).__name__) from error
@@ -356,7 +360,7 @@ class PlainStream(httpcore.AsyncNetworkStream):
             await self._writer.drain()
 
     async def aclose(self) -> None:
-        # nothing is left to send once a request is finished or abandoned
+        # Nothing is left to send once a request is finished or abandoned.
         self._writer.transport.abort()
 
     async def start_tls(
@@ -374,7 +378,7 @@ class PlainStream(httpcore.AsyncNetworkStream):
                 or self._reader.exception() is not None
                 or self._writer.is_closing()
             )
-        # E.g. `ssl_object`: without one httpcore speaks HTTP/1.1.
+        # httpcore asks e.g. for `ssl_object`; without one, it speaks HTTP/1.1.
         return None
 
 
