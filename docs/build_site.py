@@ -79,9 +79,15 @@ STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narr
 .md-typeset pre > code { font-size: 0.72em; }
 /* The name that a row is about is not broken, and a table without a head has no bar. */
 .md-typeset td:first-child code { word-break: normal; overflow-wrap: normal; }
+.md-typeset table:not([class]) th { min-width: 3.5rem; }
 .md-typeset thead:not(:has(th:not(:empty))) { display: none; }
+/* A flag is not broken at its hyphens, except in a narrow table. */
+.flag { white-space: nowrap; }
+@media (max-width: 44.9em) { td .flag { white-space: normal; } }
 """
 
+FLAG = re.compile(r"(?<![\w/])--?[a-z][\w.-]*")
+INLINE_CODE = re.compile(r"<code>([^<]*)</code>")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -113,7 +119,7 @@ def main(folder: Path) -> None:
 
 
 def finish(html: Path) -> None:
-    """Put the copy of `SHIM` in docs/ into every page, in place of its address.
+    """Replace the address of `SHIM` in every page with its copy in docs/, and mark flags.
 
     Raises:
         RuntimeError: a page still loads it from the network.
@@ -123,7 +129,12 @@ def finish(html: Path) -> None:
         text = page.read_text().replace(f' src="{SHIM}" type="text/javascript">', f">{script}")
         if f'"{SHIM}"' in text:
             raise RuntimeError(f"{page} loads {SHIM}")
-        page.write_text(text)
+        page.write_text(INLINE_CODE.sub(_mark_flags, text))
+
+
+def _mark_flags(code: re.Match[str]) -> str:
+    marked = FLAG.sub(r'<span class="flag">\g<0></span>', code[1])
+    return f"<code>{marked}</code>"
 
 
 def _read(name: str) -> str:

@@ -45,7 +45,8 @@ def read_configuration(where: str) -> str:
 
 def documented_command(file: str) -> str:
     """The command that makes the certificate."""
-    (found,) = re.findall(r"openssl req .*", (DEPLOY / file).read_text())
+    on_one_line = re.sub(r"\\\n[# ]*", "", (DEPLOY / file).read_text())
+    (found,) = re.findall(r"openssl req .*", on_one_line)
     return found
 
 
