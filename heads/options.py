@@ -262,7 +262,7 @@ class Medusa:
     num_layers: int = 1
     """Number of residual blocks in each head."""
     bias: bool = True
-    """Whether the linear layers of the residual blocks have a bias."""
+    """Give the linear layers of the residual blocks a bias."""
     step_decay: float = 0.8
     """Weight of head i in the loss is step_decay^i, with i from 0."""
 

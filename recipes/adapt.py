@@ -1,7 +1,7 @@
 """Adapt a draft to a different version of the target: a fine-tune, or a later checkpoint.
 
 $ redraft adapt outputs/eagle3/draft --target models/finetuned --data.source answers.jsonl
-$ redraft adapt outputs/eagle3/draft --target models/finetuned             # the fine-tune answers OLD's questions
+$ redraft adapt outputs/eagle3/draft --target models/finetuned     # generates the answers first
 
 The old draft and a new one are compared on held-out answers of the new target. The better of the
 two is trained until acceptance stops rising (--loop.stop-by, --loop.minutes). The result is

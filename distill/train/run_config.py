@@ -239,7 +239,7 @@ class Prove:
 
     engine: bool = True
     """Serve the target in vLLM with and without the draft after training, and compare the answers.
-    If disabled, the report contains only the forecast. Use `redraft bench` to measure speed.
+    With --prove.no-engine, the report contains only the forecast. `redraft bench` measures speed.
     """
     ce_baseline: bool = False
     """Also train the same draft with plain cross-entropy for the same number of steps, as a

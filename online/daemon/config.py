@@ -68,7 +68,7 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         if bool(self.ingest) == bool(self.spool):
             raise ValueError(
-                "no source of records: set either spool (a folder) or ingest (nats://...) of them"
+                "no source of records: set either spool (a folder) or ingest (nats://...)"
             )
         if self.ingest:
             parse_addresses(self.ingest)

@@ -100,7 +100,7 @@ def install_capture(runner: Any, capture: Capture) -> None:
     method = getattr(runner.speculative_config, "rejection_sample_method", "standard")
     if method not in LOSSLESS:
         raise ValueError(
-            f"rejection_sample_method {method} answers with other tokens than the target's, which "
-            f"would be recorded as its own: leave it out, or give {' or '.join(LOSSLESS)}"
+            f"rejection_sample_method {method} can emit tokens that the target would not, and they "
+            f"would be recorded as the target's: remove it, or use {' or '.join(LOSSLESS)}"
         )
     MODULES[version].install_capture(runner, capture)

@@ -403,7 +403,7 @@ class FleetServer:
                 code, content, foreign = await self._exchange(method, path, json, authorization)
         except TimeoutError as error:
             raise UnreachableError(
-                f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s"
+                f"{self.url} did not answer {method} {path} within {timeout_s:.0f} s"
             ) from error
         except httpx.HTTPError as error:
             raise UnreachableError(

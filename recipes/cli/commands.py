@@ -55,7 +55,7 @@ COMMANDS = {
     "export": Command(
         Group.TRAIN,
         "redraft.recipes.operate.export",
-        "Write a draft for another engine, and how to serve it",
+        "Convert a draft for another engine",
         "redraft export DRAFT --engine sglang",
     ),
     "data": Command(
@@ -71,22 +71,22 @@ COMMANDS = {
             ),
             "anchors": Part(
                 "redraft.recipes.serve.anchors",
-                "Write offline data that the learner mixes with traffic",
+                "Write offline records that the learner replays",
                 "redraft data anchors --target TARGET --data answers.jsonl",
             ),
             "count": Part(
                 "redraft.recipes.data.count_answers",
-                "Count the target's answers: a draft without training",
+                "Build a draft without training, from the target's answers",
                 "redraft data count --target TARGET --data answers.jsonl",
             ),
             "score": Part(
                 "redraft.recipes.data.score",
-                "Read recorded ids again with the target, for any engine",
+                "Complete recorded token ids with the target's outputs",
                 "redraft data score ids --target TARGET --spool spool",
             ),
             "import-gguf": Part(
                 "redraft.recipes.data.import_gguf",
-                "Turn a GGUF file into a folder for training and vLLM",
+                "Convert a GGUF file into a model folder",
                 "redraft data import-gguf MODEL.gguf models/target",
             ),
         },
@@ -95,40 +95,40 @@ COMMANDS = {
     "regenerate": Command(
         Group.TRAIN,
         "redraft.recipes.data.regenerate",
-        "Have the target answer a data set's prompts, to train on",
+        "Generate training data: the target's answers to prompts",
         "redraft regenerate --prompts DATA --output answers.jsonl",
     ),
     "eval": Command(
         Group.DECIDE,
         "redraft.recipes.decide.evaluate",
-        "Report how many tokens a target accepts, by domain",
+        "Measure how many draft tokens the target accepts",
         "redraft eval --target TARGET --draft DRAFT --draft ngram",
     ),
     "bench": Command(
         Group.DECIDE,
         "redraft.recipes.decide.bench",
-        "Which draft, how many tokens: measure against plain vLLM",
+        "Find the fastest draft, measured against plain vLLM",
         "redraft bench --target TARGET --draft DRAFT",
     ),
     "plan": Command(
         Group.DECIDE,
         "",
-        "Count the cost of a training, a fleet or capture",
+        "Calculate the cost of training, of a fleet or of capture",
         "redraft plan --target llama-3.1-8b --devices 8",
         parts={
             "train": Part(
                 "redraft.recipes.plan.plan",
-                "Count the memory and work of a training, without a GPU",
+                "Calculate the memory and compute of a training run",
                 "redraft plan --target llama-3.1-8b --devices 8",
             ),
             "fleet": Part(
                 "redraft.recipes.plan.fleet",
-                "Count network, disk and compute of a fleet that learns",
+                "Calculate network, disk and compute of a learning fleet",
                 "redraft plan fleet --tokens-per-s 250000 --fraction 0.01",
             ),
             "capture": Part(
                 "redraft.recipes.plan.capture",
-                "Count the work of capture in a server's step",
+                "Calculate the cost of capture in a server's step",
                 "redraft plan capture --requests 32 256",
             ),
         },
@@ -137,7 +137,7 @@ COMMANDS = {
     "up": Command(
         Group.SERVE,
         "redraft.recipes.serve.up",
-        "Serve a target, and train a draft for it: all in one",
+        "Serve a target and train a draft for it, all in one",
         "redraft up TARGET -- --port 8000",
     ),
     "serve": Command(
@@ -149,25 +149,25 @@ COMMANDS = {
     "learner": Command(
         Group.SERVE,
         "redraft.recipes.serve.learner",
-        "Train on a fleet's traffic, test, swap, roll back",
+        "Train on a fleet's traffic, test, roll out, roll back",
         "redraft learner --config learner.toml",
     ),
     "tap": Command(
         Group.SERVE,
         "redraft.recipes.serve.tap",
-        "Record from a vLLM that you cannot change, as a proxy",
+        "Record a server that you cannot change, as a proxy",
         "redraft tap --help",
     ),
     "serve-features": Command(
         Group.SERVE,
         "redraft.recipes.serve.serve_features",
-        "Serve a target's hidden states to heads in training",
+        "Serve a target's hidden states, to train heads",
         "redraft serve-features TARGET --layers 2 16 29",
     ),
     "fleet": Command(
         Group.SERVE,
         "",
-        "Operate a fleet: versions, swaps, roll-back, keys",
+        "Operate a fleet: versions, swaps, rollback, keys",
         "redraft fleet versions --config learner.toml",
         parts={
             "versions": Part(
@@ -197,7 +197,7 @@ COMMANDS = {
             ),
             "keys": Part(
                 "redraft.recipes.operate.log_keys",
-                "Make the keys that open the ingest log",
+                "Create the keys for the ingest log",
                 "redraft fleet keys keys",
             ),
             "probe": Part(

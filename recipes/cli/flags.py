@@ -81,7 +81,7 @@ def describe_dataclass(
         if common is not None and text is not None:
             text = text.partition(". ")[0].rstrip(".") + "."  # `--help-all` prints all of it
         if default is True and text is not None:  # help prints --no-FLAG
-            text = f"Turn off: {text}"
+            text = f"Do not {text[0].lower()}{text[1:]}"
         if (note := _describe_default(hint, default, text or "")) is not None:
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=note)]
         if metavar := choose_metavar(field.name, hint):
@@ -105,9 +105,9 @@ def _describe_default(hint: Any, default: Any, text: str) -> str | None:
         return ""
     if default is None or default in ((), "", {}):
         return "(default: none)"
-    if default is True:
-        return "(default: on)"
-    # This is a required positional argument, for which tyro would otherwise accept an empty value.
+    if default is True:  # the flag is --no-FLAG
+        return ""
+    # A required positional argument, for which tyro would accept no value.
     return "(required)" if default is tyro.MISSING_NONPROP else None
 
 

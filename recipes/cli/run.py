@@ -12,8 +12,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -191,13 +194,14 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     common = recipe.common if asks and not every else None
     if common is not None:
         notes += ["--help-all prints all flags."]
-    # Help prints the form of a boolean flag that changes the default. The parser accepts both
-    # forms.
+    if asks:
+        print("\n\n".join(map(wrap_prose, notes)) + "\n")
+    # Help prints the form of a boolean flag that changes the default; the parser takes both.
     markers = (tyro.conf.FlagCreatePairsOff,) if asks else ()
     try:
         config = tyro.cli(
             recipe.config_type,
-            description="\n".join(notes),
+            description="",  # tyro would not wrap it
             args=[*rest, *(["--help"] if every else []), *others],
             prog=recipe.prog,
             config=markers,
@@ -210,6 +214,22 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
         print(render_config(config), end="")
         raise SystemExit(0)
     return config
+
+
+def wrap_prose(text: str) -> str:
+    """The text with its paragraphs wrapped to the terminal.
+
+    Indented lines and commands (`$ ...`) stay as they are.
+    """
+    width = min(shutil.get_terminal_size().columns, 100)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapped: list[str] = []
+    for is_prose, lines in itertools.groupby(
+        text.strip().splitlines(), lambda line: line[:1] not in ("", " ", "$")
+    ):
+        block = list(lines)
+        wrapped += wrapper.wrap(" ".join(block)) if is_prose else block
+    return "\n".join(wrapped)
 
 
 def run_guarded(run: Callable[[], object]) -> int:
@@ -240,9 +260,9 @@ def describe_error(error: BaseException) -> str | None:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; `redraft doctor` says what to install"
-    # The system's errors have a `strerror`. Our own ConnectionError, ChildProcessError and
-    # TimeoutError are OSErrors too, but have only one sentence, so they reach the line below.
+        return f"{error}; `redraft doctor` lists what to install"
+    # The system's errors have a `strerror`. Ours are raised with one sentence: ConnectionError,
+    # ChildProcessError and TimeoutError are OSErrors too, and fall through to the line below.
     if isinstance(error, OSError) and error.strerror:
         # Of a rename, the second name is the one that the user gave.
         name = error.filename2 or error.filename
@@ -266,7 +286,7 @@ def describe_error(error: BaseException) -> str | None:
 
 def format_help() -> str:
     lines = ["Train draft models for speculative decoding, prove them in vLLM,"]
-    lines += ["and keep them trained from live traffic.", ""]
+    lines += ["and keep them up to date with live traffic.", ""]
     lines += ["usage: redraft COMMAND [flags]"]
     width = max(map(len, COMMANDS))
     for group in Group:
@@ -280,7 +300,7 @@ def format_help() -> str:
     lines += ["", "  redraft COMMAND --help   all flags of a command", "  redraft --version"]
     lines += [
         "",
-        f"An error is one line and exit status 2; {TRACEBACK_VARIABLE}=1 shows its origin.",
+        f"An error is one line (exit status 2); {TRACEBACK_VARIABLE}=1 shows its traceback.",
     ]
     return "\n".join(lines)
 

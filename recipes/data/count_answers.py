@@ -2,14 +2,15 @@
 
 This draft needs no training and no GPU, and proposes tokens without running a model.
 
-    $ redraft regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl     # or logged answers
+    $ redraft regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl
     $ redraft data count --target TARGET --data answers.jsonl --output drafts/answers
     $ redraft eval --target TARGET --draft drafts/answers --draft ngram                   # acceptance
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
     $ redraft serve TARGET --draft drafts/answers+HEAD:2 --num-speculative-tokens 6
 
-It proposes the token that followed the last few tokens most often, in the request or in the answers
-(heads/families/ retrieval.py). Answers that repeat phrases, such as code and reports, gain most.
+The data may also be answers that you have logged. The draft proposes the token that most often
+followed the last few tokens, in the request or in the answers. Answers that repeat phrases, such as
+code and reports, gain most.
 """
 
 from dataclasses import dataclass, field

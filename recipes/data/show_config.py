@@ -5,7 +5,9 @@ The command prints sizes, losses of data, vocabulary, and labels in colour.
 $ redraft data answers.jsonl --target meta-llama/Llama-3.1-8B-Instruct
 $ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10 --no-color
 
-Only the target's tokenizer is loaded. The data is read, split, rendered and cut as in training.
+The command prints sizes, rejected answers by reason, the vocabulary, and samples with the labels in
+colour. It loads only the target's tokenizer. It reads, splits, renders and truncates the data as
+training does.
 """
 
 from dataclasses import dataclass

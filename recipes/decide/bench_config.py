@@ -1,12 +1,13 @@
 """Find the fastest draft, its number of tokens, and the loads at which it pays off, in a real vLLM.
 
-$ redraft bench --preset smollm2                # makes a head for SmolLM2-135M-Instruct, half an hour on two cores
+$ redraft bench --preset smollm2     # trains a head for SmolLM2-135M: half an hour on two cores
 $ redraft bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2
-$ redraft bench --target models/llama-1b --data answers.jsonl --train layers-4 eagle3-32k --concurrency 1 8 32
+$ redraft bench --target models/llama-1b --data answers.jsonl --train layers-4 eagle3-32k
 
     target ─► fastest plain vLLM ─► mode of every server
-    n-grams, counted answers, every --draft ─► rounds ─► verdicts ─┐
-    answers ─► drafts, trained for equal time ─► rounds ─► verdicts ┴► the best, on other prompts ─► report and advice
+    n-grams, counted answers, every --draft ─► rounds ─► verdicts ──┐
+    answers ─► drafts, trained for equal time ─► rounds ─► verdicts ┴► the best, on other prompts
+                                                                       ─► report and advice
 
 Drafts for --train: `layers-N` (a draft model made of N of the target's layers), `medusa`, and
 `eagle3`, `dflash` or `peagle` with the size of the head's vocabulary, as in `eagle3-8k`.

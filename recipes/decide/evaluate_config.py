@@ -56,12 +56,12 @@ class EvalConfig(MeasureConfig):
     batch_size: int = 16
     """Number of prompts per pass of the target."""
     forecast: bool = True
-    """Forecast every draft with the target in this process. With --no-forecast, only the engine
+    """Forecast the drafts with the target in this process. With --no-forecast, only the engine
     loads the target and counts. Use this for a target that needs several GPUs, with `--
     --tensor-parallel-size=N`.
     """
     engine: bool = True
-    """Serve every draft in a real vLLM too, with the largest number of draft tokens. With
+    """Serve the drafts in a real vLLM, with the largest number of draft tokens. With
     --no-engine, drafts are only forecast.
     """
     concurrency: int = 4

@@ -13,8 +13,8 @@ Servers that draft from live counts (`--draft live`) keep text in memory, and in
 that failed to do so are listed. Such a server keeps the text until it is stopped and that folder is
 deleted.
 
-A draft's weights keep what they have learned; the command that returns to the previous version is
-printed. The exit status is 1 if no records of the tenant were found.
+A draft's weights retain what they have learned. The command prints how to return to an earlier
+version. The exit status is 1 if no records of the tenant were found.
 """
 
 from __future__ import annotations

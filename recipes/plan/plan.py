@@ -1,15 +1,15 @@
-"""Count the memory and compute of a training run on H100, H200, B200 and MI300X.
+"""Calculate the memory and compute of a training run on H100, H200, B200 and MI300X.
 
-No training runs, and no GPU is needed.
+The command trains nothing and needs no GPU.
 
 $ redraft plan --target llama-3.1-8b --family eagle3        # does it fit?
-$ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # steps on 8 GPUs
+$ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9   # steps on 8 GPUs
 $ redraft plan fleet --help; redraft plan capture --help    # learning from traffic
 
-Every operation and byte is counted, on tensors of real sizes that take no memory. The command does
-not measure time. Nothing is downloaded for the built-in model names. Flags of `redraft train` have
-shorter names here: --batch-size is --loop.batch-size, --signal is --signal.kind, and --optim is
---optim.name.
+It counts every operation and byte, on tensors that have the real sizes but take no memory. It
+estimates no time. For the built-in model names, nothing is downloaded. Some flags of `redraft train`
+have shorter names here: --batch-size is --loop.batch-size, --signal is --signal.kind, and --optim
+is --optim.name.
 """
 
 import json

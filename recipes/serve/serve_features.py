@@ -1,8 +1,9 @@
-"""Start a vLLM server that sends the target's hidden states to train heads.
+"""Start a vLLM server that sends the target's hidden states, to train heads.
 
-It runs vLLM with its `extract_hidden_states` method.
+It uses vLLM's `extract_hidden_states` method.
 
-    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- --tensor-parallel-size 8 --port 8001
+    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- \\
+          --tensor-parallel-size 8 --port 8001
     $ redraft train eagle3 --target meta-llama/Llama-3.1-70B-Instruct --prove.no-engine \\
           --signal.kind endpoint --signal.url http://127.0.0.1:8001
 

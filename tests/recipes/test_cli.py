@@ -32,6 +32,7 @@ from redraft.recipes.cli.run import (
     format_help,
     parse_recipe,
     run_guarded,
+    wrap_prose,
 )
 from redraft.recipes.serve.vllm_flags import CLASHES
 
@@ -57,7 +58,7 @@ class Config:
 @dataclass(frozen=True, kw_only=True)
 class Switches:
     quick: bool = True
-    """Skips the slow part."""
+    """Run the slow part."""
     dry: bool = False
     """Changes nothing."""
 
@@ -82,6 +83,15 @@ def test_the_help_names_every_command_in_80_columns():
         assert command.summary in text
         assert command.example.startswith(f"redraft {name}")
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_help_wraps_prose_and_leaves_commands_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    command = f"$ redraft up {'x' * 60}"
+    text = wrap_prose(f"{'word ' * 11}word\n(more) words.\n\n    {command}\n{command}\n")
+    first, second, *rest = text.splitlines()
+    assert (first, second) == (("word " * 8).strip(), f"{'word ' * 4}(more) words.")
+    assert rest == ["", f"    {command}", command]
 
 
 def test_a_command_of_parts_lists_them_and_names_the_closest(capsys):
@@ -320,7 +330,7 @@ def test_help_shows_the_form_of_a_switch_that_changes_it_and_the_parser_takes_bo
         parse(Switches, "x", {}, ["--help"], prog="redraft x")
     flags = read_flags(capsys.readouterr().out)
     assert flags.keys() == {"-h, --help", "--no-quick", "--dry"}
-    assert flags["--no-quick"] == "Turn off: Skips the slow part. (default: on)"
+    assert flags["--no-quick"] == "Do not run the slow part."
     assert parse(Switches, "x", {}, ["--quick", "--no-dry"], prog="x") == Switches()
     assert parse(Switches, "x", {}, ["--no-quick", "--dry"], prog="x") == Switches(
         quick=False, dry=True
@@ -491,7 +501,7 @@ def disk_full() -> None:
         (KeyboardInterrupt(), "interrupted"),
         (
             ModuleNotFoundError("No module named 'vllm'"),
-            "No module named 'vllm'; `redraft doctor` says what to install",
+            "No module named 'vllm'; `redraft doctor` lists what to install",
         ),
         (
             torch.OutOfMemoryError(
