@@ -40,8 +40,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} OLD --target TARGET [--data.source DATA] [flags]\n\n{__doc__}")
         print(
-            f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of "
-            "them."
+            f"{prog} OLD --help prints the common flags of OLD's family, and --help-all all flags."
         )
         raise SystemExit(0)
     if args[0].startswith("-"):

@@ -55,7 +55,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     names = list_trained()
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} FAMILY [flags]\n\n{__doc__}\nFAMILY is one of {', '.join(names)}.")
-        print(f"{prog} FAMILY --help prints the usual flags of a family, --help-all all of them.")
+        print(f"{prog} FAMILY --help prints the common flags, and --help-all all flags.")
         raise SystemExit(0)
     name, choice = args[0], f"choose one of {', '.join(names)}"
     if name.startswith("-"):

@@ -141,7 +141,7 @@ class Endpoints:
         member.is_dead = True
         if all(member.is_dead for member in self.members):
             self._all_dead_since_s = asyncio.get_running_loop().time()
-        Progress.write(f"no more requests to this server until it is back: {failure}")
+        Progress.write(f"no requests are sent to this server until it recovers: {failure}")
         probe = asyncio.create_task(self._probe(member))
         self._probes.add(probe)  # an event loop keeps only weak references to tasks
         probe.add_done_callback(self._probes.discard)
@@ -154,7 +154,7 @@ class Endpoints:
             member.failures += 1
             if await self._passes(member.endpoint):
                 member.is_dead, self._all_dead_since_s = False, None
-                Progress.write(f"{member.endpoint.url} is back")
+                Progress.write(f"{member.endpoint.url} has recovered")
             async with self._changed:
                 self._changed.notify_all()
 
@@ -165,7 +165,7 @@ class Endpoints:
             if self._check is not None:
                 await self._check(endpoint)
         except (ConnectionError, ValueError) as error:
-            Progress.write(f"still no requests to this server: {error}")
+            Progress.write(f"this server still gets no requests: {error}")
             return False
         except (
             Exception
@@ -173,8 +173,7 @@ class Endpoints:
             # forever.
         ) as error:
             Progress.write(
-                f"still no requests to {endpoint.url}, which answers in an unexpected form: "
-                f"{error!r}"
+                f"{endpoint.url} still gets no requests, because its answer is malformed: {error!r}"
             )
             return False
         return True

@@ -200,7 +200,7 @@ def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None
     Progress.write(
         f"caching {content} of {rows:,} tokens: {content.bytes_per_row:,} bytes per token, "
         f"{num_bytes:,} bytes ({num_bytes / 1e6:,.1f} MB) in {folder}"
-        + (f", {written / 1e6:,.1f} MB of it there already" if written else "")
+        + (f", {written / 1e6:,.1f} MB of it already written" if written else "")
     )
     require_space(folder, max(0, num_bytes - written))
 
