@@ -1,19 +1,19 @@
 """Check a draft against a target before serving, or check this environment if no draft is given.
 
-$ redraft doctor                                            # versions, devices, engine, disk
-$ redraft doctor --json                                     # the same, for a bug report
-$ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
-$ redraft doctor --target TARGET --draft DRAFT --engine none    # seconds: configs, tensors and provenance only
-$ redraft doctor --target TARGET --draft DRAFT --engine sglang  # would SGLang read the folder as it was trained?
-$ redraft doctor --target TARGET --draft DRAFT --url http://HOST:8000     # is it served as it was trained?
-$ redraft doctor DRAFT                                      # its kind, what it needs, who serves it
+$ redraft doctor                                                 # versions, devices, engine, disk
+$ redraft doctor --json                                          # the same, for a bug report
+$ redraft doctor --target TARGET --draft DRAFT                   # also in a real vLLM
+$ redraft doctor --target TARGET --draft DRAFT --engine none     # seconds: files only
+$ redraft doctor --target TARGET --draft DRAFT --engine sglang   # by the rules of SGLang's loaders
+$ redraft doctor --target TARGET --draft DRAFT --url http://HOST:8000   # a running server
+$ redraft doctor DRAFT                                           # its type, requirements, engines
 
-With --url, a running vLLM, SGLang or llama.cpp server answers 16 prompts, and its acceptance is
-compared with the forecast on this text.
+With --url, a running vLLM, SGLang or llama.cpp server answers 16 prompts, and the doctor compares its
+acceptance with the forecast on this text.
 
-Every problem is printed with a fix, and so is every doubt: something unusual that may be
-intended. The exit status is 0 if there are no problems, 1 if there are any, and 2 if a file or
-server cannot be read.
+The doctor prints how to fix each problem, and each doubt: something unusual that may be intended.
+The exit status is 0 if there are no problems, 1 if there are any, and 2 if a file or server cannot
+be read.
 """
 
 import json

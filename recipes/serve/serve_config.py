@@ -77,8 +77,7 @@ class ServeConfig:
     allow_remote: bool = False
     """Allow requests from other machines to /redraft/..."""
     targets: tuple[Path, ...] = ()
-    """Folders from which a trainer may load target weights (`POST /redraft/target`). Default: none.
-    """
+    """Folders from which a trainer may load target weights (`POST /redraft/target`)."""
     live: LiveConfig = field(default_factory=LiveConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
