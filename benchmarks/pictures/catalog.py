@@ -25,8 +25,10 @@ MANIFEST = DATA / "manifest.json"
 
 RECORDINGS = {
     "terminal": (
-        "redraft data count --target outputs/parts/smollm2-135m-instruct "
-        "--data recipes/demo/assets/smollm2-answers.jsonl.zst --output outputs/counted",
+        "redraft data count \\\n"
+        "    --target outputs/parts/smollm2-135m-instruct \\\n"
+        "    --data recipes/demo/assets/smollm2-answers.jsonl.zst \\\n"
+        "    --output outputs/counted",
         "redraft plan --target qwen3-8b",
     ),
 }

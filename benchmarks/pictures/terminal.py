@@ -45,7 +45,8 @@ def record(commands: Sequence[str], folder: Path, cast: Path) -> None:
     events: list[tuple[float, str, str]] = []
     start = time.monotonic()
     for command in commands:
-        events.append((time.monotonic() - start, "o", f"\x1b[1m{PROMPT}{command}\x1b[0m\r\n"))
+        typed = command.replace("\n", "\r\n")
+        events.append((time.monotonic() - start, "o", f"\x1b[1m{PROMPT}{typed}\x1b[0m\r\n"))
         events += _run(command, folder, start)
     where = environment()
     header = {
