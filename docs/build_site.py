@@ -40,7 +40,7 @@ GUIDES = {
         "docs/online.md", "docs/recording.md", "docs/tap.md", "docs/rl.md", "docs/fleet.md",
     ],
     "Operate": ["docs/pace.md", "docs/runbook.md", "docs/capacity.md", "recipes/deploy/kubernetes/README.md"],
-    "Reference": ["docs/engines.md", "docs/glossary.md"],
+    "Reference": ["docs/engines.md", "docs/reference.md", "docs/glossary.md"],
     "Evidence": ["docs/measurements.md", "docs/proof.md"],
     "Trust": ["docs/threat-model.md", "SECURITY.md", "docs/privacy.md", "docs/licences.md"],
     "Project": ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],

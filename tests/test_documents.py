@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.daemon.config import load_config
+from redraft.online.engine.pace_status import PaceMetrics
+from redraft.online.page.telemetry import Telemetry
+from redraft.online.records.guard import Guard
 from redraft.recipes.cli.commands import COMMANDS, list_recipes
 from redraft.recipes.cli.run import find_recipe, parse_recipe
 
@@ -145,6 +149,20 @@ def test_every_test_that_a_document_names_exists():
     }
     assert len(named) > 30
     assert named <= tests, named - tests
+
+
+def test_the_reference_lists_every_metric_and_route():
+    registry = CollectorRegistry()
+    PaceMetrics(registry)
+    metrics = [*Telemetry().registry.collect(), *registry.collect(), *Guard().collect()]
+    text = (ROOT / "docs/reference.md").read_text()
+    assert set(re.findall(r"`(redraft_[a-z_]+)`", text)) == {
+        f"{metric.name}{'_total' if metric.type == 'counter' else ''}" for metric in metrics
+    }
+    routes = (ROOT / "online/engine/routes.py").read_text()
+    assert set(re.findall(r"`(?:GET|POST) (/redraft/[a-z]+)`", text)) == set(
+        re.findall(r'add_api_route\("(/redraft/[a-z]+)"', routes)
+    )
 
 
 def test_every_page_and_module_of_the_site_exists():
