@@ -172,6 +172,7 @@ FAMILIES: tuple[Family, ...] = (
         last_vllm="0.32",
         tensors=r"(medusa_heads\.)?(blocks\.0\..*|0\.0\.linear\..*)",
         architectures=("MedusaModel",),
+        attention="none",
         reads="last",
         fixed_tokens=FixedTokens(("num_heads", "medusa_num_heads")),
         varies_tokens=False,
@@ -218,6 +219,7 @@ FAMILIES: tuple[Family, ...] = (
         decoders=("v1", "v2"),
         # Every decoder has such a tensor, so the rows of all heads precede this one.
         tensors=r".*\.layers\.0\..*",
+        attention="model",
         can_sample=True,
         learns_online=True,
         parity="autoregressive",

@@ -132,6 +132,10 @@ class Family:
     """
     architectures: tuple[str, ...] = ()
     """Names in `architectures` of config.json. They must be unique to this family."""
+    attention: Literal["own", "model", "none"] = "own"
+    """Implementation of the draft's attention: `own` for redraft's layers (`heads.nn`), `model` for a
+    `transformers` model, `none` for a draft without attention.
+    """
     reads: Reads = "nothing"
     """Input from the target. The MTP layers of some targets read a residual stream instead of the
     last hidden state.

@@ -173,3 +173,13 @@ def describe_layout(accelerator: Accelerator) -> str:
     num = accelerator.num_processes
     ranks = "1 process" if num == 1 else f"{num} processes"
     return f"{ranks} of {kind}" if kind else ranks
+
+
+def require_whole_matrices(optimizer: str, accelerator: Accelerator) -> None:
+    """Raise ValueError if Muon is to train matrices that ranks or DeepSpeed split."""
+    if optimizer == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
+        raise ValueError(
+            f"muon needs whole matrices, but {describe_layout(accelerator)} shard them: launch "
+            "with DDP (accelerate launch --multi_gpu), or give --optim.name adamw and its --optim.lr, "
+            "e.g. 1e-4 for an 8B target"
+        )

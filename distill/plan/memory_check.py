@@ -7,6 +7,8 @@ every machine, in host memory   the target once per process on it: each reads al
                                 with --signal.shard once, for the process that reads it
 """
 
+import itertools
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from redraft.distill.plan.held import DraftSize, Sharing
 from redraft.distill.signal.sharded import processes_here
-from redraft.distill.train.run_config import Signal
+from redraft.distill.train.run_config import Signal, TrainConfig
 from redraft.engine.hardware import Machine, this_machine
 from redraft.files.target_folder import TargetFolder
+from redraft.heads.family import Family
 
 LAUNCHES = Path(__file__).parents[2] / "recipes" / "accelerate"  # the wheel has it too
 TIGHT = 0.7  # fraction of the memory above which a run warns that activations need memory too
@@ -97,6 +100,18 @@ def require_room(
             f"warning: without activations, target and draft already need {_gb(taken)} of the "
             f"{_gb(room.device_bytes)} of {room.device}; to count activations, run {command}"
         )
+
+
+def plan_command(family: Family, cfg: TrainConfig) -> str:
+    """The command that counts the memory of this training."""
+    flags = {
+        "--target": cfg.target,
+        "--family": family.name.replace("_", "-"),
+        "--optim": cfg.optim.name,
+        "--batch-size": str(cfg.loop.batch_size),
+        "--sequence-length": str(cfg.loop.sequence_length),
+    }
+    return shlex.join(["redraft", "plan", *itertools.chain(*flags.items())])
 
 
 def require_target_room(

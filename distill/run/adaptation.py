@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redraft.distill.launch.ranks import leave
-from redraft.distill.run.proof import check_num_tokens
 from redraft.distill.run.start import start
 from redraft.distill.run.training_run import Config, Run, refuse
-from redraft.distill.train.run_config import HeadConfig
+from redraft.distill.train.run_config import HeadConfig, check_num_tokens
 from redraft.engine.hardware import Machine
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain

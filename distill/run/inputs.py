@@ -48,18 +48,6 @@ TOKENS_A_WRITE = 32_768
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
 
-def require_no_engine(signal: Signal, *, engine: bool) -> None:
-    """Raise ValueError if a sharded target should also be served in an engine.
-
-    The training processes occupy the GPU memory until they exit.
-    """
-    if signal.shard and engine:
-        raise ValueError(
-            "a sharded target leaves no memory for vLLM: add --prove.no-engine, and run redraft "
-            "eval afterwards"
-        )
-
-
 def load_target(
     target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None
 ) -> Any:
@@ -72,7 +60,7 @@ def load_target(
         ValueError: the target's attention would not launch on the GPU.
     """
     if not signal.url:
-        _ = target.whole  # the checks read the weights too
+        target.fetch_and_check()  # the checks read the weights too
     require_served_alike(target)
     dtype = target.torch_dtype
     if signal.url:

@@ -57,7 +57,6 @@ from redraft.heads.target import LoadedTarget
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run
 
-MAX_DRAFT_TOKENS = 128  # limit of vLLM's rejection sampler, for one request in one step
 
 WITH, WITHOUT = "with-draft", "without-draft"  # Names of the two servers.
 
@@ -134,20 +133,6 @@ class Forecaster:
         number = self.cfg.num_speculative_tokens
         return forecast(
             cast(Draft, draft), signal or self.signal, self.continuations, number, self.device
-        )
-
-
-def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
-    """Raise ValueError if draft tokens exceed the head's draft steps, or the steps vLLM's limit."""
-    if num_steps > MAX_DRAFT_TOKENS:
-        raise ValueError(
-            f"the head has {num_steps} draft steps, but vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
-            "tokens"
-        )
-    if not 1 <= num_speculative_tokens <= num_steps:
-        raise ValueError(
-            f"{num_speculative_tokens} draft tokens requested, but the head is trained for {num_steps}: lower "
-            "--prove.num-speculative-tokens or train the head for more"
         )
 
 

@@ -11,8 +11,6 @@ export layouts.
 
 import copy
 import functools
-import itertools
-import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,21 +20,19 @@ from typing import Any
 import torch
 
 from redraft.distill.data.vocabulary import choose_size
-from redraft.distill.launch.ranks import leave
+from redraft.distill.launch.ranks import leave, require_whole_matrices
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import DraftSize, sketch_draft
-from redraft.distill.plan.memory_check import require_room
+from redraft.distill.plan.memory_check import plan_command, require_room
 from redraft.distill.run.inputs import (
     live_signal,
     load_data,
     load_target,
-    require_no_engine,
     target_signal,
 )
 from redraft.distill.run.proof import (
     EngineProof,
     Forecaster,
-    check_num_tokens,
     describe_origin,
     leave_gpu,
     prove_in_engine,
@@ -51,11 +47,11 @@ from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.row_ranks import require_shares
 from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
 from redraft.distill.train.run_folder import RunFolder
-from redraft.distill.train.step import Distillation, require_whole_matrices
+from redraft.distill.train.step import Distillation
 from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.head_size import require_draft_heads
 from redraft.engine.server import require_runner
-from redraft.engine.target_dtype import default_target_dtype
+from redraft.engine.target_dtype import open_target
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.files.artifact import publish, publishing
 from redraft.files.checkpoint import model_class, refuse_quantised
@@ -107,23 +103,30 @@ class Run:
             cfg = replace(cfg, start_from=fetch_model(cfg.start_from))  # a hub name, or a folder
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
-        # 1. Check the flags against each other and the target, before anything is joined, written
-        # or loaded.
-        files, sketch = refuse(family, cfg)
+        # 1. Flags against each other and against the target, before anything is joined, written or
+        #    loaded.
+        machine, files, sketch = refuse(family, cfg, machine)
         self.shape = files.text_config
-        # 2. Set up the ranks, the memory check and the folder. A run that is too large creates no
-        # folder.
-        machine = launch_machine(machine)
-        dtype = cfg.target_dtype or default_target_dtype(
-            files, on_cpu=machine.gpu is None, machine=machine
-        )
-        files = files.in_dtype(dtype)
+        # 2. The ranks, the memory, the folder: a run that is too large creates none.
         self.accelerator = make_accelerator(
             cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine
         )
+        require_whole_matrices(cfg.optim.name, self.accelerator)
         require_shares(family, cfg.loop, cfg.signal, self.accelerator.num_processes)
-        require_whole_matrices(cfg.optim, self.accelerator)
-        self._require_hardware(files, sketch, machine)
+        precision = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
+        is_head = isinstance(cfg, HeadConfig)
+        layers = getattr(sketch, "shape", files.text_config) if is_head else sketch.config
+        require_draft_heads(family, "the draft", layers, precision, machine)
+        if sketch is not None:
+            require_room(
+                files,
+                cfg.signal,
+                self.accelerator,
+                DraftSize.of(sketch),
+                machine=machine,
+                optimizer=cfg.optim.name,
+                command=plan_command(family, cfg),
+            )
         self.folder = RunFolder.open(
             cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite
         )
@@ -134,9 +137,13 @@ class Run:
         self.target = LoadedTarget(files=files, model=model, rewritten=rewritten)
         self.data = load_data(cfg.data, files, cfg.loop, self.folder, is_head=family.is_head)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
-        begins = fingerprint(source) if source and source.is_dir() else ""
-        self.inputs = {"target": files.fingerprint, "data": self.data.hash, "start": begins}
-        self.folder.on_main(lambda: self.folder.confirm(self.inputs))
+        self.inputs = self.folder.confirm(
+            lambda: {
+                "target": files.fingerprint,
+                "data": self.data.hash,
+                "start": fingerprint(source) if source and source.is_dir() else "",
+            }
+        )
         torch.manual_seed(cfg.loop.seed)
 
     def _require_parts(self, model: Any) -> None:
@@ -152,37 +159,8 @@ class Run:
         if starts_as_target:
             final_norm(model)
 
-    def _require_hardware(self, files: TargetFolder, sketch: Any, machine: Machine) -> None:
-        """Raise ValueError if the draft's attention cannot launch, or memory is too small."""
-        cfg = self.cfg
-        dtype = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
-        sizes = (
-            sketch.config
-            if isinstance(cfg, StandaloneConfig)
-            else getattr(sketch, "shape", files.text_config)
-        )
-        require_draft_heads(self.family, "the draft", sizes, dtype, machine)
-        if sketch is None:
-            return
-        counted = {
-            "--target": files.name,
-            "--family": self.family.name.replace("_", "-"),
-            "--optim": cfg.optim.name,
-            "--batch-size": str(cfg.loop.batch_size),
-            "--sequence-length": str(cfg.loop.sequence_length),
-        }
-        require_room(
-            files,
-            cfg.signal,
-            self.accelerator,
-            DraftSize.of(sketch),
-            machine=machine,
-            optimizer=cfg.optim.name,
-            command=shlex.join(["redraft", "plan", *itertools.chain(*counted.items())]),
-        )
-
     def _rewrite(self, files: TargetFolder) -> TargetFolder:
-        folder, source = self.folder.folder / "target", files.whole
+        folder, source = self.folder.folder / "target", files.fetch_and_check()
         made_of = {"target": files.name, "target_fingerprint": files.fingerprint}
         if (
             self.accelerator.is_main_process
@@ -413,26 +391,50 @@ def _training(family: Family) -> Training:
     return family.training
 
 
-def refuse(family: Family, cfg: Config) -> tuple[TargetFolder, Any]:
+def refuse(
+    family: Family, cfg: Config, machine: Machine | None = None
+) -> tuple[Machine, TargetFolder, Any]:
     """Check the flags against each other, the family and the target's config.
 
-    Returns the opened target, and an untrained draft for it without memory for its weights. If the
-    target must be converted, the draft is None, because its layer depends on the new layout.
+    Returns the machine (by default, this one as far as accelerate may use it), the opened target,
+    and an untrained draft for it without memory for its weights. For a target to rewrite the draft
+    is None, because its layer follows from the new layout.
 
     Raises:
         FileNotFoundError: there is no such target.
         ValueError: a flag does not fit.
     """
     row = _training(family)
-    require_no_engine(cfg.signal, engine=cfg.prove.engine)
     if cfg.gradient_checkpointing and not family.can_recompute:
         raise ValueError(
             f"{family.title} does not support --gradient-checkpointing: remove the flag"
         )
+    if isinstance(cfg, HeadConfig):
+        _refuse_choices(family, row, cfg)
+    machine = launch_machine(machine)
+    target = open_target(cfg.target, cfg.target_dtype, on_cpu=machine.gpu is None, machine=machine)
+    if target.is_local:  # a hub's weights are fetched after all checks
+        target.fetch_and_check()
+    model_class(target.config)
+    length, shape = cfg.loop.sequence_length, target.text_config
+    # The user did not choose the default: a longer row then contains several short conversations.
+    if length != row.loop.get("sequence_length", Loop.sequence_length):
+        require_positions(shape, length, "--loop.sequence-length", cfg.target)
     if isinstance(cfg, StandaloneConfig):
-        target = _open(row, cfg)
-        return target, sketch_draft(family, cfg.draft, target.text_config)
-    check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
+        return machine, target, sketch_draft(family, cfg.draft, shape)
+    if cfg.start_from is not None:
+        require_head(cfg.start_from, family.name, target)
+    sketch = _refuse_head(family, row, cfg, target)
+    if cfg.prove.engine:
+        require_runner(
+            family.speculative,
+            views=_views(cfg),
+            way_out=", or leave the engine out with --prove.no-engine",
+        )
+    return machine, target, sketch
+
+
+def _refuse_choices(family: Family, row: Training, cfg: HeadConfig[Any]) -> None:
     if cfg.init not in row.starts:
         raise ValueError(
             f"{family.title} does not support --init {cfg.init}: choose {' or '.join(row.starts)}"
@@ -445,29 +447,6 @@ def refuse(family: Family, cfg: Config) -> tuple[TargetFolder, Any]:
         raise ValueError(
             f"{family.title} does not support --draft-vocab-size: it uses the target's vocabulary"
         )
-    target = _open(row, cfg)
-    if cfg.start_from is not None:
-        require_head(cfg.start_from, family.name, target)
-    sketch = _refuse_head(family, row, cfg, target)
-    if cfg.prove.engine:
-        require_runner(
-            family.speculative,
-            views=_views(cfg),
-            way_out=", or leave the engine out with --prove.no-engine",
-        )
-    return target, sketch
-
-
-def _open(row: Training, cfg: Config) -> TargetFolder:
-    target = TargetFolder.open(cfg.target)
-    if target.is_local:  # a hub's weights are fetched after all checks
-        _ = target.whole
-    model_class(target.config)
-    length = cfg.loop.sequence_length
-    # The user did not choose this length. A longer row then contains several short conversations.
-    if length != row.loop.get("sequence_length", Loop.sequence_length):
-        require_positions(target.text_config, length, "--loop.sequence-length", cfg.target)
-    return target
 
 
 def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:

@@ -23,6 +23,8 @@ from redraft.heads.options import Standalone
 
 Options = TypeVar("Options")
 
+MAX_DRAFT_TOKENS = 128  # limit of vLLM's rejection sampler, for one request in one step
+
 
 def require_least(config: Any, group: str = "", **least: int) -> None:
     """Raise ValueError, naming the flag, if a number in a config is below its minimum.
@@ -34,6 +36,20 @@ def require_least(config: Any, group: str = "", **least: int) -> None:
             raise ValueError(
                 f"--{group}{name.replace('_', '-')} is {value}: it must be at least {number}"
             )
+
+
+def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
+    """Raise ValueError if the draft tokens exceed the head's draft steps, or these vLLM's limit."""
+    if num_steps > MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"the head has {num_steps} draft steps, but vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
+            "tokens"
+        )
+    if not 1 <= num_speculative_tokens <= num_steps:
+        raise ValueError(
+            f"{num_speculative_tokens} draft tokens requested, but the head is trained for {num_steps}: lower "
+            "--prove.num-speculative-tokens or train the head for more"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +319,14 @@ class TrainConfig:
     log is kept offline.
     """
 
+    def __post_init__(self) -> None:
+        # The training processes occupy the GPU memory until they exit.
+        if self.signal.shard and self.prove.engine:
+            raise ValueError(
+                "a sharded target leaves no memory for vLLM: add --prove.no-engine, and then run "
+                "redraft eval"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(TrainConfig, Generic[Options]):
@@ -336,7 +360,10 @@ class HeadConfig(TrainConfig, Generic[Options]):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_least(self, init_tokens=1)
+        options: Any = self.head
+        check_num_tokens(self.prove.num_speculative_tokens, options.num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

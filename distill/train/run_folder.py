@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from redraft.distill.data.day import choose_day
 from redraft.files.artifact import find_foreign, naming, publish, verify, write_whole
 from redraft.files.lock import NO_LOCKS, describe_missing
 from redraft.files.replaced import (
@@ -99,7 +98,8 @@ class RunFolder:
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder, self.accelerator = folder, accelerator
         self.config: dict[str, Any] = {}
-        self.date = choose_day()  # of the run's first start, for chat templates that write the date
+        # Of the run's first start, for chat templates that write the date.
+        self.date = datetime.date.today()
         self.metrics: list[dict[str, Any]] = []
         self.inputs: dict[str, str] = {}
         self._replaces = False
@@ -171,9 +171,8 @@ class RunFolder:
         early = {RUN, TOKENS, LOCK, PREVIOUS}
         if self.folder.is_dir():
             undo_move(previous)
-        holds_work = self.folder.exists() and any(
-            path.name not in early for path in self.folder.iterdir()
-        )
+        is_new = not self.folder.exists()
+        holds_work = not is_new and any(path.name not in early for path in self.folder.iterdir())
         if holds_work and not started.exists():
             raise ValueError(
                 f"{self.folder} is not a redraft run (no {RUN}): choose another --output"
@@ -183,7 +182,7 @@ class RunFolder:
         # Without --overwrite, the end of a run publishes again, and removes the earlier run.
         published = [self.folder / name for name in PUBLISHED]
         replaced = [*(self._results() if overwrite else published), previous]
-        if obstacle := find_obstacle(replaced, self.config, _find_foreign):
+        if not is_new and (obstacle := find_obstacle(replaced, self.config, _find_foreign)):
             raise ValueError(f"{obstacle}: choose another --output")
         self._replaces = overwrite and holds_work
         if self._replaces:
@@ -257,26 +256,31 @@ class RunFolder:
                 "with this --output"
             )
 
-    def confirm(self, inputs: dict[str, str]) -> None:
-        """Record the hashes of the run's inputs. Call this on the main process.
+    def confirm(self, hash_inputs: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Record the hashes of the run's inputs, which only the main process computes.
+
+        All ranks must call this.
 
         Raises:
             ValueError: the run was trained on different inputs.
         """
-        self.inputs = inputs
-        if self._replaces:
-            return
-        about = json.loads((self.folder / RUN).read_text())
-        changed = [
-            name
-            for name, value in inputs.items()
-            if about.get("inputs", {}).get(name, value) != value
-        ]
-        if changed and self._checkpoints():
-            raise ValueError(
-                f"the {changed[0]} of the run in {self.folder} has changed: {self._way_out()}"
-            )
-        write_whole(self.folder / RUN, json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
+
+        def record() -> dict[str, str]:
+            self.inputs = inputs = hash_inputs()
+            if self._replaces:
+                return inputs
+            about = json.loads((self.folder / RUN).read_text())
+            before = about.get("inputs", {})
+            changed = [name for name, value in inputs.items() if before.get(name, value) != value]
+            if changed and self._checkpoints():
+                raise ValueError(
+                    f"the {changed[0]} of the run in {self.folder} has changed: {self._way_out()}"
+                )
+            write_whole(self.folder / RUN, json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
+            return inputs
+
+        self.inputs = self.on_main(record)
+        return self.inputs
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
         entry = {"step": step, **values}

@@ -22,7 +22,7 @@ from redraft.distill.launch.ranks import (
     describe_layout,
     fit_deepspeed,
     fit_fsdp,
-    shards_parameters,
+    require_whole_matrices,
     uses_deepspeed,
 )
 from redraft.distill.loss.choice import Divergence
@@ -132,16 +132,6 @@ def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
     return progress["ranks"], progress["optimizer"]
 
 
-def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
-    """Raise ValueError if Muon would train matrices that ranks or DeepSpeed split."""
-    if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
-        raise ValueError(
-            f"muon needs whole matrices, but {describe_layout(accelerator)} shard them: launch "
-            "with DDP (accelerate launch --multi_gpu), or give --optim.name adamw and its --optim.lr, "
-            "e.g. 1e-4 for an 8B target"
-        )
-
-
 def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimizer]:
     """Make optimizers that together update every trained parameter of the module exactly once."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -206,7 +196,7 @@ class Distillation:
             fit_deepspeed(accelerator, optim.max_grad_norm)
         if accelerator.distributed_type == DistributedType.FSDP:
             fit_fsdp(accelerator, module)
-        require_whole_matrices(optim, accelerator)
+        require_whole_matrices(optim.name, accelerator)
         optimizers = make_optimizers(module, optim)
         # The main process may arrive hours later, after caching the target. Wait here, where the
         # timeout is a day. Inside `prepare`, a sharded module's wait would time out after minutes.

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.precision import autocast_kind
-from redraft.heads.shape import LlamaShape, read_layer_config
+from redraft.heads.shape import LlamaShape
 
 
 class Rotary:
@@ -27,10 +28,15 @@ class Rotary:
 
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
-        # Llama's class also serves Qwen3 layers, because both rotate in the same way.
-        return Rotary(
-            LlamaRotaryEmbedding(read_layer_config({**shape.hf_config(), "model_type": "llama"}))
+        # Llama's class serves a Qwen3 layer too: both rotate alike.
+        config = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters=shape.rope_parameters,
         )
+        return Rotary(LlamaRotaryEmbedding(config))
 
     def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cos and sin, [B, T, E], in the dtype and on the device of `like`.

@@ -59,7 +59,7 @@ def main(cfg: CountConfig) -> None:
 
     require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
-    _ = target.whole  # before the counting: the fingerprint reads the weights
+    target.fetch_and_check()  # before the counting: the fingerprint reads the weights
     conversations = load_conversations(cfg.data, split=cfg.split)
     samples, stats = build_samples(
         conversations,

@@ -96,7 +96,7 @@ def main(cfg: BenchConfig) -> None:
     # Check before the training runs, so that a draft that cannot be served is not discovered an
     # hour later.
     target = open_target(name, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
-    _ = target.whole
+    target.fetch_and_check()
     require_pace(cfg, name)
     sampling = choose_sampling(target.folder, **asked_sampling(cfg))
     require_served(sampling)

@@ -83,5 +83,6 @@ def require_draft_heads(
     For a head, `config` is the `LlamaShape` of its layers, or the target's config if they have the
     same sizes.
     """
-    if family.name != "medusa":  # the only family without attention
-        (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)
+    if family.attention != "none":
+        check = require_head_size if family.attention == "own" else require_model_heads
+        check(what, config, dtype, machine)

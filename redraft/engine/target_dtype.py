@@ -12,7 +12,6 @@ numbers that it will be served with. This module imports neither torch nor vLLM.
 from pathlib import Path
 
 from redraft.engine.hardware import Machine, this_machine
-from redraft.files.folder import read_dtype
 from redraft.files.target_folder import TargetDtype as TargetDtype
 from redraft.files.target_folder import TargetFolder
 
@@ -29,7 +28,10 @@ def open_target(
     Raises the same errors as `TargetFolder.open`.
     """
     target = TargetFolder.open(name_or_path)
-    return target.in_dtype(dtype or default_target_dtype(target, on_cpu=on_cpu, machine=machine))
+    if dtype is None and on_cpu:
+        machine = machine or this_machine()
+        dtype = target.choose_cpu_dtype(has_bfloat16=machine.cpu_has_bfloat16)
+    return target.in_dtype(dtype)
 
 
 def default_target_dtype(
@@ -40,13 +42,7 @@ def default_target_dtype(
         return None
     try:
         opened = target if isinstance(target, TargetFolder) else TargetFolder.open(target)
-        quantization, stored = opened.quantization, read_dtype(opened.folder)
+        machine = machine or this_machine()
+        return opened.choose_cpu_dtype(has_bfloat16=machine.cpu_has_bfloat16)
     except (OSError, ValueError):  # loading reports it
         return "float32"
-    if quantization:
-        return None
-    return (
-        "bfloat16"
-        if stored == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16
-        else "float32"
-    )

@@ -113,7 +113,7 @@ def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str 
         ValueError: a file is corrupt, or a weight is missing; the message names it.
     """
     opened = model if isinstance(model, TargetFolder) else TargetFolder.open(model)
-    folder = opened.whole
+    folder = opened.fetch_and_check()
     kind = model_class(opened.config)
     try:
         loaded, report = kind.from_pretrained(

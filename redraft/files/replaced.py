@@ -63,6 +63,8 @@ def find_obstacle(
     folder.
     """
     results = [path for path in results if os.path.lexists(path)]
+    if not results:  # the paths that are read may be large folders
+        return ""
     for path in results:
         if path.is_dir() and (foreign := find_foreign(path)) is not None:
             return f"{foreign} was not written by redraft"

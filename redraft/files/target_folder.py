@@ -18,6 +18,7 @@ from redraft.files.folder import (
     fingerprint,
     lineage,
     open_folder,
+    read_dtype,
     read_quantization,
 )
 
@@ -64,12 +65,15 @@ class TargetFolder:
         """Whether the target was given as a folder instead of a hub name."""
         return self.folder == Path(self.name)
 
-    @cached_property
-    def whole(self) -> Path:
-        """Return the folder with all its files, fetched from the hub if necessary, and checked.
+    def fetch_and_check(self) -> Path:
+        """Fetch the files that are on the hub, check all files once, and return the folder.
 
         Raises: the same errors as `fetch_model` and `check_model_folder`.
         """
+        return self._checked
+
+    @cached_property
+    def _checked(self) -> Path:
         folder = fetch_model(self.name)
         check_model_folder(folder)
         return folder
@@ -122,6 +126,15 @@ class TargetFolder:
         None if they are not quantised.
         """
         return read_quantization(self.folder)
+
+    def choose_cpu_dtype(self, *, has_bfloat16: bool) -> TargetDtype | None:
+        """The default dtype on a CPU (`engine.target_dtype`); None for the stored one.
+
+        `has_bfloat16` says whether the CPU has bfloat16 instructions.
+        """
+        if self.quantization:
+            return None
+        return "bfloat16" if has_bfloat16 and read_dtype(self.folder) == "bfloat16" else "float32"
 
     @cached_property
     def fingerprint(self) -> str:

@@ -189,7 +189,7 @@ def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) ->
     cfg: Any = replace(make_config(family), target=str(target), draft_vocab_size=0)
     with pytest.raises(ValueError, match=r"MixtralForCausalLM.*eagle3.*--prove\.no-engine"):
         refuse(family, cfg)
-    opened, _ = refuse(family, replace(cfg, prove=replace(cfg.prove, engine=False)))
+    _, opened, _ = refuse(family, replace(cfg, prove=replace(cfg.prove, engine=False)))
     assert opened.folder == target
 
 

@@ -15,10 +15,11 @@ from make_heads import make_signal
 from torch import Tensor, nn
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
+from redraft.distill.launch.ranks import require_whole_matrices
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.muon import Muon, orthogonalise, split
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.step import Distillation, make_optimizers, require_whole_matrices
+from redraft.distill.train.step import Distillation, make_optimizers
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
@@ -166,10 +167,10 @@ def test_ranks_that_share_the_matrices_out_are_refused_with_the_way_out(
         distributed_type=DistributedType[kind], num_processes=8, deepspeed_plugin=plugin
     )
     with pytest.raises(ValueError, match=r"8.*--multi_gpu.*adamw"):
-        require_whole_matrices(Optim(name="muon"), ranks)
-    require_whole_matrices(Optim(), ranks)
+        require_whole_matrices("muon", ranks)
+    require_whole_matrices("adamw", ranks)
 
 
 def test_whole_matrices_on_every_rank_are_moved_by_muon() -> None:
     ranks: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, num_processes=8)
-    require_whole_matrices(Optim(name="muon"), ranks)
+    require_whole_matrices("muon", ranks)

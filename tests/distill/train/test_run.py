@@ -107,15 +107,22 @@ def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_on
     tmp_path: Path,
 ) -> None:
     run = open_run(tmp_path / "run")
-    run.confirm({"target": "a", "data": "b"})
-    run.confirm({"target": "a", "data": "c"})  # no step was trained
+    run.confirm(lambda: {"target": "a", "data": "b"})
+    run.confirm(lambda: {"target": "a", "data": "c"})  # no step was trained
     run.save(1, lambda folder: (folder / "step").touch())
     again = open_run(tmp_path / "run")
-    again.confirm({"target": "a", "data": "c"})
-    again.confirm({"target": "a", "data": "c", "start": "d"})  # an earlier release did not note it
+    again.confirm(lambda: {"target": "a", "data": "c"})
+    again.confirm(lambda: {"target": "a", "data": "c", "start": "d"})
     for changed in ("target", "data", "start"):
         with pytest.raises(ValueError, match=changed):
-            again.confirm({"target": "a", "data": "c", "start": "d", changed: "another"})
+            again.confirm(
+                lambda changed=changed: {
+                    "target": "a",
+                    "data": "c",
+                    "start": "d",
+                    changed: "another",
+                }
+            )
 
 
 def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:
@@ -167,13 +174,13 @@ def test_a_run_is_replaced_when_it_begins_and_removed_when_the_new_one_is_comple
         accelerator = make_accelerator(1, None, None)
         return RunFolder.open(folder, config, accelerator, overwrite=True)
 
-    reopen(seed=2).confirm({"data": "b"})
+    reopen(seed=2).confirm(lambda: {"data": "b"})
     assert sorted(folder.rglob("*")) == before, "whatever is refused from here on loses nothing"
     assert open_run(folder, seed=1).restore(lambda _: None) == 3
 
     for _ in range(2):  # the second one replaces an interrupted one
         run = reopen(seed=2)
-        run.confirm({"data": "b"})
+        run.confirm(lambda: {"data": "b"})
         run.begin()
         assert run.restore(lambda _: None) == 0
         run.save(1, lambda partial: (partial / "step").write_text("new"))
