@@ -31,8 +31,7 @@ from redraft.recipes.cli.run import run_recipe
 REQUIRED = 0.95
 """Minimum ratio of the advised speed to the best measured one."""
 
-TRAINING = ("--loop.steps", "60", "--loop.eval-every", "0", "--prove.no-engine",
-            "--prove.no-ce-baseline")  # fmt: skip
+TRAINING = ("--loop.steps", "60", "--loop.eval-every", "0", "--prove.no-engine")
 """Flags of the short training run."""
 
 

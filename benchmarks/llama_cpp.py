@@ -124,7 +124,7 @@ def find_draft(cfg: Config, name: FamilyName) -> Path:
     if not (run / "draft").is_dir():
         preset: Any = make_preset(name)
         changes: dict[str, Any] = {
-            "prove": replace(preset.prove, engine=False, ce_baseline=False),
+            "prove": replace(preset.prove, engine=False),
             "output": run,
         }
         if cfg.steps:

@@ -96,25 +96,6 @@ def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Est
     return Estimate(value, error, 1 / shares)
 
 
-def paired_interval(
-    ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int]
-) -> tuple[float, float]:
-    """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows).
-
-    It is a difference between rates that lie in [0, 1]. `ours` and `theirs` [N] are the sums of
-    two drafts over the rows of each prompt, and `rows` [N] is the number of rows per prompt.
-
-    Raises:
-        ValueError: if the sequences differ in length or are empty.
-    """
-    if not 0 < len(rows) == len(ours) == len(theirs):
-        raise ValueError(
-            f"the numbers of prompts must be equal, got {len(ours)}, {len(theirs)} and {len(rows)}"
-        )
-    gain_N = np.subtract(ours, theirs).astype(np.float64)
-    return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(bounds=(-1.0, 1.0))
-
-
 def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:
     """The median and its 95% interval from order statistics (the sign test).
 

@@ -112,7 +112,6 @@ def train(
             "--loop.save-every",
             third,
         ),
-        *(("--prove.no-ce-baseline",) if family == "standalone" else ()),
         *own,
         *flags,
     ]

@@ -82,7 +82,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
                 eval_batches=8,
                 save_every=200,
             ),
-            prove=Prove(num_speculative_tokens=4, ce_baseline=True),
+            prove=Prove(num_speculative_tokens=4),
             output=Path("outputs/demo-tiny"),
         )
     changes = {**SHARED, **HEADS, "head": replace(usual.head, **OPTIONS[family])}

@@ -91,11 +91,11 @@ def adapt(
     training.folder.begin()
     forecasts = {name: training.forecast(draft) for name, draft in drafts.items()}
     chosen = training.folder.on_main(lambda: _choose(training, forecasts))
-    trained, cost = training.train(drafts[chosen], cfg.divergence, cfg.loop)
+    trained, cost = training.train(drafts[chosen])
     candidate = training.publish(trained, CANDIDATE)
     before = forecasts["old"]
     if before is None:
-        training.prove(candidate, None, None, cost, started_s)
+        training.prove(candidate, None, cost, started_s)
         return None
     after, fresh = training.forecasts[candidate], forecasts.get("new")
     gain = estimate_tau_gain(
@@ -122,7 +122,7 @@ def adapt(
         shutil.rmtree(draft, ignore_errors=True)  # of this run before a kill
         candidate.rename(draft)
         training.forecasts[draft] = after
-        training.prove(draft, before, None, cost, started_s)
+        training.prove(draft, before, cost, started_s)
     print(found.verdict)
     return found
 

@@ -21,7 +21,6 @@ import torch
 
 from redraft.distill.data.vocabulary import choose_size
 from redraft.distill.launch.ranks import leave, require_whole_matrices
-from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import DraftSize, sketch_draft
 from redraft.distill.plan.memory_check import plan_command, require_room
 from redraft.distill.run.inputs import (
@@ -84,10 +83,9 @@ def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     draft = start(training)
     training.folder.begin()
     before = training.forecast(draft)
-    baseline = training.train_baseline(draft)
-    trained, cost = training.train(draft, cfg.divergence, cfg.loop)
+    trained, cost = training.train(draft)
     folder = training.publish(trained)
-    training.prove(folder, before, baseline, cost, started_s)
+    training.prove(folder, before, cost, started_s)
 
 
 class Run:
@@ -227,17 +225,14 @@ class Run:
     # ----------------------------------------------------------------------------------------------------------
     # train
 
-    def train(
-        self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
-    ) -> tuple[Any, TrainingCost]:
-        """Train `draft`. Return a draft with the trained weights, and the cost.
+    def train(self, draft: Any) -> tuple[Any, TrainingCost]:
+        """Train `draft`; returns a draft with the trained weights, and the cost.
 
-        `distill.train.loop.train` does the work. A `stage` in addition to the main training has its
-        own checkpoints and metrics, in a folder with that name. The returned draft is complete even
-        if the ranks sharded it during training. On all but the main process, it is None.
+        `distill.train.loop.train` does the work. The returned draft is whole even if the ranks
+        sharded it during training; on all but the main process it is None.
         """
-        cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
-        # Do this before `Distillation`, which may shard the draft in place.
+        cfg, folder = self.cfg, self.folder
+        # Before `Distillation`, which may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
         if cfg.gradient_checkpointing:
             draft.recomputes = True
@@ -253,14 +248,13 @@ class Run:
         ):
             self._say_factor()
         distillation = Distillation(
-            draft, signal, divergence, cfg.optim, loop.steps, self.accelerator
+            draft, signal, cfg.divergence, cfg.optim, cfg.loop.steps, self.accelerator
         )
-        cost = train(distillation, self.data, folder, loop, cfg.prove.num_speculative_tokens)
+        cost = train(distillation, self.data, folder, cfg.loop, cfg.prove.num_speculative_tokens)
         weights = distillation.weights()
         if whole is not None:
             whole.load_state_dict(weights)
-        # Do this before the next training stage: otherwise, the accelerator would save this one
-        # into the next one's checkpoints.
+        # The accelerator would save this one into the checkpoints of a later training.
         distillation.close()
         return whole, cost
 
@@ -274,18 +268,6 @@ class Run:
             f"target: one document per row, because packed documents would attend to each other; this "
             f"takes {factor:.2f} times the tokens"
         )
-
-    def train_baseline(self, draft: Any) -> Forecast | None:
-        """Return the forecast for a copy of the draft trained by cross-entropy.
-
-        Return None without --prove.ce-baseline.
-        """
-        if not self.cfg.prove.ce_baseline:
-            return None
-        trained, _ = self.train(
-            self._copy(draft), Divergence(name="cross_entropy"), self.cfg.loop, "ce-baseline"
-        )
-        return self.forecast(trained)
 
     # --------------------------------------------------------------------------------------------------------
     # publish
@@ -340,7 +322,6 @@ class Run:
         self,
         draft: Path,
         before: Forecast | None,
-        baseline: Forecast | None,
         cost: TrainingCost,
         started_s: float,
     ) -> None:
@@ -354,7 +335,6 @@ class Run:
                 data=self.data.stats,
                 before=before,
                 after=self.forecasts[draft],
-                ce_baseline=baseline,
                 engine=engine,
                 cost=cost,
                 started=started_s,

@@ -257,10 +257,6 @@ class Prove:
     """Serve the target in vLLM with and without the draft after training, and compare the answers.
     With --prove.no-engine, the report contains only the forecast. `redraft bench` measures speed.
     """
-    ce_baseline: bool = False
-    """Also train the same draft with plain cross-entropy for the same number of steps, as a
-    baseline. This doubles the training time, and works only for `redraft train standalone`.
-    """
     num_speculative_tokens: int = NUM_TOKENS
     """Number of draft tokens per step in held-out metrics, forecast and engine. A head cannot draft
     more tokens than it was trained for.

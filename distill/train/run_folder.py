@@ -45,7 +45,7 @@ PUBLISHED = ("best", "draft", "candidate")
 RESULTS = (
     *(RUN, "metrics.jsonl", "report.*", "adapt.json", "vllm-*.log"),
     *("answers-*.json", "mode-*.json", "start-*.json", "without-draft-*.json"),
-    *(CHECKPOINTS, *PUBLISHED, "ce-baseline", "target-cache"),
+    *(CHECKPOINTS, *PUBLISHED, "target-cache"),
 )
 """Names of a run's results, which --overwrite replaces. Everything else in the folder stays."""
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _find_foreign(folder: Path) -> Path | None:
     """Return the first file in a run's folder that the run itself did not write, or None."""
     if folder.name in ("target-cache", PREVIOUS):
         return None
-    if folder.name not in (CHECKPOINTS, "ce-baseline"):
+    if folder.name != CHECKPOINTS:
         return find_foreign(folder)
     for path in sorted(folder.iterdir()):
         # A copy made by hand (step-000100-good) does not belong to the run.
@@ -129,13 +129,6 @@ class RunFolder:
                 "--output"
             )
         run.date = datetime.date.fromisoformat(day)
-        return run
-
-    def beside(self, name: str) -> RunFolder:
-        """A run in a subfolder of this run's folder, with separate checkpoints and metrics."""
-        run = RunFolder(self.folder / name, self.accelerator)
-        run.config, run.date = self.config, self.date
-        run.folder.mkdir(exist_ok=True)
         return run
 
     def on_main(self, work: Callable[[], T]) -> T:

@@ -168,7 +168,6 @@ def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
 def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
     names = {
         "before": "before training",
-        "ce_baseline": "cross-entropy on the text",
         "after": "distilled",
     }
     alphas = {name: offline.get(f"alpha_greedy_{key}") for key, name in names.items()}

@@ -6,7 +6,7 @@ network.
 | key | content |
 |---|---|
 | `target`, `draft`, `command` | names of the two models, and the command line |
-| `offline` | `offline_section`: acceptance before and after training and of the cross-entropy baseline; the forecast |
+| `offline` | `offline_section`: acceptance before and after training; the forecast |
 | `engine` | `engine_section`: the same quantities measured in a real vLLM; missing if no engine was run |
 | `by_context` | the forecast by length of the context in which a block begins, and the drafts there |
 | `data` | counts of the training data; `share_beyond` is the share of its labels that no row holds |
@@ -31,7 +31,6 @@ import jinja2
 from redraft.engine.lossless import Lossless
 from redraft.engine.measure import Measurement
 from redraft.eval.forecast.greedy import Forecast
-from redraft.eval.intervals import paired_interval
 from redraft.files.artifact import write_whole
 
 REQUIRED = {
@@ -73,31 +72,15 @@ TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend 
 Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-def offline_section(
-    *, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None
-) -> dict[str, Any]:
-    """The forecasts on held-out prompts.
-
-    They cover the draft before training, the distilled draft, and the cross-entropy baseline. The
-    gain over that baseline has a 95% interval, paired by prompt.
-    """
+def offline_section(*, before: Forecast, after: Forecast) -> dict[str, Any]:
+    """The forecasts on held-out prompts, of the draft before training and of the trained one."""
     section: dict[str, Any] = {}
-    for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
-        if forecast is not None:
-            section[f"alpha_{name}"] = forecast.overall.alpha
-            section[f"alpha_greedy_{name}"] = forecast.overall.alpha_greedy
-            section[f"tau_{name}"] = forecast.overall.tau
+    for name, forecast in (("before", before), ("after", after)):
+        section[f"alpha_{name}"] = forecast.overall.alpha
+        section[f"alpha_greedy_{name}"] = forecast.overall.alpha_greedy
+        section[f"tau_{name}"] = forecast.overall.tau
     section["tau_forecast"] = section.pop("tau_after")
     section["forecast_per_position"] = after.overall.acceptance_per_position
-    if ce_baseline is not None:
-        section["alpha_greedy_gain_over_ce"] = (
-            section["alpha_greedy_after"] - section["alpha_greedy_ce_baseline"]
-        )
-        section["alpha_greedy_gain_over_ce_interval"] = paired_interval(
-            [prompt.alpha_greedy_sum for prompt in after.per_prompt],
-            [prompt.alpha_greedy_sum for prompt in ce_baseline.per_prompt],
-            [prompt.num_rows for prompt in after.per_prompt],
-        )
     return section
 
 

@@ -82,9 +82,7 @@ def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
         "target": "a target",
         "draft": "a <b>draft</b>",
         "command": "python recipes/distill.py --loop.steps 20",
-        "offline": offline_section(
-            before=make_forecast(1), after=after, ce_baseline=make_forecast(2)
-        ),
+        "offline": offline_section(before=make_forecast(1), after=after),
         "engine": engine_section(
             with_draft,
             Lossless(num_prompts=2, differences=list(differences)),
@@ -112,11 +110,6 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["offline"]["alpha_greedy_before"] == pytest.approx(4 / 20)
     assert report["offline"]["alpha_greedy_after"] == pytest.approx(12 / 20)
-    assert report["offline"]["alpha_greedy_ce_baseline"] == pytest.approx(8 / 20)
-    assert report["offline"]["alpha_greedy_gain_over_ce"] == pytest.approx(4 / 20)
-    assert report["offline"]["alpha_greedy_gain_over_ce_interval"] == pytest.approx(
-        [4 / 20, 4 / 20]
-    )  # on both prompts
     assert report["offline"]["tau_forecast"] == 3.5
     assert report["engine"]["tau"] == 3.0
     assert report["engine"]["acceptance_per_position"] == [1.0, 1.0, 0.0, 0.0]

@@ -492,11 +492,12 @@ def test_a_head_computes_again_if_asked_to(random_target: Path, data: Path, tmp_
     passes = []
     for again in (False, True):
         output = tmp_path / str(again)
-        cfg = make_settings("eagle1", random_target, data, output, gradient_checkpointing=again)
+        changes = {"gradient_checkpointing": again, "loop": replace(SMALL, eval_every=0)}
+        cfg = make_settings("eagle1", random_target, data, output, **changes)
         training, calls = Run(find_family("eagle1"), cfg), []
         head = start(training)
         head.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        training.train(head, cfg.divergence, replace(cfg.loop, eval_every=0))
+        training.train(head)
         passes.append(len(calls))
     assert 0 < passes[1] == 2 * passes[0]
 
