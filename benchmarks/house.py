@@ -106,7 +106,8 @@ def count_commands() -> dict[str, int]:
     for page in pages:
         with redirect_stdout(io.StringIO()) as shown, suppress(SystemExit):
             dispatch(page)
-        flags |= set(re.findall(r"--[a-z][\w.-]+", shown.getvalue()))
+        # Without the dot that ends a sentence.
+        flags |= set(re.findall(r"--[a-z][\w-]*(?:\.[a-z][\w-]*)*", shown.getvalue()))
     return {"commands": len(COMMANDS), "help pages": len(pages), "flags": len(flags)}
 
 
