@@ -52,8 +52,6 @@ class Config:
     """Number of seeds for the offline replay of the learner's training and of its ceiling."""
     distil_lr: float = 1e-3
     """AdamW learning rate of the offline distillation on A."""
-    num_anchors: int = 300
-    """Samples of A replayed by the learner against forgetting."""
     num_test_prompts: int = 48
     """Prompts per domain to measure tau on. They are never in the traffic."""
     checked_answers: int = 5000
@@ -118,7 +116,6 @@ PRESETS = {
         output=Path("outputs/demo-online-smollm2"),
         distil_steps=16,
         seeds=1,
-        num_anchors=60,
         num_test_prompts=16,
         checked_answers=80,
         max_tokens=48,

@@ -31,7 +31,6 @@ from redraft.files.target_folder import TargetFolder
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
-from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate
 from redraft.online.records.record import Record
@@ -64,7 +63,6 @@ class Replayer:
             num_speculative_tokens=num_speculative_tokens,
             end_ids=opened.end_ids,
         )
-        self.anchors = read_anchors(cfg.anchors, opened.fingerprint) if cfg.anchors else []
         self.buffer = Buffer(cfg.buffer_config, opened.fingerprint)
 
     def __enter__(self) -> Replayer:
@@ -125,7 +123,6 @@ class Replayer:
                 return
             replayed = self.buffer.replay(
                 training.replay_per_step,
-                self.anchors,
                 through=through,
                 now_s=fresh[-1].record.time_s,
                 seed=seed * 1_000_003 + through,

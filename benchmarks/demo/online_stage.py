@@ -25,8 +25,7 @@ from benchmarks.demo.fleet import (
 )
 from benchmarks.demo.online_config import MAX_MODEL_LEN, SMALL, SMOLLM2, Config, forced_settings
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
-from redraft.distill.data.samples import build_samples, held_out_prompts
-from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.data.samples import held_out_prompts
 from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.engine.process import free_port
 from redraft.engine.prompts import Prompt
@@ -38,7 +37,6 @@ from redraft.heads.families.standalone import Init, make_draft
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
-from redraft.online.learning.anchors import write_anchors
 from redraft.online.tokens import read_token, write_token
 from redraft.recipes.demo.parts import make_target, question, read_problems
 
@@ -61,7 +59,7 @@ class Scene:
     about: Mapping[str, str]
     """The questions of each domain, in words."""
     training: Sequence[Conversation]
-    """Conversations of A, to train the served draft on and to make anchors of."""
+    """Conversations of A, to train the served draft on."""
     traffic: ByDomain
     """Conversations whose questions the clients ask."""
     test: ByDomain
@@ -146,7 +144,7 @@ def by_domain(conversations: Iterable[Conversation]) -> ByDomain:
 class Stage:
     """Everything that is prepared before a server starts.
 
-    Prompts, drafts, anchors, the learner's settings.
+    Prompts, drafts, the learner's settings.
     """
 
     cfg: Config
@@ -184,15 +182,6 @@ class Stage:
             lr=cfg.distil_lr,
         )
         draft.export(folder / f"draft-{a}", torch.bfloat16, tokenizer=tokenizer)
-        samples, _ = build_samples(
-            scene.training[: cfg.num_anchors],
-            tokenizer,
-            max_length=MAX_MODEL_LEN,
-            day=day,
-            progress=False,
-        )
-        write_anchors(folder / "anchors", samples, InProcessTarget(target), opened.fingerprint)
-
         write_token(folder / "token")
         (folder / "spool").mkdir(mode=0o700)
         # Without servers: they start from the registry, which these settings name. `configure` adds
@@ -266,7 +255,6 @@ def write_learner_config(
         "registry": "drafts",
         "spool": "spool",
         "folder": "learner",
-        "anchors": "anchors",
         "draft.initial": f"draft-{scene.domains[0]}",
         "fleet.servers": list(servers),
         "fleet.token_file": "token",

@@ -38,10 +38,6 @@ class LearnerConfig:
     """
     folder: Path = Path("learner")
     """Folder for the learner's state, checkpoints, journal and buffer. It contains users' text."""
-    anchors: Path | None = None
-    """File with offline records that are mixed into every training step to prevent forgetting
-    (`redraft data anchors`).
-    """
     zero_retention: bool = False
     """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart
     loses all records and continues from the served version.

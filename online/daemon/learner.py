@@ -42,7 +42,6 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import STATUS_TIMEOUT_S, FleetServer
 from redraft.online.fleet.watch import SERVER_FAULTS, JournaledServer, Observation, Watch
 from redraft.online.journal import BufferEntry, Journal, ServerEntry, to_stderr
-from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.candidate import Candidate, Ranks
@@ -54,7 +53,6 @@ from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.telemetry import Telemetry, to_wandb
 from redraft.online.records.guard import Guard
-from redraft.online.records.origin import stored_name
 from redraft.online.records.spool import is_in_memory
 
 INGEST_POLL_S = 0.2
@@ -107,9 +105,8 @@ async def learn(
         *([to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else []),
     ]
     journal = Journal(cfg.folder / "journal", observers=observers)
-    anchors = read_anchors(cfg.anchors, target, buffer.hidden_shape) if cfg.anchors else []
     trainer = Trainer(
-        cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors
+        cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints"
     )
     account = Account(journal)
     members = Members(
@@ -454,7 +451,6 @@ class Learner:
             reach = Reach(
                 buffer=self.buffer,
                 registry=self.rollouts.registry,
-                anchors=self.cfg.anchors,
                 spool=self._spool,
                 stream=self._stream,
                 through=self.trainer.progress.through,
@@ -462,9 +458,7 @@ class Learner:
             )
             if is_dry:
                 return await asyncio.to_thread(reach.preview, tenant)
-            forgotten = await reach.forget(tenant)
-        self.trainer.forget(stored_name(tenant))
-        return forgotten
+            return await reach.forget(tenant)
 
 
 def _name_fault(error: OSError) -> str:

@@ -27,7 +27,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -288,7 +288,6 @@ class Buffer(AbstractContextManager["Buffer"]):
     def replay(
         self,
         count: int,
-        anchors: Sequence[Record],
         *,
         through: int,
         now_s: float,
@@ -297,31 +296,24 @@ class Buffer(AbstractContextManager["Buffer"]):
     ) -> list[Record]:
         """Choose `count` records to train on again.
 
-        A fraction of them are `anchors`; the rest are distinct records up to sequence number
-        `through`, drawn by weight. No tenant has more than `tenant_share` of the rest while others
-        have records left. Fewer records are returned if the buffer contains fewer, or if together
-        they would exceed `max_read_bytes`. The same contents and seed give the same records.
+        They are distinct records up to sequence number `through`, drawn by weight. No tenant has
+        more than `tenant_share` of them while others have records left. There are fewer records if
+        the buffer contains fewer, or if together they would exceed `max_read_bytes`. The same
+        contents and seed give the same records.
         """
         rng = np.random.default_rng(seed)
-        # Without anchors in the file, the whole draw comes from traffic.
-        num_anchors = min(len(anchors), round(count * policy.anchor_share))
-        chosen = (
-            [anchors[i] for i in rng.choice(len(anchors), num_anchors, replace=False)]
-            if num_anchors
-            else []
-        )
         with self._lock:
             index = self._training()
             index = index[index["seq"] <= through]
             seqs = choose_replayed(
                 index,
-                count - num_anchors,
+                count,
                 policy,
                 now_s=now_s,
                 rng=rng,
                 tenant_share=self.config.tenant_share,
             )
-            return chosen + [stored.record for stored in self._read(seqs)]
+            return [stored.record for stored in self._read(seqs)]
 
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
         """Return the sequence numbers of the newest held-out requests in every domain.

@@ -182,5 +182,3 @@ class Replay:
     """Preference for records that the draft predicted badly: a record whose draft tokens were all
     rejected is drawn up to (1 + this) times as often as one whose tokens were all accepted.
     """
-    anchor_share: float = 0.25
-    """Fraction of `anchors` records among replayed records, to prevent forgetting."""

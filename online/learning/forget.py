@@ -3,11 +3,10 @@
 Every record of the tenant that a learner can reach is deleted. Drafts that were trained on the
 tenant's records cannot be corrected, and are named.
 
-buffer, quarantine          overwritten
-spool, log                  emptied into the buffer, which drops these records; overwritten
-anchors                     rewritten without the tenant's records
-records that arrive later   dropped because of the list of forgotten tenants
-drafts                      not changed; versions that may have learned are named
+buffer, quarantine                                  overwritten
+spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
+records that arrive later                           dropped by the list of forgotten tenants
+drafts                                              cannot forget: versions that may have learned are named
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer, TenantRecords
 from redraft.online.learning.intake import Spool, Taken
 from redraft.online.records.origin import stored_name
-from redraft.online.records.record import count_tenant
 
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
@@ -38,8 +35,7 @@ class Forgotten:
 
     buffer: int
     arriving: int
-    """Number of records in the spool or the log, which are dropped on arrival."""
-    anchors: int
+    """Records in the spool or the log, which are dropped on arrival."""
     unattributed: int
     """Number of unreadable items that may belong to any tenant, i.e. in the quarantine and
     unreadable files.
@@ -53,7 +49,7 @@ class Forgotten:
 
     @property
     def num_records(self) -> int:
-        return self.buffer + self.arriving + self.anchors
+        return self.buffer + self.arriving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,6 @@ class Reach:
 
     buffer: Buffer
     registry: Registry
-    anchors: Path | None = None
     spool: Spool | None = None
     stream: StreamSource | None = None
     through: int = 0
@@ -79,9 +74,7 @@ class Reach:
             BufferFullError: the buffer's disk is full.
             BrokerError: the log does not answer.
         """
-        name = stored_name(tenant)
-        # This comes before the deletion, because afterwards it is unknown when the first record
-        # arrived.
+        # Before the deletion, because afterwards it is unknown when the first record arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         # This comes after `delete_tenant`, which has listed the tenant, so that the buffer drops
@@ -93,7 +86,7 @@ class Reach:
         unattributed = found.num_examples + drained.counts["unattributed"]
         return self._tell(
             found, buffer=num_deleted, arriving=drained.counts["forgotten"],
-            anchors=await asyncio.to_thread(self._forget_anchors, name), unattributed=unattributed,
+            unattributed=unattributed,
         )  # fmt: skip
 
     def preview(self, tenant: str) -> Forgotten:
@@ -104,7 +97,6 @@ class Reach:
             found,
             buffer=found.num_records,
             arriving=self.spool.count_tenant(name) if self.spool else 0,
-            anchors=count_tenant(self.anchors.read_bytes(), name) if self.anchors else 0,
             unattributed=found.num_examples,
         )
 
@@ -127,11 +119,6 @@ class Reach:
             return await self.stream.take()
         assert self.spool is not None
         return await asyncio.to_thread(self.spool.take, self.now_s())
-
-    def _forget_anchors(self, name: str) -> int:
-        from redraft.online.learning.anchors import forget_in_anchors  # loads torch
-
-        return forget_in_anchors(self.anchors, name) if self.anchors else 0
 
     def _tell(self, found: TenantRecords, **numbers: int) -> Forgotten:
         learned: list[str] = []

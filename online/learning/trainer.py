@@ -4,8 +4,7 @@ The trainer chooses the records of each step, tracks the progress through them, 
 checkpoints to survive a kill.
 
     buffer.fresh(through) ─┐
-    buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint, through)
-    anchors ───────────────┘
+    buffer.replay ─────────┴─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint, through)
 
 A checkpoint counts once the buffer has committed it together with the sequence number training had
 reached. So every record is trained on as new exactly once, even across kills, either before the
@@ -16,7 +15,6 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -62,16 +60,15 @@ class Trainer:
     """
 
     def __init__(
-        self, cfg: Training, replay: Replay, buffer: Buffer, registry: Registry, candidate: Candidate, folder: Path,
-        anchors: Sequence[Record] = (),
-    ) -> None:  # fmt: skip
-        self.cfg, self.replay, self.buffer, self.registry, self.anchors = (
-            cfg,
-            replay,
-            buffer,
-            registry,
-            anchors,
-        )
+        self,
+        cfg: Training,
+        replay: Replay,
+        buffer: Buffer,
+        registry: Registry,
+        candidate: Candidate,
+        folder: Path,
+    ) -> None:
+        self.cfg, self.replay, self.buffer, self.registry = cfg, replay, buffer, registry
         self.candidate, self.ranks, self.folder = candidate, Ranks(candidate), folder
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
@@ -138,10 +135,6 @@ class Trainer:
     def oldest_untrained(self) -> Record | None:
         return next((stored.record for stored in self.buffer.fresh(self.progress.through, 1)), None)
 
-    def forget(self, name: str) -> None:
-        # Make a new list, because a step on the trainer's thread may be reading the present one.
-        self.anchors = [record for record in self.anchors if record.tenant != name]
-
     def find_waiting(self) -> tuple[int, int]:
         """Return the number of the newest training record, and how many were not trained on yet."""
         return self.buffer.bound_lag(self.progress.through, 0)
@@ -171,7 +164,6 @@ class Trainer:
         seed = self.cfg.seed * 1_000_003 + through
         replayed = self.buffer.replay(
             self.cfg.replay_per_step,
-            self.anchors,
             through=through,
             now_s=time.time(),
             seed=seed,

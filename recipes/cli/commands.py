@@ -69,11 +69,6 @@ COMMANDS = {
                 "Show what a draft would learn from a data set",
                 "redraft data show answers.jsonl --target TARGET",
             ),
-            "anchors": Part(
-                "redraft.recipes.serve.anchors",
-                "Write offline records that the learner replays",
-                "redraft data anchors --target TARGET --data answers.jsonl",
-            ),
             "count": Part(
                 "redraft.recipes.data.count_answers",
                 "Build a draft without training, from the target's answers",

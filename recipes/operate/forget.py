@@ -4,7 +4,7 @@
     $ redraft fleet forget acme --config learner.toml
 
 A tenant is the name that clients send in X-Redraft-Tenant. The command deletes from the learner's
-buffer and its quarantine, the spool, the ingest log with the broker's files, and the anchors.
+buffer and its quarantine, the spool, and the ingest log with the broker's files.
 Deleted bytes are overwritten. Records that are still on their way are dropped on arrival. Run the
 command for every learner that received the tenant's requests.
 
@@ -98,7 +98,6 @@ def describe(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     places = [
         (forgotten.buffer, "in the buffer"),
         (forgotten.arriving, "in the spool or the log"),
-        (forgotten.anchors, "in the anchors"),
     ]
     found = ", ".join(f"{number} {place}" for number, place in places if number)
     lines = [
@@ -157,7 +156,6 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         reach = Reach(
             buffer=buffer,
             registry=Registry(cfg.registry),
-            anchors=cfg.anchors,
             spool=Spool(cfg.spool, buffer, vocab_size) if cfg.spool else None,
             stream=stream,
             # The newest comes first. A draft trained up to this record may have learned from

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from fake_fleet import TOKEN, FakeServer, Traffic, running
+from make_answers import make_answers
 from real_server import NOISY, Server
 from transformers import LlamaForCausalLM
 from waiting import until
@@ -39,7 +40,6 @@ from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import RolloutPolicy
 from redraft.online.journal import Entry, Journal
-from redraft.online.learning.anchors import make_anchors
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import BufferConfig, DraftConfig, Training
 from redraft.online.learning.gate import Policy
@@ -82,7 +82,7 @@ def make_records(
         )
         for i, row in enumerate(texts_BT)
     ]
-    records = make_anchors(samples, InProcessTarget(model), fingerprint(target), k=16)
+    records = make_answers(samples, InProcessTarget(model), fingerprint(target), k=16)
     fields = {
         "server_id": "boot",
         "time_s": time.time(),

@@ -32,12 +32,10 @@ from redraft.distill.train.loop import LoadedData
 from redraft.distill.train.run_config import Data, Loop, Prove, Signal, make_config
 from redraft.distill.train.run_folder import RunFolder
 from redraft.files.checkpoint import load_tokenizer
-from redraft.files.folder import fingerprint
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1
 from redraft.heads.target import LoadedTarget
-from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli.run import dispatch
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
@@ -192,51 +190,6 @@ def test_a_baseline_of_another_day_is_of_the_same_prompts(
 def test_a_template_with_a_date_is_not_rendered_without_one(target: Path) -> None:
     with pytest.raises(ValueError, match="date"):
         Renderer(load_tokenizer(str(target)), {})
-
-
-def test_anchors_of_a_day_are_the_same_on_another(
-    target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def anchors(name: str, *flags: str) -> list[list[int]]:
-        given = [
-            "--target",
-            str(target),
-            "--data",
-            source,
-            "--output",
-            str(tmp_path / name),
-            "--logprobs",
-            "4",
-        ]
-        assert dispatch(["data", "anchors", *given, "--num-conversations", "3", *flags]) == 0
-        return [
-            record.context_ids.tolist()
-            for record in read_anchors(tmp_path / name, fingerprint(target))
-        ]
-
-    def day_of(name: str) -> str:
-        return str(json.loads((tmp_path / f"{name}.json").read_text())["date"])
-
-    set_day(monkeypatch, FIRST)
-    before = anchors("before")
-    set_day(monkeypatch, SECOND)
-    assert anchors("after", "--date", FIRST.isoformat()) == before
-    assert anchors("today") != before
-    assert [day_of(name) for name in ("before", "after", "today")] == [
-        "2024-02-29",
-        "2024-02-29",
-        "2024-03-01",
-    ]
-    wrong = [
-        "anchors",
-        "--target",
-        str(target),
-        "--data",
-        source,
-        "--output",
-        str(tmp_path / "wrong"),
-    ]
-    assert dispatch([*wrong, "--date", "today"]) == 2
 
 
 @pytest.mark.slow

@@ -442,7 +442,7 @@ def test_every_demo_of_the_small_target_computes_in_float32_on_every_machine():
     assert set(demos.values()) == {"float32"}
 
 
-@pytest.mark.parametrize("command", ["train eagle3", "eval", "data anchors", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["train eagle3", "eval", "data score", "doctor", "bench"])
 def test_the_type_of_the_target_has_one_flag(command, shown):
     assert "--target-dtype" in shown[command]["text"]
     assert " --dtype" not in shown[command]["text"]

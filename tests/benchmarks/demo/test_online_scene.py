@@ -22,7 +22,6 @@ from redraft.engine.machine import ENGINE_IS_CPU
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.files.folder import read_config
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.online.learning.anchors import read_anchors
 
 
 def make_conversation(domain: str, number: int) -> Any:
@@ -114,7 +113,7 @@ def test_smollm2_itself_has_room_for_sixteen_requests_and_learns_from_its_first_
     if not (parts / "smollm2-135m-instruct").is_dir() or not list(parts.glob("*.jsonl.gz")):
         pytest.skip(f"no SmolLM2 and HumanEval in {parts}: `make demo` gets them")
     monkeypatch.setattr(online_stage, "distil", lambda *_, **__: None)
-    cfg = Config(target=SMOLLM2, parts=parts, output=tmp_path, num_anchors=1, num_test_prompts=3)
+    cfg = Config(target=SMOLLM2, parts=parts, output=tmp_path, num_test_prompts=3)
     scene = make_scene(cfg)
     stage = Stage.set(cfg, scene, datetime.date(2026, 1, 2))
     assert read_config(tmp_path / "draft-prose")["num_hidden_layers"] == 2
@@ -139,7 +138,7 @@ def test_the_stage_is_set_for_the_scene(random_target: Path, parts: Path, tmp_pa
     output = tmp_path / "demo"
     clear(output, overwrite=False)
     cfg = Config(
-        target=random_target, target_dtype="bfloat16", parts=parts, output=output, distil_steps=1, num_anchors=4,
+        target=random_target, target_dtype="bfloat16", parts=parts, output=output, distil_steps=1,
         num_test_prompts=5, min_drafts=123,
     )  # fmt: skip
     stage = Stage.set(cfg, make_scene(cfg), datetime.date(2026, 1, 2))
@@ -150,9 +149,6 @@ def test_the_stage_is_set_for_the_scene(random_target: Path, parts: Path, tmp_pa
     )
     assert {name: len(prompts) for name, prompts in stage.test.items()} == {"prose": 5, "code": 2}
     assert {prompt.domain for prompt in stage.traffic["code"]} == {"code"}
-    assert {record.domain for record in read_anchors(output / "anchors", stage.fingerprint)} == {
-        "prose"
-    }
 
     stage.configure([])
     config = stage.config

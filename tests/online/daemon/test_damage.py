@@ -29,7 +29,6 @@ from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import opened
 from redraft.online.daemon.sleep import save_sleep
 from redraft.online.daemon.state import Phase, State, load, save
-from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.clock import BELIEVED_AFTER_S, SteadyClock
@@ -337,16 +336,6 @@ def later_registry(world):
     start(world)
 
 
-def read_anchors_of(content):
-    def read(world):
-        path = world.root / "anchors"
-        if content is not None:
-            path.write_bytes(content)
-        read_anchors(path, "target")
-
-    return read
-
-
 ONE_LINE = {
     "settings torn": (torn_learner_toml, r"learner\.toml .*\bTOML \("),
     "settings binary": (binary_learner_toml, r"learner\.toml .*\bTOML: byte 10 "),
@@ -356,9 +345,6 @@ ONE_LINE = {
     "state of a later release": (later_state, r"state\.json .*\(layout \d+\)"),
     "buffer of another release": (later_buffer, r"records-\d+\.db has layout 99\b"),
     "registry of a later release": (later_registry, r"\.json .*\(layout \d+\)"),
-    "anchors missing": (read_anchors_of(None), r"\(redraft data anchors\).*`anchors`"),
-    "anchors empty": (read_anchors_of(b""), r"anchors .*\brecords\b.*\(redraft data anchors\)"),
-    "anchors torn": (read_anchors_of(b"RDR1abc"), r"anchors .*damaged.*\(redraft data anchors\)"),
 }
 
 

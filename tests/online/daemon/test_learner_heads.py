@@ -29,8 +29,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import until
 
 from benchmarks.demo.fleet import Traffic
-from redraft.distill.data.samples import Sample
-from redraft.distill.signal.sources import InProcessTarget
 from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.rows import take_draft_steps
 from redraft.files.checkpoint import load_tokenizer
@@ -45,7 +43,6 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.request_log import States, join_states
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
-from redraft.online.learning.anchors import write_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate, choose_reads, read_hidden_shape
 from redraft.online.learning.config import BufferConfig, DraftConfig, Training
@@ -449,25 +446,6 @@ def test_a_head_of_another_width_is_refused_before_it_is_published(world, random
         )
     assert "\n" not in str(refused.value)
     assert not Registry(tmp_path / "registry").versions()
-
-
-def test_anchors_without_states_are_refused(world, random_target, tmp_path):
-    model = LlamaForCausalLM.from_pretrained(random_target)
-    sample = Sample(
-        input_ids=np.arange(5, 25, dtype=np.int32),
-        loss_mask=np.arange(20) > 8,
-        conversation="",
-        domain="",
-    )
-    write_anchors(
-        tmp_path / "anchors", [sample], InProcessTarget(model), fingerprint(random_target), k=4
-    )
-
-    async def script(task):
-        await task
-
-    with pytest.raises(ValueError, match=r"anchors .*\bhidden\b.*`anchors`"):
-        play(world, script, anchors=tmp_path / "anchors")
 
 
 # --- the engine

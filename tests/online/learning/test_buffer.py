@@ -231,9 +231,7 @@ def test_records_of_another_target_are_kept_aside_and_counted(folder):
         foreign = make_record(1, target_fingerprint="other")
         assert buffer.append(frames_of(make_record(0), foreign), 0.0) == {"stored": 1, "foreign": 1}
         assert numbers_of(buffer.fresh(0, 9)) == [0]
-        assert buffer.replay(9, [], through=9, now_s=0.0, seed=0, policy=Replay()) == [
-            make_record(0)
-        ]
+        assert buffer.replay(9, through=9, now_s=0.0, seed=0, policy=Replay()) == [make_record(0)]
         assert (buffer.status().num_foreign, buffer.status().num_training) == (1, {"code": 1})
 
 
@@ -253,7 +251,7 @@ def test_records_of_weights_that_are_left_behind_count_no_longer_until_these_are
     def seqs(buffer):
         fresh, replayed = (
             buffer.fresh(0, 99),
-            buffer.replay(99, [], through=99, now_s=0.0, seed=0, policy=Replay()),
+            buffer.replay(99, through=99, now_s=0.0, seed=0, policy=Replay()),
         )
         assert Counter(numbers_of(fresh)) == Counter(
             int(one.request_id.removeprefix("cmpl-")) for one in replayed
@@ -357,7 +355,7 @@ def test_held_out_prompts_never_train_whatever_the_segment(folder):
         assert len(trained) + len(judged) == 400
         assert not set(numbers_of(trained)) & set(numbers_of(judged))
         assert 0.2 < len(judged) / 400 < 0.4
-        replayed = buffer.replay(999, [], through=10**6, now_s=0.0, seed=0, policy=Replay())
+        replayed = buffer.replay(999, through=10**6, now_s=0.0, seed=0, policy=Replay())
         assert sorted(numbers_of(replayed)) == sorted(numbers_of(trained))
 
 
@@ -460,7 +458,7 @@ def test_replay_draws_by_the_documented_weights(folder):
         policy = Replay(half_life_s=100, surprise=4)
         weights = np.array([0.5 * (1 + 4 * 0.1), 0.5 * (1 + 4 * 0.9), 1 + 4 * 0.1, 1 + 4 * 0.5])
         draws = Counter(
-            numbers_of(buffer.replay(1, [], through=99, now_s=100.0, seed=seed, policy=policy))[0]
+            numbers_of(buffer.replay(1, through=99, now_s=100.0, seed=seed, policy=policy))[0]
             for seed in range(3000)
         )
         shares = np.array([draws[number] for number in range(4)]) / 3000
@@ -484,7 +482,7 @@ def test_replay_is_repeatable_distinct_and_never_runs_ahead_of_training(folder):
         fill(buffer, 100)
         through = buffer.fresh(0, 60)[-1].seq
         draw = [
-            buffer.replay(30, [], through=through, now_s=0.0, seed=s, policy=Replay())
+            buffer.replay(30, through=through, now_s=0.0, seed=s, policy=Replay())
             for s in (1, 1, 2)
         ]
         assert draw[0] == draw[1] != draw[2]
@@ -492,25 +490,11 @@ def test_replay_is_repeatable_distinct_and_never_runs_ahead_of_training(folder):
         assert max(numbers_of(draw[0])) < 60
 
 
-def test_a_share_of_every_replay_is_anchors(folder):
-    anchors = [make_record(number, domain="anchor") for number in range(1000, 1020)]
-    with open_buffer(folder) as buffer:
-        fill(buffer, 100)
-        records = buffer.replay(
-            32, anchors, through=10**6, now_s=0.0, seed=3, policy=Replay(anchor_share=0.25)
-        )
-        assert Counter(record.domain for record in records) == {"anchor": 8, "code": 24}
-        assert (
-            buffer.replay(4, anchors, through=0, now_s=0.0, seed=3, policy=Replay(anchor_share=1.0))
-            != []
-        )
-
-
 def test_very_old_records_still_have_weights(folder):
     with open_buffer(folder, max_age_s=1e12) as buffer:
         fill(buffer, 10)
         assert (
-            len(buffer.replay(10, [], through=99, now_s=1e9, seed=0, policy=Replay(half_life_s=1)))
+            len(buffer.replay(10, through=99, now_s=1e9, seed=0, policy=Replay(half_life_s=1)))
             == 10
         )
 
@@ -555,7 +539,7 @@ def test_ingest_and_training_may_run_in_two_threads(tmp_path):
             for stored in buffer.fresh(after, 8):
                 trained.append(stored.seq)
                 after = stored.seq
-            buffer.replay(4, [], through=after, now_s=time.time(), seed=after, policy=Replay())
+            buffer.replay(4, through=after, now_s=time.time(), seed=after, policy=Replay())
         writer.join()
         assert trained == sorted(set(trained))
         assert numbers_of(buffer.fresh(0, 999))[-1] == 149

@@ -474,7 +474,7 @@ def test_steps_and_the_gate_read_a_bounded_number_of_bytes_at_a_time(tmp_path):
         store(read_frames(b"".join(map(encode_record, records))), buffer, VOCAB, 0.0)
         first, replayed = (
             buffer.fresh(0, 32),
-            buffer.replay(28, [], through=99, now_s=0, seed=0, policy=Replay()),
+            buffer.replay(28, through=99, now_s=0, seed=0, policy=Replay()),
         )
         assert len(first) == len(replayed) == 2
         assert len(buffer.fresh(first[-1].seq, 32)) == 2, "the others come with the next step"
@@ -504,7 +504,7 @@ with Buffer(BufferConfig(folder=folder / "buffer", held_out_fraction=0.5), "targ
     counts = Spool(folder / "spool", buffer, 512).take(0.0).counts
     assert counts["stored"] == 12 and counts["oversized"] == 256, counts
     print_peak()
-    read = [buffer.fresh(0, 4), buffer.replay(28, [], through=10**9, now_s=0.0, seed=0, policy=Replay())]
+    read = [buffer.fresh(0, 4), buffer.replay(28, through=10**9, now_s=0.0, seed=0, policy=Replay())]
     assert all(read)
     del read
     assert sum(1 for _ in buffer.read(buffer.select_held_out(200))) > 1

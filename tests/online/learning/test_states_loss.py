@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from make_answers import make_answers
 from transformers import LlamaForCausalLM
 
 from redraft.distill.data.packing import collate
@@ -25,7 +26,6 @@ from redraft.files.folder import fingerprint
 from redraft.heads.families import eagle3
 from redraft.heads.nn.float8 import encode_float8
 from redraft.heads.target import Target
-from redraft.online.learning.anchors import make_anchors
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Training
 from redraft.online.learning.scoring import score
@@ -54,7 +54,7 @@ def make_records(model, target):
         for i, text in enumerate(texts_BT)
     ]
     source = InProcessTarget(model, LAYERS)
-    records = make_anchors(samples, InProcessTarget(model), fingerprint(target), k=32)
+    records = make_answers(samples, InProcessTarget(model), fingerprint(target), k=32)
     records = [
         msgspec.structs.replace(record, sampling=Sampling(temperature=0)) for record in records
     ]

@@ -488,7 +488,7 @@ def replayed_share(buffer: Buffer, tenant: str, draws: int = 40, count: int = 20
     drawn = [
         record
         for seed in range(draws)
-        for record in buffer.replay(count, [], through=10**9, now_s=0.0, seed=seed, policy=Replay())
+        for record in buffer.replay(count, through=10**9, now_s=0.0, seed=seed, policy=Replay())
     ]
     assert len(drawn) == draws * count
     return sum(record.tenant == tenant for record in drawn) / len(drawn)

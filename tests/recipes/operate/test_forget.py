@@ -23,7 +23,6 @@ from waiting import until
 from redraft.files.folder import fingerprint
 from redraft.online.daemon import control
 from redraft.online.fleet.discovery import FleetConfig
-from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.forget import Forgotten
@@ -132,27 +131,17 @@ def test_every_place_is_reached_without_a_learner(world, some):
     world.spool.mkdir()
     fill(world, of("acme", some[:4]) + of("other", some[4:6]))
     ship(world.spool, of("acme", some[6:9]) + of("other", some[9:10]))
-    anchors = world.root / "anchors"
     target = fingerprint(world.target)
-    anchors.write_bytes(
-        b"".join(encode_record(record) for record in of("acme", some[10:11]) + of("", some[11:]))
-    )
     left = world.spool / ".00000000000000000001-x-00000000.records.partial"
     left.write_bytes(b"of anybody, left by a server that was killed")
     os.utime(left, (0, 0))
     (world.spool / "00000000000000000002-x-00000000.records").write_bytes(b"torn, of anybody")
-    forgotten = delete(world, "acme", anchors=anchors)
-    assert (forgotten.buffer, forgotten.arriving, forgotten.anchors, forgotten.unattributed) == (
-        4,
-        3,
-        1,
-        1,
-    )
+    forgotten = delete(world, "acme")
+    assert (forgotten.buffer, forgotten.arriving, forgotten.unattributed) == (4, 3, 1)
     assert not list(world.spool.iterdir())
     quarantine = world.root / "learner" / "buffer" / "quarantine"
     assert not list(quarantine.iterdir())
-    assert [record.tenant for record in read_anchors(anchors, target)] == [""]
-    frames = [encode_record(record) for record in of("acme", [*some[:4], *some[6:9], some[10]])]
+    frames = [encode_record(record) for record in of("acme", [*some[:4], *some[6:9]])]
     held = [path for path in world.root.rglob("*") if path.is_file()]
     assert not [path for path in held for frame in frames if frame[100:200] in path.read_bytes()]
     with Buffer(world.config().buffer_config, target) as buffer:
@@ -180,14 +169,9 @@ def test_a_server_whose_clock_is_ahead_brings_nothing_back(world, some, ahead_s)
         }
 
 
-def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_more(world, some):
-    anchors = world.root / "anchors"
-    anchors.write_bytes(
-        b"".join(encode_record(record) for record in of("acme", some[:2]) + of("", some[2:3]))
-    )
-
+def test_through_a_learner_the_same_is_reached(world, some):
     async def main():
-        async with world.fleet(), world.learner(anchors=anchors) as task:
+        async with world.fleet(), world.learner() as task:
             learner = world.root / "learner"
             await until(lambda: world.entries("state"), task)
             ship(world.spool, of("acme", some[3:6]) + of("other", some[6:8]))
@@ -196,12 +180,11 @@ def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_
             dry = await control.ask(learner, Forgotten, do="forget", tenant="acme", dry_run=True)
             assert dry.buffer + dry.arriving == 5
             told = await control.ask(learner, Forgotten, do="forget", tenant="acme")
-            assert (told.buffer + told.arriving, told.anchors, told.num_records) == (5, 2, 7)
+            assert told.buffer + told.arriving == told.num_records == 5
             again = await control.ask(learner, Forgotten, do="forget", tenant="acme")
             assert again.num_records == 0
 
     asyncio.run(main())
-    assert len(read_anchors(anchors, fingerprint(world.target))) == 1
 
 
 # --- drafts that learned
