@@ -30,7 +30,6 @@ from redraft.engine.server import vllm_server
 from redraft.eval.forecast.draft_source import SampleMethod
 from redraft.eval.forecast.drafts import load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
-from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.intervals import estimate_gain
 from redraft.files.checkpoint import load_causal_lm
@@ -80,7 +79,7 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
     for name, method in METHODS.items():
         outputs = ask_engine(case, target, draft, method, prompts, folder / f"vllm-{name}.log")
         texts = continue_answers(target, prompts, outputs, protocol)
-        (named,) = load_drafts([f"it={draft}"], target, Ngram(), method)
+        (named,) = load_drafts([f"it={draft}"], target, method)
         assert named.forecast is not None
         with_filters = forecast(target, named.forecast, texts, protocol)
         # A forecast without filters also expects different text: answers drawn from all tokens.

@@ -19,7 +19,6 @@ from redraft.distill.train.run_config import Signal
 from redraft.engine.prompts import Prompt
 from redraft.engine.target_dtype import open_target
 from redraft.eval.forecast.drafts import NamedDraft, load_drafts
-from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
 from redraft.eval.served import EngineOptions, serve_and_count
 from redraft.heads.target import LoadedTarget
@@ -68,7 +67,7 @@ class Judge:
 
     def _load(self, heads: Sequence[Path]) -> list[NamedDraft]:
         named = [f"{number}={head}" for number, head in enumerate(heads)]
-        return load_drafts(named, self.opened, Ngram(), "greedy")
+        return load_drafts(named, self.opened, "greedy")
 
     def forecast(self, heads: Sequence[Path]) -> list[Counts]:
         """Return the expected counts of every head; one pass of the target serves all of them."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,7 +69,6 @@ CAUSAL_LM = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
 class Lookups:
     """How tokens are looked up, alone or before a head."""
 
-    ngram: Ngram = field(default_factory=Ngram)
     verify_cost: float | None = None
     """Cost of verifying one more token, for counted answers. If None, the value stored in their
     folder is used.
@@ -226,7 +225,7 @@ class DraftSource:
             else chosen
         )
 
-    def load(self, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
+    def load(self, target: LoadedTarget, sampling: SampleMethod) -> NamedDraft:
         """Load the draft with its forecast onto the target's device.
 
         Raises:
@@ -236,12 +235,12 @@ class DraftSource:
         from redraft.eval.forecast import drafts  # loads torch
 
         if self.lookup is not None:
-            lookup, head = (part.load(target, lookups, sampling) for part in self.parts)
-            return drafts.make_mix(self, lookup, head, lookups, sampling)
+            lookup, head = (part.load(target, sampling) for part in self.parts)
+            return drafts.make_mix(self, lookup, head, sampling)
         if self.source == LIVE:
             raise ValueError(f"{LIVE} depends on a server's earlier answers: {MEASURE_COUNTED}")
         if self.source == NGRAM or self.is_answers:
-            return drafts.make_lookup(self, target, lookups)
+            return drafts.make_lookup(self, target)
         return (
             drafts.make_suffix(self)
             if self.is_lookup
@@ -265,7 +264,7 @@ def _shorten(source: str) -> str:
 
 def _look_up(lookup: str, lookups: Lookups) -> dict[str, Any]:
     if lookup == NGRAM:
-        return lookups.ngram.speculative_config
+        return Ngram().speculative_config
     folder = lookup if lookup == LIVE else fetch_model(lookup)
     return Retrieval.speculative_config(folder, verify_cost=lookups.verify_cost)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from redraft.engine.hardware import this_machine
 from redraft.engine.head_size import require_draft_heads
-from redraft.eval.forecast.draft_source import DraftSource, Lookups, SampleMethod
+from redraft.eval.forecast.draft_source import DraftSource, SampleMethod
 from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.files.checkpoint import load_text_config, load_tokenizer
@@ -57,7 +57,7 @@ class NamedDraft:
 
 
 def load_drafts(
-    named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod
+    named: Sequence[str], target: LoadedTarget, sampling: SampleMethod
 ) -> list[NamedDraft]:
     """Load the drafts with these names onto the target's device.
 
@@ -67,7 +67,7 @@ def load_drafts(
     """
     drafts = [DraftSource.parse(text) for text in named]
     _require_distinct([draft.name for draft in drafts])
-    return [draft.load(target, Lookups(ngram=ngram), sampling) for draft in drafts]
+    return [draft.load(target, sampling) for draft in drafts]
 
 
 def _require_distinct(names: Sequence[str]) -> None:
@@ -101,10 +101,11 @@ def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod)
     )
 
 
-def make_lookup(draft: DraftSource, target: LoadedTarget, lookups: Lookups) -> NamedDraft:
+def make_lookup(draft: DraftSource, target: LoadedTarget) -> NamedDraft:
     """A draft of n-grams or of counted answers."""
-    steps: Lookup = lookups.ngram
-    identity = f"ngram-{lookups.ngram.min}-{lookups.ngram.max}"
+    ngram = Ngram()
+    steps: Lookup = ngram
+    identity = f"ngram-{ngram.min}-{ngram.max}"
     if (folder := draft.folder) is not None:
         require_trained_for(folder, target.files)
         steps, identity = Retrieval.read(folder), fingerprint(folder)
@@ -115,16 +116,12 @@ def make_lookup(draft: DraftSource, target: LoadedTarget, lookups: Lookups) -> N
         folder=folder,
         fingerprint=identity,
         forecast=Forecastable(fingerprint=identity, steps=steps),
-        speculative=draft.speculative(lookups=lookups),
+        speculative=draft.speculative(),
     )
 
 
 def make_mix(
-    draft: DraftSource,
-    lookup: NamedDraft,
-    head: NamedDraft,
-    lookups: Lookups,
-    sampling: SampleMethod,
+    draft: DraftSource, lookup: NamedDraft, head: NamedDraft, sampling: SampleMethod
 ) -> NamedDraft:
     """A draft that tries the lookup first and then the head.
 
@@ -138,7 +135,7 @@ def make_mix(
         identity = f"{identity}-{BEFORE_HEAD}"
         first = copy(first)
         first.least_first = BEFORE_HEAD
-    speculative = draft.speculative(sampling, lookups)
+    speculative = draft.speculative(sampling)
     assert head.forecast is not None, "a head has one"
     tokens = draft.head_tokens
     identity = f"{identity}+{head.fingerprint}:{tokens}"

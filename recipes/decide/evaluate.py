@@ -66,7 +66,7 @@ def main(cfg: EvalConfig) -> None:
     baseline = None
     if cfg.baseline:
         baseline = regression.read_baseline(cfg.baseline, opened.fingerprint, SCHEMA_VERSION)
-    drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
+    drafts = load_drafts(cfg.draft, target, cfg.draft_sample_method)
     require_measurable(cfg, drafts)
 
     # 2. prompts
@@ -289,7 +289,7 @@ def settings(cfg: EvalConfig, target: TargetFolder, sampling: Sampling) -> dict[
         {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
     )
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
-    # A baseline must have the same filters, `max_tokens`, `draft_sample_method` and `ngram`
+    # A baseline must have the same filters, `max_tokens` and `draft_sample_method`
     # (`match_drafts`).
     shown_settings = {name: getattr(cfg, name) for name in shown}
     return {
@@ -298,7 +298,6 @@ def settings(cfg: EvalConfig, target: TargetFolder, sampling: Sampling) -> dict[
         **dtype,
         **filters,
         **left_out,
-        "ngram": asdict(cfg.ngram),
     }
 
 

@@ -12,11 +12,10 @@ interruption, run the same command again to continue. The exit status is 1 if ac
 the baseline, and 2 if something cannot be measured.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.eval.forecast.draft_source import MEASURED_TOKENS
-from redraft.eval.forecast.ngram import Ngram
 from redraft.recipes.decide.measure_config import MeasureConfig
 
 
@@ -50,7 +49,6 @@ class EvalConfig(MeasureConfig):
     """Numbers of draft tokens per step to measure."""
     max_tokens: int = 128
     """Maximum length of an answer, in tokens."""
-    ngram: Ngram = field(default_factory=Ngram)
     seed: int = 0
     """Random seed for sampled answers."""
     batch_size: int = 16

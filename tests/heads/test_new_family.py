@@ -38,7 +38,6 @@ from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.draft_source import DraftSource
 from redraft.eval.forecast.drafts import load_drafts
 from redraft.eval.forecast.greedy import greedy_continuations
-from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, evaluate_batch
 from redraft.files.target_folder import TargetFolder
 from redraft.heads import catalog
@@ -213,7 +212,7 @@ def test_its_export_is_recognised_loaded_and_checked(
 def test_it_is_forecast(model: Any, target_folder: Path, tmp_path: Path) -> None:
     make_random(make_head(model)).export(tmp_path / "head")
     target = LoadedTarget(files=TargetFolder.open(target_folder), model=model)
-    (draft,) = load_drafts([f"mine={tmp_path / 'head'}"], target, Ngram(), "probabilistic")
+    (draft,) = load_drafts([f"mine={tmp_path / 'head'}"], target, "probabilistic")
     assert (draft.family, draft.serves(K), draft.serves(K + 1)) == ("tiny", True, False)
     assert draft.speculative == {
         "method": "tiny", "model": str(tmp_path / "head"), "draft_sample_method": "probabilistic"

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.eval.forecast.draft_source import DraftSource, Lookups
-from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 
@@ -110,9 +109,8 @@ def test_a_mix_is_served_as_its_head_with_the_lookup_before_it(tmp_path: Path) -
     mixed = {**ngram, "method": "mtp", "disable_padded_drafter_batch": True}
     assert DraftSource.parse("ngram+mtp").speculative() == mixed
     assert DraftSource.parse("ngram+mtp:2").speculative() == {**mixed, "head_tokens": 2}
-    lookups = Lookups(ngram=Ngram(min=1, max=3), head_requests=5)
-    changed = {"prompt_lookup_min": 1, "prompt_lookup_max": 3, "head_requests": 5}
-    assert DraftSource.parse("ngram+mtp").speculative(lookups=lookups) == {**mixed, **changed}
+    limited = DraftSource.parse("ngram+mtp").speculative(lookups=Lookups(head_requests=5))
+    assert limited == {**mixed, "head_requests": 5}
     model = write_draft(tmp_path / "model", "model.layers.0.mlp.weight")
     with pytest.raises(ValueError, match="MTP, EAGLE-3, EAGLE-1"):
         DraftSource.parse(f"ngram+{model}").speculative()
