@@ -2,6 +2,7 @@
 
     python -m benchmarks.house              # the table of this tree
     python -m benchmarks.house --json       # the same as JSON, to compare two trees
+    python -m benchmarks.house --walk       # the returns of the target's walk, one a line
 
 No check depends on these figures. In a review, they show whether a change reduces the number of
 concepts.
@@ -22,7 +23,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -122,12 +122,12 @@ def list_pages() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield name, ()
 
 
-def walk_target() -> dict[str, int]:
-    """Count returns to a room, and calls that open folders, while a `Run` is built."""
+def walk_target() -> tuple[list[str], int]:
+    """List the returns to a room, and count the calls that open folders, while a `Run` is built."""
     from redraft.distill.run.inputs import load_data  # imports torch
     from redraft.distill.run.training_run import Run
 
-    steps: list[tuple[str, bool]] = []
+    steps: list[tuple[str, bool, str]] = []
     below_data = False
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
@@ -138,7 +138,9 @@ def walk_target() -> dict[str, int]:
         # Resuming a generator is not a call.
         is_step = event == "call" and not code.co_name.startswith("<")
         if is_step and name.startswith("redraft.") and (not steps or steps[-1][0] != name):
-            steps.append((name, below_data))
+            caller = frame.f_back
+            at = f"{caller.f_code.co_qualname}:{caller.f_lineno}" if caller else ""
+            steps.append((name, below_data, f"{code.co_qualname}, called by {at}"))
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.jsonl"
@@ -156,26 +158,29 @@ def walk_target() -> dict[str, int]:
             Run(find_family("eagle3"), cfg)
         finally:
             sys.setprofile(None)
-    paths = [name.removeprefix("redraft.").split(".") for name, of_data in steps if not of_data]
-    walk = [find_room(["redraft", *path] if path[0] in GROUND else path) for path in paths]
-    seen: set[str] = set()
-    returns = 0
-    for before, room in pairwise(["", *walk]):
-        returns += room != before and room in seen
+    seen, before, returns = set[str](), "", list[str]()
+    for name, of_data, call in steps:
+        if of_data:
+            continue
+        path = name.removeprefix("redraft.").split(".")
+        room = find_room(["redraft", *path] if path[0] in GROUND else path)
+        if room != before and room in seen:
+            returns.append(f"{room:16} {call}")
+        before = room
         seen.add(room)
-    opens = sum(name.endswith("files.folder") for name, _ in steps)
-    return {"returns to a room": returns, "entries of files/folder.py": opens}
+    return returns, sum(name.endswith("files.folder") for name, *_ in steps)
 
 
 def count_house() -> dict[str, Any]:
     rooms = count_rooms()
     package = sum(count for room, count in rooms.items() if room.split("/")[0] in ROOMS)
+    returns, opens = walk_target()
     return {
         "statements": {"package": package, **rooms},
         "wrapped names of vLLM": count_wrapped(),
         "functions": count_functions(),
         "command line": count_commands(),
-        "target's walk": walk_target(),
+        "target's walk": {"returns to a room": len(returns), "entries of files/folder.py": opens},
     }
 
 
@@ -184,7 +189,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--walk", action="store_true", help="list the returns of the target's walk")
     args = parser.parse_args()
+    if args.walk:
+        print("\n".join(walk_target()[0]))
+        return
     house = count_house()
     if args.json:
         print(json.dumps(house, indent=2))
