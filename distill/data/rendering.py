@@ -104,7 +104,9 @@ class Renderer:
             text: str = self.tokenizer.apply_chat_template(
                 sent, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
             )
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except jinja2.TemplateError:
+            raise
+        except Exception as error:  # a template is a program
             raise jinja2.TemplateError(
                 f"{type(error).__name__}: {error}{_hint(error, messages)}"
             ) from error

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import zstandard
 
 from redraft.distill.data.splits import choose_files, is_split
+from redraft.files.artifact import POINTER, refuse_pointer
 
 if TYPE_CHECKING:
     import datasets
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
 COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 """The first bytes of a compressed file, by suffix."""
-POINTER = b"version https://git-lfs.github.com/spec/"  # in place of a file that Git LFS stores
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
 BATCH_ROWS = 1000
 ZSTD_BLOCK = 1 << 14  # Small, because a block may grow ten thousandfold.
@@ -215,7 +215,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             start = file.peek(len(POINTER))
-            _refuse_pointer(path, start)
+            refuse_pointer(path, start)
             compression = _find_compression(path, start)
             if compression == ".gz":
                 if not path.stat().st_size:  # read as the end of a whole file
@@ -227,11 +227,6 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise ValueError(f"{path} is corrupt or truncated ({error}): download it again") from error
-
-
-def _refuse_pointer(path: Path, start: bytes) -> None:
-    if start.startswith(POINTER):
-        raise ValueError(f"{path} is a pointer of Git LFS, not the data: run `git lfs pull`")
 
 
 def _find_compression(path: Path, start: bytes) -> str:
@@ -354,7 +349,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         with path.open("rb") as data:
-            _refuse_pointer(path, data.peek(len(POINTER)))
+            refuse_pointer(path, data.peek(len(POINTER)))
             with ParquetFile(data) as file:
                 for batch in file.iter_batches(BATCH_ROWS):
                     yield from map(_without_missing, batch.to_pylist(maps_as_pydicts="lossy"))

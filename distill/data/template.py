@@ -4,7 +4,7 @@ import functools
 import itertools
 from typing import Any
 
-from jinja2 import meta, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 
 from redraft.distill.data.modes import EFFORT, EFFORTS, NO_EFFORTS, SWITCHES
 
@@ -72,12 +72,22 @@ def _templates(tokenizer: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _parse(template: str) -> nodes.Template:
+    """Return the syntax tree.
+
+    Raises:
+        ValueError: if the template is not valid.
+    """
     from transformers.utils import chat_template_utils  # takes a second: not for --help
 
-    # transformers' environment supports its own tags, e.g. `generation`.
-    tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(
-        template
-    )
+    # The environment of transformers supports its tags, e.g. `generation`.
+    try:
+        compiled = chat_template_utils._compile_jinja_template(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is not valid (line {error.lineno}: {error.message}): correct it, or "
+            "download it again"
+        ) from error
+    tree: nodes.Template = compiled.environment.parse(template)
     return tree
 
 

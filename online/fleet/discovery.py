@@ -150,7 +150,7 @@ def list_servers(path: Path) -> list[ListedServer]:
         OSError: if it cannot be read.
     """
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
+        return msgspec.convert(tomllib.loads(path.read_text("utf-8-sig")), FleetFile).servers
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(
             f"{path} lists no servers ({error}); each server needs a [[servers]] table with a url"

@@ -1,5 +1,7 @@
 """The outlet of a server's records: a spool folder or the ingest log."""
 
+import errno
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,6 +68,18 @@ class Recording(Sample):
     @property
     def is_on(self) -> bool:
         return bool(self.spool or self.ingest)
+
+    def make_spool(self) -> None:
+        """Create the spool at the start: a failure to write it would only be counted later.
+
+        Raises:
+            OSError: if the folder cannot be created, or not be written.
+        """
+        if self.spool is None:
+            return
+        self.spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(self.spool, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.spool))
 
     def find_skip_reason(self, tenant: str, draw: bytes) -> str:
         """Return why this request is not recorded; empty if it is recorded.

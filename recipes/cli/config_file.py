@@ -24,7 +24,7 @@ def read_config(path: Path, default: Config) -> Config:
         FileNotFoundError
         ValueError: the file is not TOML, a key is unknown, or a value has the wrong type.
     """
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"there is no config file {path}: create one with --print-config")
     config: Config = _change(default, read_table(path), str(path), "")
     return config

@@ -186,7 +186,9 @@ def check(cfg: EvalConfig) -> None:
         raise ValueError("--baseline needs forecasts: remove --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
-    # The report never replaces the baseline that it is compared with.
+    if cfg.output.is_file():
+        raise ValueError(f"{cfg.output} is a file: choose another --output")
+    # A baseline is never replaced by the report that is compared with it.
     if obstacle := find_obstacle([cfg.output / name for name in WRITTEN], cfg):
         raise ValueError(f"{obstacle}: choose a different --output")
     if (cfg.output / "checkpoints").exists():

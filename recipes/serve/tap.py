@@ -51,6 +51,7 @@ class TapCommandConfig(TapConfig, FrontConfig):
 
 def main(cfg: TapCommandConfig) -> None:
     require_address(cfg.upstream)
+    cfg.make_spool()
     guard = Guard()
     tap = Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target), guard)
     proxy = Proxy(Upstream(cfg.upstream, guard), tap, max_body_bytes=cfg.max_body_bytes)

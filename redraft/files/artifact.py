@@ -38,6 +38,9 @@ PROVENANCE = "provenance.json"
 LAYOUT = 1
 """Layout version of manifests. The manifest contains the digests of all other files."""
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the file that a clone without Git LFS has in place of a large one."""
+
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED_S = 3600
 """Age in seconds from which an unfinished file counts as left by a killed writer."""
@@ -287,6 +290,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Raise ValueError if a file that begins with `start` is a pointer of Git LFS."""
+    if start.startswith(POINTER):
+        raise ValueError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+
+
 def safetensors_header(path: Path) -> dict[str, Any]:
     """Return the header of a safetensors file.
 
@@ -302,6 +311,8 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         # size.
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
+            file.seek(0)
+            refuse_pointer(path, file.read(len(POINTER)))
             raise ValueError(
                 f"{path} is truncated or not a safetensors file ({size} bytes): download it again"
             )

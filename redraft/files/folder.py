@@ -21,6 +21,7 @@ import msgspec
 from redraft.files.artifact import (
     MANIFEST,
     VOLATILE_CONFIG_KEYS,
+    refuse_pointer,
     safetensors_header,
     safetensors_samples,
     sha256,
@@ -109,9 +110,11 @@ def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -
         ValueError: the file is corrupt or of a different type; the message names the file and ends
             with `cure`.
     """
+    content = path.read_bytes()
+    refuse_pointer(path, content)
     try:
-        # msgspec's decoder does not accept NaN, which other programs write.
-        return msgspec.convert(json.loads(path.read_bytes()), kind)
+        # msgspec's decoder refuses NaN, which other programs write.
+        return msgspec.convert(json.loads(content), kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt ({error}): {cure}") from error
 

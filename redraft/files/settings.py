@@ -58,7 +58,7 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
         ValueError: a key is unknown (the message names the closest known one), or a value does not
             fit.
     """
-    if not path.is_file():
+    if not path.exists():
         command = config_type.__name__.removesuffix("Config").lower()
         raise FileNotFoundError(
             f"there is no {path}: create it with redraft {command} --print-config > {path}"
@@ -151,7 +151,7 @@ def read_table(path: Path) -> dict[str, Any]:
         ValueError: the file is not valid TOML.
     """
     try:
-        return _parse(path.read_bytes().decode(), str(path))
+        return _parse(path.read_bytes().decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: byte {error.start} is not UTF-8") from error
 

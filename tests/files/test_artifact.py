@@ -26,7 +26,7 @@ from redraft.files.artifact import (
     verify,
     write_whole,
 )
-from redraft.files.folder import fingerprint
+from redraft.files.folder import fingerprint, read_json
 from redraft.files.lock import acquire
 
 
@@ -319,6 +319,13 @@ def test_a_cut_or_foreign_safetensors_file_is_named(tmp_path):
     ):
         fingerprint(path.parent)
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=rf"{path} is a pointer of Git LFS.*git lfs pull"):
+        safetensors_header(path)
+    config = path.with_name("config.json")
+    config.write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=rf"{config} is a pointer of Git LFS"):
+        read_json(config)
+    path.write_bytes(b"<!doctype html>\n")
     with pytest.raises(ValueError, match=rf"{path} .*\({path.stat().st_size} bytes\)"):
         safetensors_header(path)
     path.write_bytes(b"")

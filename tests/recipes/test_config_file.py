@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from benchmarks.studies.presets import make_preset
 from redraft.distill.train.run_config import make_config
 from redraft.heads.catalog import find_family, list_trained
+from redraft.online.daemon.config import load_config
+from redraft.online.fleet.discovery import list_servers
 from redraft.recipes import train
 from redraft.recipes.cli.commands import COMMANDS, list_recipes
 from redraft.recipes.cli.config_file import read_config, render_config
@@ -154,6 +158,26 @@ def test_a_file_that_is_not_there_and_a_family_that_is_not_there_are_one_line(
     first, second = capsys.readouterr().err.splitlines()
     assert "none.toml" in first
     assert "eagle4" in second
+
+
+def test_a_file_of_settings_may_begin_with_a_mark_and_be_a_pipe(tmp_path: Path) -> None:
+    text = "\ufefftarget = 't'\nregistry = 'r'\nspool = 's'\n"
+    file, pipe = tmp_path / "learner.toml", tmp_path / "pipe.toml"
+    file.write_text(text, "utf-8")
+    os.mkfifo(pipe)
+    threading.Thread(target=lambda: pipe.write_text(text, "utf-8"), daemon=True).start()
+    for path in (file, pipe):
+        assert load_config(path).target == tmp_path / "t"
+    (tmp_path / "fleet.toml").write_text("\ufeff[[servers]]\nurl = 'http://a:1'\n", "utf-8")
+    assert [server.url for server in list_servers(tmp_path / "fleet.toml")] == ["http://a:1"]
+
+
+@pytest.mark.parametrize("command", [["learner"], ["train", "eagle3"]])
+def test_a_folder_of_settings_is_not_called_missing(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch([*command, "--config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"redraft: Is a directory: {tmp_path}\n"
 
 
 def test_none_is_a_text_in_a_file(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from redraft.distill.data.conversations import Conversation, read_conversation
 from redraft.distill.data.messages import REASONING_FIELDS
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import SampleStats, build_samples, held_out_prompts
+from redraft.distill.data.template import find_arguments
 from redraft.files.target_folder import writes_date
 
 DAY = datetime.date(2024, 2, 29)
@@ -378,6 +379,25 @@ def test_a_template_that_fails_in_python_refuses_too() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + m.tool_calls }}{% endfor %}"
     with pytest.raises(jinja2.TemplateError, match="TypeError"):
         Renderer(tokenizer, {})([{**say(""), "tool_calls": [CALL]}], prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ range(10 ** 9) }}", "OverflowError")],
+)
+def test_any_error_of_a_template_refuses(template: str, reason: str) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(jinja2.TemplateError, match=reason):
+        Renderer(tokenizer, {})([say("")], prompt=True)
+
+
+@pytest.mark.parametrize("template", ["{% if a %}", "\n{{ messages | nofilter }}"])
+def test_a_template_that_is_none_is_named_with_its_line(template: str) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=rf"chat template .*line {template.count(chr(10)) + 1}: "):
+        find_arguments(tokenizer)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

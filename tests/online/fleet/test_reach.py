@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import stat
 import subprocess
 
 import httpx
@@ -138,6 +139,16 @@ def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
     for each in ask:
         with pytest.raises(ValueError, match="--uds"):
             each()
+
+
+def test_a_spool_that_cannot_be_made_is_refused_before_anything_is_served(tmp_path):
+    (tmp_path / "file").write_text("")
+    spool = tmp_path / "file" / "spool"
+    with pytest.raises(NotADirectoryError, match=str(spool)):
+        tap.main(tap.TapCommandConfig(upstream="http://a:1", target=tmp_path, spool=spool))
+    made = tap.TapCommandConfig(upstream="http://a:1", target=tmp_path, spool=tmp_path / "a" / "b")
+    made.make_spool()
+    assert stat.S_IMODE(made.spool.stat().st_mode) == 0o700
 
 
 @in_event_loop

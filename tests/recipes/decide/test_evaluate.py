@@ -77,6 +77,12 @@ def run(served_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> Run:
     return command
 
 
+def test_a_file_as_output_is_refused_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "report").write_text("mine")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'report'} is a file.*--output"):
+        evaluate.check(EvalConfig(output=tmp_path / "report"))
+
+
 def drafts_of(pair: tuple[Path, Path], *more: str) -> list[str]:
     return [
         part
