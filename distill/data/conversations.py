@@ -16,7 +16,7 @@ from redraft.distill.data.messages import (
     Message,
     Tool,
     conversation_hash,
-    require_characters,
+    require_json,
 )
 from redraft.distill.data.rows import (
     TABLES,
@@ -340,7 +340,7 @@ def read_conversation(
         conversation["tools"] = tools
     if arguments := reader.arguments():
         conversation["arguments"] = arguments
-    require_characters(conversation)
+    require_json(conversation)
     if turns := reader.token_turns(sum(m["role"] == "assistant" for m in messages)):
         conversation["turns"] = turns
     if columns is not None:

@@ -54,9 +54,9 @@ Anthropic's.
 
 EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is no call.
 
-FINISHES = ("finish_reason", "stop_reason")
-"""Keys of an answer, or columns about a row's last answer, that contain the reason why it ended, in
-OpenAI's and Anthropic's APIs.
+FINISHES = ("finish_reason", "stop_reason", "done_reason")
+"""Keys of an answer, or columns about a row's last answer, with the reason why it ended, in
+OpenAI's, Anthropic's and Ollama's APIs.
 """
 
 VERDICTS = ("weight", "train")
@@ -64,8 +64,11 @@ VERDICTS = ("weight", "train")
 in axolotl.
 """
 
-CUTS = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
-"""Finish reasons with which a server ends an answer that the target has not ended."""
+CUTS = (
+    *("length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"),
+    *("content_filter", "abort", "error", "incomplete"),
+)
+"""Reasons for which a server ends an answer although the target has not ended it."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Fields into which a server moves the reasoning: in vLLM today, in earlier vLLM and other servers,
@@ -452,16 +455,18 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
     return {"type": "function", "function": fields}
 
 
-def require_characters(value: Any) -> None:
-    """Refuse text that no file and no tokenizer takes.
+def require_json(value: Any) -> None:
+    """Refuse what no chat template gets from a server.
 
     Raises:
-        UnusableRowError: if the text contains half a character.
+        UnusableRowError: if a text contains half a character, or a call a date of a table.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
         raise UnusableRowError("with an incomplete character", "an unpaired surrogate") from None
+    except TypeError as error:
+        raise UnusableRowError("with a value that JSON does not have", str(error)) from None
 
 
 def parse_json(value: Any, name: str) -> Any:

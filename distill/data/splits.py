@@ -98,6 +98,10 @@ def _declared(folder: Path, files: Sequence[Path]) -> dict[Path, str]:
     base = folder / str(main[0].get("data_dir") or "")
     found: dict[Path, str] = {}
     for split, pattern in _patterns(main[0]["data_files"]):
+        if not pattern or Path(pattern).is_absolute():
+            raise ValueError(
+                f"{folder / CARD} declares {pattern!r}, which is no path in the folder"
+            )
         found |= dict.fromkeys(base.glob(pattern), split)
     return {file: found[file] for file in files if file in found}
 

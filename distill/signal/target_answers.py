@@ -23,7 +23,7 @@ from redraft.distill.data.messages import (
     conversation_hash,
     is_cut_reason,
     read_message,
-    require_characters,
+    require_json,
     with_parts,
 )
 from redraft.distill.data.rows import UnusableRowError
@@ -312,7 +312,7 @@ class _Regeneration:
         # This raises an error that `_work` expects: parsers pass on tool calls with incomplete
         # JSON, or with half a character.
         answer = read_message({"role": "assistant", **choice["message"]})
-        require_characters(answer)
+        require_json(answer)
         is_cut = is_cut_reason(choice.get("finish_reason"))
         return _Answer(answer, is_cut, _read_turn(reply, choice), self._read_url(reply))
 

@@ -30,6 +30,7 @@ from redraft.engine.target_dtype import open_target
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
+from redraft.heads.nn.causal_lm import decoder_layers
 from redraft.heads.options import Mtp
 from tests.helpers.target_families import MOE, TINY
 
@@ -294,6 +295,13 @@ def test_a_config_without_a_language_model_is_refused_in_a_line(
         with pytest.raises(ValueError, match="SiglipVisionConfig") as refused:
             load_target(TargetFolder.open(tmp_path), signal, torch.device("cpu"))
         assert "\n" not in str(refused.value)
+
+
+def test_a_target_without_layers_to_read_is_refused_with_what_it_can_train() -> None:
+    with torch.device("meta"):
+        gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2))
+    with pytest.raises(ValueError, match=r"gpt2.*`layers`.*standalone"):
+        decoder_layers(gpt2)
 
 
 def test_answers_to_one_question_are_named(tmp_path: Path, random_target: Path) -> None:

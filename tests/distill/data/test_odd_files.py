@@ -1,5 +1,6 @@
 """Data files as people have them: other encodings, other content than the name says."""
 
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -98,6 +99,15 @@ def test_an_empty_shard_and_a_map_are_read_from_parquet(
     assert capfd.readouterr() == ("", "")  # the error is the only line
 
 
+def test_a_date_of_a_table_in_a_call_costs_its_row(tmp_path: Path) -> None:
+    function = {"name": "book", "arguments": {"on": datetime.date(2026, 11, 30)}}
+    called = {"role": "assistant", "tool_calls": [{"function": function}]}
+    rows = [{"messages": [{"role": "user", "content": "Book it."}, called]}] * 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"2 with a value that JSON does not have .*row 1.*date"):
+        load_conversations(str(tmp_path / "a.parquet"))
+
+
 def test_shards_with_a_count_name_their_split_exactly(tmp_path: Path) -> None:
     for split in ("train_sft", "train_gen", "test_sft"):
         row = {"prompt": "q", "completion": split}
@@ -107,6 +117,15 @@ def test_shards_with_a_count_name_their_split_exactly(tmp_path: Path) -> None:
         load_conversations(str(tmp_path))
     (tmp_path / "train_gen-00000-of-00001.jsonl").unlink()
     assert answers(str(tmp_path)) == ["train_sft"]
+
+
+@pytest.mark.parametrize("pattern", ["/data/train.jsonl", ""])
+def test_a_card_that_declares_no_path_in_its_folder_is_named(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path / "a.jsonl", LINES.encode())
+    card = f"---\nconfigs:\n- data_files: ['a.jsonl', '{pattern}']\n---\n"
+    write(tmp_path / "README.md", card.encode())
+    with pytest.raises(ValueError, match=r"README\.md declares .*no path"):
+        load_conversations(str(tmp_path))
 
 
 @pytest.mark.parametrize("source", ["https://host/data/train.jsonl", "s3://bucket/train.parquet"])

@@ -320,6 +320,7 @@ def test_a_gain_in_tau_is_that_of_the_sums() -> None:
     [
         (["nowhere"], "nowhere contains no draft"),
         (["OLD"], "--target TARGET"),
+        (["--target", "T", "OLD"], "needs OLD"),
         (["OLD", "--target", "T"], "set --data.source"),
     ],
 )
