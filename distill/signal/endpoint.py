@@ -1,13 +1,13 @@
 """A client for one OpenAI-compatible server, with limited concurrency and retries."""
 
 import asyncio
-import ssl
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from redraft.engine.proxies import describe_proxy, is_local_url
+from redraft.engine.proxies import describe_proxy, is_local_url, load_certificates
+from redraft.files.printable import printable
 
 # The server is overloaded or restarting. Retries do not help with other statuses.
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
@@ -51,14 +51,16 @@ class Endpoint:
             ValueError: if `url` is not an HTTP address, `concurrency` is less than 1, the
                 certificates cannot be read, or no header can contain the key.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
+        address = _read_address(url)
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError(
                 "the API key (OPENAI_API_KEY) has a line break or another character that no key has"
             )
+        # A password in the address is sent, and never shown.
+        auth = (address.username, address.password) if address.userinfo else None
+        url = str(address.copy_with(userinfo=b""))
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
         self._model, self._timeout_s = model, timeout_s
@@ -69,9 +71,10 @@ class Endpoint:
         limits = httpx.Limits(max_connections=concurrency)
         self._client = httpx.AsyncClient(
             headers=headers,
+            auth=auth,
             limits=limits,
             trust_env=not is_local_url(url),
-            verify=_load_certificates(url),
+            verify=load_certificates(url),
         )
 
     async def __aenter__(self) -> Self:
@@ -135,7 +138,7 @@ class Endpoint:
                     response = await self._client.request(
                         method, url, json=body, timeout=self._timeout_s if body else LIST_TIMEOUT_S
                     )
-            except (httpx.TransportError, httpx.InvalidURL) as error:
+            except httpx.TransportError as error:
                 failure = str(error) or type(error).__name__
                 for name, cure in TLS_FAULTS.items():
                     if name in failure:
@@ -161,14 +164,37 @@ class Endpoint:
         raise ConnectionError(f"{url} did not answer{tries} ({failure}{describe_proxy(url)})")
 
 
-def _load_certificates(url: str) -> ssl.SSLContext | bool:
-    """Load the trusted authorities, those of SSL_CERT_FILE for a server on this machine, too."""
-    if not url.startswith("https:"):
-        return False
+def _read_address(url: str) -> httpx.URL:
     try:
-        return httpx.create_ssl_context()
-    except OSError as error:
-        raise ValueError(f"SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {error}") from error
+        address = httpx.URL(url)
+    except httpx.InvalidURL:
+        address = httpx.URL("")
+    is_port = (address.port or 0) < 1 << 16
+    if address.scheme not in ("http", "https") or not address.host or not is_port:
+        raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
+    return address
+
+
+def read_choice(answer: dict[str, Any], field: str) -> Any:
+    """Return a field of an answer's first choice; None if it is missing."""
+    try:
+        return answer["choices"][0][field]
+    except (LookupError, TypeError):
+        return None
+
+
+def require_choice(answer: dict[str, Any], field: str, url: str) -> Any:
+    """Return a field of an answer's first choice, which vLLM sends and a gateway may drop.
+
+    Raises:
+        ValueError: if it is missing.
+    """
+    if (found := read_choice(answer, field)) is None:
+        raise ValueError(
+            f"{url} sends no `{field}`, which vLLM sends: give the address of vLLM itself, not of a "
+            "gateway before it"
+        )
+    return found
 
 
 def _read(response: httpx.Response) -> dict[str, Any] | None:
@@ -182,11 +208,11 @@ def _read(response: httpx.Response) -> dict[str, Any] | None:
 
 def _reason(response: httpx.Response) -> str:
     if place := response.headers.get("location"):
-        return f"it redirects to {place}: give the address without a redirect"
+        return f"it redirects to {printable(place)}: give the address without a redirect"
     try:
         said = response.json()
         said = said.get("error") or said
         text = said if isinstance(said, str) else str(said.get("message") or said)
     except (ValueError, AttributeError):
         text = response.text
-    return (text.strip().splitlines() or [response.reason_phrase])[0][:300]
+    return printable((text.strip().splitlines() or [response.reason_phrase])[0][:300])

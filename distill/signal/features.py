@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from redraft.distill.signal.apart import documents
-from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.endpoint import Endpoint, require_choice
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
     Description,
@@ -189,8 +189,8 @@ class EndpointHiddenStates(EndpointTarget):
             endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1
         )
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
-        entries = answer["choices"][0]["prompt_logprobs"][1:]
-        # Entry t + 1 is about token t + 1, which row t predicts. 16 tokens have 15 such rows.
+        entries = require_choice(answer, "prompt_logprobs", endpoint.url)[1:]
+        # Entry t + 1 is about token t + 1, which row t predicts: 15 rows of 16 tokens.
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )

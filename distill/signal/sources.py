@@ -27,7 +27,12 @@ from torch import Tensor, nn
 
 from redraft.distill.launch.compiled import running_compiled
 from redraft.distill.signal.apart import documents, positions, put_back, split_documents
-from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.distill.signal.endpoint import (
+    Endpoint,
+    RequestRefusedError,
+    read_choice,
+    require_choice,
+)
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sharded import is_sharded, most_of_ranks
 from redraft.files.progress import Progress
@@ -336,7 +341,7 @@ class EndpointTarget:
             return
         asked = {"prompt": WORDS, "add_special_tokens": False, "return_token_ids": True}
         answer = await endpoint.post("/v1/completions", max_tokens=1, **asked)
-        theirs = answer["choices"][0].get("prompt_token_ids")
+        theirs = read_choice(answer, "prompt_token_ids")
         ours = target.tokenizer(WORDS, add_special_tokens=False)["input_ids"]
         if theirs not in (None, ours):
             raise ValueError(
@@ -379,7 +384,7 @@ class EndpointTarget:
                 ignore_eos=True,
                 return_token_ids=True,
             )
-            token_ids: list[int] = answer["choices"][0]["token_ids"]
+            token_ids: list[int] = require_choice(answer, "token_ids", self.endpoint.url)
             self._require_known(max(token_ids, default=0))
             return token_ids
 
@@ -427,13 +432,21 @@ class EndpointTarget:
                     f"{error}: start the server with --max-logprobs {self.k}"
                 ) from error
             raise
-        # Entry t + 1 is the distribution of row t. It includes token t + 1, if necessary as an
-        # additional entry.
-        entries = [answer["choices"][0]["prompt_logprobs"][row + 1] for row in rows_N.tolist()]
-        largest = [
-            sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)
-            for entry in entries
-        ]
+        url = self.endpoint.url
+        scored = require_choice(answer, "prompt_logprobs", url)
+        # Entry t + 1 is the distribution of row t; token t + 1 is in it, as entry k + 1 if need be.
+        try:
+            largest = [
+                sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)
+                for entry in (scored[row + 1] for row in rows_N.tolist())
+            ]
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{url} sends `prompt_logprobs` in another form than vLLM") from error
+        if (fewest := min(map(len, largest))) < self.k:
+            raise ValueError(
+                f"{url} sends {fewest} log-probabilities for a token, not {self.k}: set a smaller "
+                "--signal.k"
+            )
         ids_NK = torch.tensor([[token for _, token in row[: self.k]] for row in largest])
         self._require_known(int(ids_NK.max()))
         return ids_NK, torch.tensor(

@@ -100,8 +100,7 @@ def require_address(url: str) -> None:
         is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
         if parts.userinfo:
             raise ValueError(
-                f"the address of {parts.host!r} contains a password, which pages would show: remove "
-                "out"
+                f"the address of {parts.host!r} contains a password, which pages would show: remove it"
             )
         if not is_address and (url.startswith("/") or "unix" in parts.scheme):
             raise ValueError(f"{url!r}: {UNIX_SOCKET}")

@@ -25,6 +25,7 @@ from typing import Any
 
 from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
+from redraft.files.printable import printable
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
@@ -249,7 +250,7 @@ def run_guarded(run: Callable[[], object]) -> int:
         line = describe_error(error)
         if line is None or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        print(f"redraft: {line}", file=sys.stderr)
+        print(f"redraft: {printable(line)}", file=sys.stderr)  # it may quote a server
         return 2
     return 0
 

@@ -51,19 +51,23 @@ def main(cfg: RegenerateConfig) -> None:
             f".jsonl, not {cfg.output}"
         )
     if obstacle := find_obstacle([cfg.output, previous_answers(cfg.output)], cfg, lambda _: None):
-        raise ValueError(f"{obstacle}: choose a different --output")
+        raise ValueError(f"{obstacle}: choose another --output")
+    conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
+    require_parser(conversations, cfg)
     # Two commands with one output would answer everything twice, and with --overwrite one of them
     # would remove the answers of the other.
     lock = cfg.output.with_name(f".{cfg.output.name}.lock")
     with wait_for(lock, f"waits for another redraft regenerate with --output {cfg.output}"):
-        answer_prompts(cfg, states)
+        answer(conversations, cfg, states)
 
 
-def answer_prompts(cfg: RegenerateConfig, states: tuple[Storage, Storage] | None) -> None:
+def answer(
+    conversations: Sequence[Conversation],
+    cfg: RegenerateConfig,
+    states: tuple[Storage, Storage] | None,
+) -> None:
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # refuses a file that this command has not written
-    conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
-    require_parser(conversations, cfg)
     sampling = Sampling(
         temperature=cfg.temperature,
         max_tokens=cfg.max_tokens,

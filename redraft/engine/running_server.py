@@ -19,6 +19,7 @@ import httpx
 
 from redraft.engine.counters import parse_counts
 from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.proxies import load_certificates
 
 EngineName = Literal["vllm", "sglang", "llama.cpp"]
 
@@ -111,7 +112,10 @@ def _post(url: str, path: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _send(method: str, url: str, path: str, asked: dict[str, Any] | None = None) -> httpx.Response:
     try:
-        return httpx.request(method, f"{url}{path}", json=asked, timeout=TIMEOUT_S, trust_env=False)
+        return httpx.request(
+            method, f"{url}{path}", json=asked, timeout=TIMEOUT_S, trust_env=False,
+            verify=load_certificates(url),
+        )  # fmt: skip
     except httpx.TransportError as error:
         raise ConnectionError(f"{url}: {LOST} ({error or type(error).__name__})") from error
 
@@ -120,7 +124,8 @@ def _ask_llama_cpp(server: RunningServer, prompt: list[int], max_tokens: int) ->
     asked = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "return_tokens": True}
     # A cached prefix may contain a draft key that was computed with a different token.
     answer = _post(server.url, "/completion", {**asked, "cache_prompt": False})
-    timings, token_ids = answer["timings"], list(answer["tokens"])
+    timings = _read(server, answer, "timings")
+    token_ids = list(_read(server, answer, "tokens"))
     accepted = int(timings.get("draft_n_accepted", 0))
     # The prefill produces the first token, and every step produces one token in addition to the
     # accepted ones.
@@ -133,7 +138,8 @@ def _ask_sglang(server: RunningServer, prompt: list[int], max_tokens: int) -> Co
     sampling = {"temperature": 0.0, "max_new_tokens": max_tokens}
     asked = {"input_ids": prompt, "sampling_params": sampling}
     answer = _post(server.url, "/generate", asked)
-    info, token_ids = answer["meta_info"], list(answer["output_ids"])
+    info = _read(server, answer, "meta_info")
+    token_ids = list(_read(server, answer, "output_ids"))
     counts = [
         int(info.get(name, 0))
         for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
@@ -146,7 +152,7 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
     before = parse_counts(_send("GET", server.url, "/metrics").text)
     asked |= {"temperature": 0.0, "return_token_ids": True, "cache_salt": secrets.token_hex(8)}
     answer = _post(server.url, "/v1/completions", asked)
-    token_ids = list(answer["choices"][0]["token_ids"])
+    token_ids = list(_read(server, answer, "choices", 0, "token_ids"))
     deadline = time.monotonic() + COUNTERS_S
     while True:
         now = parse_counts(_send("GET", server.url, "/metrics").text).since(before)
@@ -164,6 +170,19 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
         )
     counts = now.num_drafts, now.num_accepted, now.num_draft_tokens
     return _counted(server, token_ids, *map(int, counts))
+
+
+def _read(server: RunningServer, answer: Any, *path: str | int) -> Any:
+    """Return a part of an answer that the engine sends, and a gateway before it may drop."""
+    for key in path:
+        try:
+            answer = answer[key]
+        except (LookupError, TypeError):
+            raise ValueError(
+                f"{server.url} sends no `{path[-1]}`: give the address of the engine itself, not of "
+                "a gateway before it"
+            ) from None
+    return answer
 
 
 def _counted(

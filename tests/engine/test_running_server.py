@@ -16,10 +16,11 @@ from redraft.engine.running_server import find_server
 
 
 @contextmanager
-def fake_vllm(others: int = 0, late: int = 0) -> Iterator[str]:
+def fake_vllm(others: int = 0, late: int = 0, dropped: str = "") -> Iterator[str]:
     """vLLM's routes: an answer of 6 tokens in 3 drafts of 2 tokens, of which 3 are accepted.
 
-    `others` are drafts of other clients meanwhile, and /metrics is `late` by so many readings.
+    `others` are drafts of other clients meanwhile, and /metrics is `late` by so many readings. A
+    gateway has `dropped` a field.
     """
     counted, waiting = [7, 14, 4], [0]
 
@@ -49,7 +50,8 @@ def fake_vllm(others: int = 0, late: int = 0) -> Iterator[str]:
             assert asked["model"] == "m"
             assert asked["prompt"] == [1, 2]
             waiting[0] = 1 + late
-            content = {"choices": [{"token_ids": [5] * asked["max_tokens"]}]}
+            choice = {"text": "x", "token_ids": [5] * asked["max_tokens"]}
+            content = {"choices": [{key: choice[key] for key in choice if key != dropped}]}
             self.send(200, json.dumps(content).encode())
 
         def send(self, status: int, body: bytes) -> None:
@@ -78,6 +80,14 @@ def test_vllms_counters_are_read_until_they_count_the_answer(late: int) -> None:
 
 def test_another_client_of_a_vllm_is_told() -> None:
     with fake_vllm(others=9) as url, pytest.raises(ValueError, match="another client"):
+        find_server(url).answer([1, 2], 6)
+
+
+def test_a_gateway_that_drops_the_ids_is_told() -> None:
+    with (
+        fake_vllm(dropped="token_ids") as url,
+        pytest.raises(ValueError, match=f"{url} sends no `token_ids`.*gateway"),
+    ):
         find_server(url).answer([1, 2], 6)
 
 

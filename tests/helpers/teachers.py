@@ -36,6 +36,8 @@ class Teacher:
     status: int = 200
     answer: Callable[[dict[str, Any]], dict[str, Any]] = log_probs
     requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the last request."""
     probes: int = 0
     listing: bytes | None = None
     """What it says its models are, in place of the truth."""
@@ -71,6 +73,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.teacher.requests.append(request)
+        self.teacher.headers = dict(self.headers)
         self.send(*self.teacher.reply(request))
 
     def send(self, status: int, body: dict[str, Any]) -> None:

@@ -519,6 +519,14 @@ def test_what_a_user_can_mend_is_one_line(error, line):
     assert describe_error(error) == line
 
 
+def test_no_word_in_an_error_steers_the_terminal(capsys):
+    def fail() -> None:
+        raise ValueError("the server says \x1b]0;title\x07 and \x9b2J")
+
+    assert run_guarded(fail) == 2
+    assert capsys.readouterr().err == "redraft: the server says \\x1b]0;title\\x07 and \\x9b2J\n"
+
+
 def test_a_real_full_disk_is_one_line(capsys):
     assert run_guarded(disk_full) == 2
     assert capsys.readouterr().err == f"redraft: {os.strerror(errno.ENOSPC)}\n"

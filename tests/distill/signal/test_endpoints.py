@@ -314,3 +314,24 @@ def test_a_server_with_another_name_is_named_once(
         said = capsys.readouterr().out.splitlines()
         assert len(said) == 1
         assert all(word in said[0] for word in (alias.url, "an-alias", opened.name))
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ([], "`prompt_logprobs`.*vLLM itself"),
+        ([{"text": "x"}], "`prompt_logprobs`.*vLLM itself"),
+        (None, "`prompt_logprobs`.*vLLM itself"),
+        ([{"prompt_logprobs": [None]}], "another form"),
+        ([{"prompt_logprobs": [-1.0] * 26}], "another form"),
+        ([{"prompt_logprobs": [{"the": {"logprob": -1.0}}] * 26}], "another form"),
+        ([{"prompt_logprobs": [{"1": {"logprob": -1.0}}] * 26}], r"\b1 .*not 3.*--signal\.k"),
+    ],
+)
+def test_a_gateway_that_drops_what_a_teacher_sends_is_named(choices: Any, reason: str) -> None:
+    with teaching(Teacher(answer=lambda request: {"choices": choices})) as gateway:
+        source = EndpointTarget(Endpoint(gateway.url), k=3)
+        with pytest.raises(ValueError, match=f"{gateway.url} sends .*{reason}"):
+            source(make_batch())
+        with pytest.raises(ValueError, match=f"{gateway.url} sends no `token_ids`"):
+            source.greedy([[1, 2]], 4)

@@ -5,6 +5,7 @@ It answers with the question and the length of the history.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -217,6 +218,7 @@ def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(
     [
         ({"error": {"message": "the model is at its limit"}}, "the model is at its limit"),
         ({"error": "no route to the model"}, "no route to the model"),
+        ({"error": "\x1b[2J is cleared"}, "\\x1b[2J is cleared"),
         ({"error": {"message": "too long", "code": 400}}, "too long"),
         ({"id": "x", "choices": None}, "choices"),
         ({"choices": []}, "choices"),
@@ -586,6 +588,23 @@ def test_a_server_that_never_lists_its_models_is_named_in_seconds(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=rf"{url}/v1/models did not answer in 3 tries"):
             regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling())
+
+
+def test_a_password_in_the_address_is_sent_and_not_shown(tmp_path: Path) -> None:
+    with teaching(Scripted()) as teacher:
+        url = teacher.url.replace("://", "://me:secret@")
+        endpoint = make_endpoint(url)
+        regenerate([make_conversation("a")], endpoint, tmp_path / "a", Sampling())
+    assert base64.b64decode(teacher.headers["Authorization"].split()[1]) == b"me:secret"
+    with pytest.raises(ConnectionError, match=teacher.url) as error:
+        regenerate([make_conversation("b")], make_endpoint(url), tmp_path / "b", Sampling())
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://a:999999", "http://[::1", "ftp://a"])
+def test_what_is_no_address_is_refused_before_anything_is_asked(url: str) -> None:
+    with pytest.raises(ValueError, match="http://HOST:PORT"):
+        make_endpoint(url)
 
 
 @pytest.mark.parametrize("key", ["secret\n", "secret\r", "schl\u00fcssel"])
