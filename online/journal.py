@@ -115,7 +115,10 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
     records_seen: int  # fresh ones trained, also by drafts given up; without a checkpoint 0
-    waited_s: float | None = None  # mean age of the step's fresh records, in seconds
+    # mean age of the step's fresh records when it began, in seconds
+    waited_s: float | None = None
+    step_s: float | None = None  # Duration of the step, in seconds.
+    paused_s: float | None = None  # Part of it that was a pause for running requests.
     skipped: int = 0  # fresh ones passed over because training was slower than traffic
 
 
@@ -137,6 +140,7 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     tau_candidate: float | None = None
     tau_incumbent: float | None = None
     requests: int = 0
+    paused_s: float | None = None  # Part of the judging that was a pause for running requests.
     domains: dict[Label, DomainGain] = {}
     reason: Reason = ""
 

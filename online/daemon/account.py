@@ -114,11 +114,15 @@ class Account:
                 tokens_per_s=stats.tokens / duration_s,
                 records_seen=trainer.progress.records,
                 waited_s=trainer.waited_s,
+                step_s=trainer.step_s,
+                paused_s=trainer.paused_s,
                 skipped=trainer.progress.skipped,
             )
         )
 
-    def verdict(self, verdict: Verdict, candidate: str, incumbent: str) -> None:
+    def verdict(
+        self, verdict: Verdict, candidate: str, incumbent: str, paused_s: float | None = None
+    ) -> None:
         gain = verdict.overall
         domains = {
             name[:MAX_LABEL_CHARS]: DomainGain(
@@ -137,6 +141,7 @@ class Account:
                 tau_candidate=gain.tau_candidate if gain else None,
                 tau_incumbent=gain.tau_incumbent if gain else None,
                 requests=gain.num_requests if gain else 0,
+                paused_s=paused_s,
                 domains=domains,
                 reason=verdict.reason,
             )

@@ -259,12 +259,13 @@ class Cycle:
         return Move(Event.TRAINED, name, f"{self.trainer.progress.records} records")
 
     async def _judge(self) -> Move:
-        name = self.saved.candidate
+        name, learning = self.saved.candidate, self.trainer.candidate
+        paused_s = learning.paused_s
         try:
             verdict = await self.judge_draft(self.trainer.folder / name / DRAFT)
         except (OSError, ValueError) as error:
             return Move(Event.REJECTED, reason=f"{name} cannot be read: {error}")
-        self.account.verdict(verdict, name, self.current)
+        self.account.verdict(verdict, name, self.current, learning.paused_s - paused_s)
         if (
             verdict.overall is not None
         ):  # saved with the event: after a kill before it, the same look is taken again

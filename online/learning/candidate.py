@@ -7,6 +7,7 @@ rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1
 """
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -100,6 +101,7 @@ class Candidate:
         self._machine = launch_machine(machine)
         self.wait_for_servers: Callable[[], None] | None = None
         """Set it if the servers compute on this device."""
+        self.paused_s = 0.0  # Seconds spent in `pause`.
         self.accelerator = make_accelerator(
             cfg.accumulation, cfg.mixed_precision, None, self._machine
         )
@@ -173,7 +175,9 @@ class Candidate:
             return
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # or queued kernels would run during the pause
+        began_s = time.monotonic()
         self.wait_for_servers()
+        self.paused_s += time.monotonic() - began_s
 
     def _require_attention(self, version: Path) -> None:
         config = load_text_config(self.target if self.family.is_head else version)

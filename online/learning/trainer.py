@@ -73,6 +73,8 @@ class Trainer:
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
         self.waited_s = 0.0  # Mean age of the last step's fresh records when it began.
+        # Duration of the last step, and the part in which it paused for running requests.
+        self.step_s = self.paused_s = 0.0
         self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
 
     def start(self) -> str:
@@ -155,6 +157,7 @@ class Trainer:
             fresh and self.lag() >= self.cfg.fresh_per_step
         ):
             return None
+        began_s, paused_s = time.monotonic(), self.candidate.paused_s
         ages_s = [time.time() - stored.record.time_s for stored in fresh]
         # A server's clock may be ahead of the learner's.
         self.waited_s = max(0.0, fmean(ages_s))
@@ -176,6 +179,8 @@ class Trainer:
         self.progress.records += len(fresh)
         self.num_steps += 1
         self.num_not_finite += stats.skipped
+        self.step_s = time.monotonic() - began_s
+        self.paused_s = self.candidate.paused_s - paused_s
         return stats
 
     @property

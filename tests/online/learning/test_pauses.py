@@ -77,6 +77,7 @@ def test_no_micro_batch_is_computed_while_the_server_answers_and_all_are_once_it
     candidate.distillation.close()
     assert len(passed) == 2
     assert passed[0] == courteous.paused_s > 3 * pauses.POLL_S
+    assert candidate.paused_s == pytest.approx(courteous.paused_s, abs=1.0)
 
 
 def test_beside_servers_that_never_rest_it_computes_for_a_share_of_the_time(
