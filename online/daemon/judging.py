@@ -6,13 +6,13 @@ These calls block; use them from the thread that owns the draft in training.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from redraft.engine.counts import AcceptanceCounts
-from redraft.files.artifact import verify
-from redraft.files.folder import read_config
+from redraft.files.artifact import sha256, verify
+from redraft.files.folder import read_config, weight_files
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import Drafting, is_alarming
@@ -26,12 +26,13 @@ from redraft.online.learning.scoring import (
     RequestScore,
     list_rows,
     pair_scores,
-    score_requests,
+    score_segment,
+    sum_segments,
 )
 from redraft.online.learning.staleness import Row, find_past
-from redraft.online.records.record import Record
 
 RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffic
+KEPT_DRAFTS = 2  # Drafts whose scores are kept: the current version and the candidate.
 
 
 class Judge:
@@ -40,6 +41,10 @@ class Judge:
     ) -> None:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
         self.judging = cfg.judging  # with the servers' tokens and sampling, once known
+        self._scores: dict[str, dict[int, tuple[Request, RequestScore]]] = {}
+        """Scores by draft and drafting settings, then by the record's sequence number. A candidate
+        that is promoted is the current version of the next verdict, on partly the same records.
+        """
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
         """Judge with the drafting settings of most servers from now on; return a description.
@@ -49,10 +54,14 @@ class Judge:
         self.judging, drafting = choose_judging(self.judging, servers)
         return drafting
 
+    def forget(self) -> None:
+        """Forget the scores, which name tenants."""
+        self._scores.clear()
+
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder, compared with the version `incumbent`."""
         seqs, theirs = self._score_served(self.registry.path(incumbent))
-        ours = self._score(draft, seqs)
+        ours = self.score(draft, seqs)
         candidate, served, domains, modes = pair_scores(ours, theirs, self.buffer.refresh_names())
         return judge(candidate, served, domains, self.cfg.gate, look, modes)
 
@@ -62,7 +71,7 @@ class Judge:
         Returns (newest record, one row per request). There are no rows if fewer than
         `gate.min_requests` such records exist, or if the version cannot be read.
         """
-        seqs = [seq for seq in self._select_requests() if seq > after]
+        seqs = [seq for seq in self.select_requests() if seq > after]
         if len(seqs) < self.cfg.gate.min_requests:
             return after, []
         folder = self.registry.path(version)
@@ -70,7 +79,7 @@ class Judge:
             verify(folder)
         except (OSError, ValueError):  # a damaged version is the watch's business
             return after, []
-        return max(seqs), list_rows(self._score(folder, seqs).values(), self.buffer.refresh_names())
+        return max(seqs), list_rows(self.score(folder, seqs).values(), self.buffer.refresh_names())
 
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic.
@@ -86,8 +95,8 @@ class Judge:
         for folder in folders:
             verify(folder)  # loading a damaged draft could raise anything
         seqs, ours = self._score_served(folders[0], since_s=self.buffer.now_s - RECENT_S)
-        theirs = self._score(folders[1], seqs)
-        # Each look makes two comparisons, which share the error probability.
+        theirs = self.score(folders[1], seqs)
+        # Each look makes two comparisons, which share the error between them.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
         if is_worse:
             return True, f"on held-out requests it is worse than {previous}: {numbers}"
@@ -118,7 +127,7 @@ class Judge:
             return False, ""
         return find_loss(*paired[:2], self.cfg.gate, look)
 
-    def _select_requests(self, **limits: float) -> list[int]:
+    def select_requests(self, **limits: float) -> list[int]:
         return self.buffer.select_held_out(
             self.judging.held_out_per_domain,
             at_least=self.cfg.gate.min_requests,
@@ -134,9 +143,9 @@ class Judge:
         Records of other target weights are excluded if the draft is proven better or worse on them
         than on records of the current weights.
         """
-        # Chosen once, because the scores of two drafts are paired by request.
-        seqs = self._select_requests(**limits)
-        scores = self._score(folder, seqs)
+        # Chosen once: scores of two drafts are paired by request.
+        seqs = self.select_requests(**limits)
+        scores = self.score(folder, seqs)
         names, newest = self.buffer.refresh_names(), list(scores.values())[::-1]
         targets = dict.fromkeys([self.buffer.served_target(), *(one.target for one in newest)])
         rows = {
@@ -147,27 +156,43 @@ class Judge:
         if not past:
             return seqs, scores
         self.buffer.leave_behind(past)
-        seqs = self._select_requests(**limits)
-        return seqs, self._score(folder, seqs)
+        seqs = self.select_requests(**limits)
+        return seqs, self.score(folder, seqs)
 
-    def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
+    def score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
+        """Score the draft in a folder on these records; those scored the last time are not repeated."""
+        judging, files = self.judging, [folder / "config.json", *weight_files(folder)]
+        name = " ".join([*map(sha256, files), repr(judging)])
+        known = self._scores.pop(name, {})
+        missing = [seq for seq in seqs if seq not in known]
+        known |= self._score_segments(folder, missing) if missing else {}
+        # Only the records of this time: others may be deleted, or no longer among the newest.
+        self._scores[name] = {seq: known[seq] for seq in seqs if seq in known}
+        for oldest in [*self._scores][:-KEPT_DRAFTS]:
+            del self._scores[oldest]
+        return sum_segments(self._scores[name].values())
+
+    def _score_segments(
+        self, folder: Path, seqs: Sequence[int]
+    ) -> dict[int, tuple[Request, RequestScore]]:
         draft = self.candidate.load(folder)
         if self.candidate.accelerator.device.type == "cpu":
             draft = draft.float()
-        return score_requests(
-            draft.eval(),
-            self._read(seqs),
-            num_speculative_tokens=self.judging.num_speculative_tokens,
-            method=self.judging.draft_sample_method,
-            sequence_length=self.candidate.cfg.sequence_length,
-            reads=choose_reads(self.candidate.family, draft),
-            needed_states=self.candidate.family.needed_states(read_config(folder)),
-        )
-
-    def _read(self, seqs: Sequence[int]) -> Iterator[Record]:
+        reads = choose_reads(self.candidate.family, draft)
+        needed_states = self.candidate.family.needed_states(read_config(folder))
+        scores = {}
         for stored in self.buffer.read(seqs):
             self.candidate.pause()
-            yield stored.record
+            scores[stored.seq] = score_segment(
+                draft.eval(),
+                stored.record,
+                num_speculative_tokens=self.judging.num_speculative_tokens,
+                method=self.judging.draft_sample_method,
+                sequence_length=self.candidate.cfg.sequence_length,
+                reads=reads,
+                needed_states=needed_states,
+            )
+        return scores
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:

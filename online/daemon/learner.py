@@ -458,7 +458,10 @@ class Learner:
             )
             if is_dry:
                 return await asyncio.to_thread(reach.preview, tenant)
-            return await reach.forget(tenant)
+            forgotten = await reach.forget(tenant)
+        self.trainer.forget(stored_name(tenant))
+        self.cycle.judge.forget()
+        return forgotten
 
 
 def _name_fault(error: OSError) -> str:

@@ -135,17 +135,28 @@ def score_requests(
 
     Only one record is in memory at a time, because the held-out records may not fit into memory.
     """
+    return sum_segments(score_segment(draft, record, **settings) for record in records)
+
+
+def score_segment(draft: Draft, record: Record, **settings: Any) -> tuple[Request, RequestScore]:
+    """The request of a record, and the score of this segment of it."""
+    (counts,) = score(draft, [record], **settings)
+    mode = name_mode(unpack_arguments(record.template_arguments))
+    scored = RequestScore(record.domain, counts, record.target, mode, record.tenant)
+    return (record.server_id, record.request_id), scored
+
+
+def sum_segments(segments: Iterable[tuple[Request, RequestScore]]) -> dict[Request, RequestScore]:
+    """The score of every request, in the order of first segments."""
     found: dict[Request, RequestScore] = {}
-    for record in records:
-        key = (record.server_id, record.request_id)
-        (counts,) = score(draft, [record], **settings)
-        # Counts are summed over segments. A mean of rates would give a short segment the weight of
-        # a long one.
-        before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
-        mode = name_mode(unpack_arguments(record.template_arguments))
-        found[key] = RequestScore(
-            before.domain, before.counts + counts, record.target, mode, record.tenant
-        )
+    for key, segment in segments:
+        # Counts add up over segments. A mean of rates would give a short segment the weight of a
+        # long one.
+        before = found.get(key)
+        if before is not None:
+            counts = before.counts + segment.counts
+            segment = replace(segment, domain=before.domain, counts=counts)
+        found[key] = segment
     return found
 
 

@@ -6,15 +6,19 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from recorded_heads import make_head, make_record, with_states
 
+from redraft.engine.counts import AcceptanceCounts
 from redraft.online.daemon import judging
 from redraft.online.daemon.judging import Judge
+from redraft.online.learning.buffer import Stored
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Judging, Training
 from redraft.online.learning.replay import RecordedBatch, make_batches, select_texts
+from redraft.online.learning.scoring import Request, RequestScore
 
 
 def test_every_step_has_a_salt_and_a_repeated_step_has_the_same(
@@ -46,7 +50,14 @@ def test_the_window_of_a_target_ends_no_text_of_a_head(
         json.dumps({**config, "model_type": "mistral", "sliding_window": 4})
     )
     record = with_states(make_record(), random_target, "eagle3")
-    longest = []
+    longest: list[int] = []
+    lengths: list[int] = []
+
+    def score(*_: Any, sequence_length: int, **__: Any) -> tuple[Request, RequestScore]:
+        lengths.append(sequence_length)
+        return ("", ""), RequestScore("", AcceptanceCounts.zero())
+
+    monkeypatch.setattr(judging, "score_segment", score)
     for folder, window in ((random_target, None), (target, 4)):
         candidate = Candidate(Training(sequence_length=64), "eagle3", folder)
         candidate.begin(
@@ -56,13 +67,10 @@ def test_the_window_of_a_target_ends_no_text_of_a_head(
         steps: list[list[RecordedBatch]] = []
         monkeypatch.setattr(candidate.distillation, "step", steps.append)
         candidate.step([record], 0)
-        judge = Judge(
-            SimpleNamespace(judging=Judging()), None, SimpleNamespace(read=lambda _: []), candidate
-        )
-        monkeypatch.setattr(
-            judging, "score_requests", lambda *_, sequence_length, **__: sequence_length
-        )
-        assert judge._score(head, []) == 64
+        buffer = SimpleNamespace(read=lambda seqs: [Stored(seq=seq, record=record) for seq in seqs])
+        judge = Judge(SimpleNamespace(judging=Judging()), None, buffer, candidate)
+        judge.score(head, [1])
+        assert lengths.pop() == 64
         candidate.distillation.close()
         longest.append(max(int((batch.document_BT >= 0).sum()) for batch in steps[0]))
     assert longest[0] == longest[1] > 4

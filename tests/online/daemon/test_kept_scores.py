@@ -1,0 +1,110 @@
+"""The judge scores a draft on a record once, and keeps no score that it does not use."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from recorded_heads import make_head, make_record, with_states
+
+from redraft.heads.catalog import find_family
+from redraft.online.daemon import judging
+from redraft.online.daemon.judging import Judge
+from redraft.online.learning.buffer import Stored
+from redraft.online.learning.candidate import Candidate
+from redraft.online.learning.config import Judging, Training
+from redraft.online.learning.scoring import score_requests
+
+
+@pytest.fixture
+def heads(random_target: Path, tmp_path: Path) -> list[Path]:
+    return [
+        make_head("eagle3", random_target, tmp_path / f"head-{seed}", seed) for seed in range(3)
+    ]
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests of the records that were scored, in order."""
+    found: list[str] = []
+    score = judging.score_segment
+
+    def note(draft: Any, record: Any, **settings: Any) -> Any:
+        found.append(record.request_id)
+        return score(draft, record, **settings)
+
+    monkeypatch.setattr(judging, "score_segment", note)
+    return found
+
+
+@pytest.fixture
+def judge(random_target: Path) -> Judge:
+    # Record 3 is a second segment of the request of record 2.
+    ids = {1: "a", 2: "b", 3: "b", 4: "d", 5: "e"}
+    records = {
+        seq: with_states(make_record(request_id=name), random_target, "eagle3")
+        for seq, name in ids.items()
+    }
+    cfg: Any = SimpleNamespace(judging=Judging())
+    buffer: Any = SimpleNamespace(
+        records=records,
+        read=lambda seqs: [Stored(seq=seq, record=records[seq]) for seq in seqs if seq in records],
+    )
+    registry: Any = None
+    return Judge(cfg, registry, buffer, Candidate(Training(), "eagle3", random_target))
+
+
+def test_a_draft_is_scored_once_on_a_record(
+    judge: Judge, heads: list[Path], scored: list[str], tmp_path: Path
+) -> None:
+    found = judge.score(heads[0], [1, 2, 3])
+    assert scored == ["a", "b", "b"]
+    head = find_family("eagle3").load(heads[0], lambda: judge.candidate._borrowed).float().eval()
+    whole = score_requests(
+        head,
+        [stored.record for stored in judge.buffer.read([1, 2, 3])],
+        num_speculative_tokens=3,
+        method="greedy",
+        sequence_length=judge.candidate.cfg.sequence_length,
+        reads="layers",
+    )
+    assert found == whole
+    # As a version of the registry, with the same bytes, and with newer records.
+    version = Path(shutil.copytree(heads[0], tmp_path / "v000002"))
+    scored.clear()
+    newer = judge.score(version, [2, 3, 4])
+    assert scored == ["d"]
+    assert [request for _, request in newer] == ["b", "d"]
+    assert newer["boot", "b"] == found["boot", "b"]
+    judge.score(version, [1])
+    assert scored == ["d", "a"], "what was not used the last time is scored again"
+
+
+def test_scores_are_kept_for_two_drafts_and_one_way_to_draft(
+    judge: Judge, heads: list[Path], scored: list[str]
+) -> None:
+    for head in heads:
+        judge.score(head, [1])
+    scored.clear()
+    judge.score(heads[1], [1])
+    assert scored == []
+    judge.score(heads[0], [1])
+    assert scored == ["a"]
+    judge.judging = replace(judge.judging, num_speculative_tokens=2)
+    scored.clear()
+    judge.score(heads[1], [1])
+    assert scored == ["a"]
+
+
+def test_after_a_tenant_is_forgotten_nothing_is_kept(
+    judge: Judge, heads: list[Path], scored: list[str]
+) -> None:
+    judge.score(heads[0], [1, 2, 3])
+    judge.forget()
+    assert not judge._scores
+    del judge.buffer.records[1]
+    assert [request for _, request in judge.score(heads[0], [1, 2, 3])] == ["b"]
