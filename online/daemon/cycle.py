@@ -47,7 +47,7 @@ from redraft.online.daemon.state import (
     load,
 )
 from redraft.online.fleet.registry import Registry, copy_model
-from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
+from redraft.online.fleet.rollout import Outcome, roll_waves
 from redraft.online.fleet.server import ask_drafting
 from redraft.online.fleet.watch import JournaledServer
 from redraft.online.learning.buffer import Buffer
@@ -147,6 +147,7 @@ class Cycle:
     async def close(self) -> None:
         """Save the training done since the last checkpoint, and dismiss the other ranks."""
         await self.rollouts.reconciler.stop()
+        await self.rollouts.stop_measuring()
         try:
             # `_save_checkpoint` waits for the current step, because the thread runs one job at a
             # time.
@@ -261,6 +262,7 @@ class Cycle:
     async def _judge(self) -> Move:
         name, learning = self.saved.candidate, self.trainer.candidate
         paused_s = learning.paused_s
+        self.rollouts.begin_measuring()
         try:
             verdict = await self.judge_draft(self.trainer.folder / name / DRAFT)
         except (OSError, ValueError) as error:
@@ -300,7 +302,7 @@ class Cycle:
             return None if Event.BEGIN_AGAIN in self.inbox else Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
-        event, outcome = await self.rollouts.run(try_canary)
+        event, outcome = await self.rollouts.try_canary()
         if event is not Event.PASSED:
             return self._end_rollout(event, outcome)
         return Move(Event.PASSED, reason=outcome.reason)
@@ -433,6 +435,8 @@ class Cycle:
             self.saved.write(state)
 
         await self._until_written(write)
+        if state.phase not in (Phase.PUBLISHING, Phase.CANARY):
+            await self.rollouts.stop_measuring()
         resident_bytes = await self.in_thread(release_memory)
         self.account.state(state, state.reason, resident_bytes, self.rollouts.count_promoted())
         if not state.is_rolling_out:  # a late recall must not end the next rollout

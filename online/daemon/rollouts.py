@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from redraft.online.daemon.account import Account
@@ -16,7 +17,7 @@ from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.state import Event, Move, SavedState
 from redraft.online.fleet.reconciler import Reconciler
 from redraft.online.fleet.registry import Registry
-from redraft.online.fleet.rollout import Outcome
+from redraft.online.fleet.rollout import Outcome, Polls, measure_alone, try_canary
 from redraft.online.fleet.server import Convergence, FleetServer
 from redraft.online.fleet.watch import JournaledServer
 from redraft.online.learning.trainer import Trainer
@@ -31,6 +32,7 @@ class Rollouts:
         self.saved, self.inbox, self.account = saved, inbox, account
         self.fleet = asyncio.Lock()
         self.reconciler = Reconciler()
+        self._measured: asyncio.Task[Polls | str] | None = None
 
     @property
     def current(self) -> str:
@@ -54,6 +56,21 @@ class Rollouts:
             self.reconciler.push(servers, self.current)
 
     # ------------------------------------------------------------------------------------ a rollout
+
+    def begin_measuring(self) -> None:
+        """Measure a single server before a swap to the candidate, while that is being judged."""
+        if len(self.servers) == 1:
+            only = measure_alone(self.servers[0], self.current, self.cfg.rollout)
+            self._measured = asyncio.ensure_future(only)
+
+    async def stop_measuring(self) -> None:
+        measured, self._measured = self._measured, None
+        if measured is not None:
+            measured.cancel()
+            await asyncio.gather(measured, return_exceptions=True)
+
+    async def try_canary(self) -> tuple[Event, Outcome]:
+        return await self.run(partial(try_canary, measured=self._measured))
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
         """Run one part of the rollout until it ends or until a recall takes everything back."""

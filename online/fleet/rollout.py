@@ -46,7 +46,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import zip_longest
@@ -160,13 +160,18 @@ class Outcome:
 
 
 async def try_canary(
-    servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy
+    servers: Sequence[FleetServer],
+    candidate: str,
+    incumbent: str,
+    policy: RolloutPolicy,
+    measured: "Awaitable[Polls | str] | None" = None,
 ) -> Outcome:
     """Swap the candidate onto the first server that answers, and compare it with the others.
 
     The candidate passes if its acceptance is at most `max_loss` worse. Otherwise, or if time runs
     out before this is known, every server returns to the incumbent. A fleet of one server has no
-    control group; only in this case is the canary compared with its own results before the swap.
+    control group; only there is the canary compared with itself before the swap. `measured` is
+    that measurement (`measure_alone`), if it began earlier.
     """
     # Alignment makes repeating after a kill safe: a canary that already has the candidate returns
     # to the incumbent.
@@ -179,12 +184,12 @@ async def try_canary(
     if not present or aligned.refused:
         return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
     canary, control = present[0], present[1:]
-    # Only a fleet of one server is compared with its own earlier minutes, so it measures the
-    # incumbent before the swap.
-    before = None if control else await _measure_alone(canary, policy)
+    # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the
+    # swap.
+    before = None if control else await _measure_before(canary, incumbent, policy, measured)
     if isinstance(before, str):
         outcome = _outcome(False, f"{canary.url} before the swap: {before}", aligned)
-        return replace(outcome, is_inconclusive=before.startswith(Finding.INCONCLUSIVE.value))
+        return replace(outcome, is_inconclusive=_is_inconclusive(before))
 
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
@@ -359,7 +364,7 @@ def _merge_polls(polls_PK2: Array) -> Array:
     return merged_BK2
 
 
-class _Polls:
+class Polls:
     """The counts of a group for each interval between two readings."""
 
     def __init__(self, servers: Sequence[FleetServer]) -> None:
@@ -440,12 +445,33 @@ def _describe(counts: AcceptanceCounts) -> str:
     )
 
 
-async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls | str:
+async def _measure_before(
+    canary: FleetServer,
+    incumbent: str,
+    policy: RolloutPolicy,
+    measured: Awaitable[Polls | str] | None,
+) -> Polls | str:
+    """Return the earlier measurement; measure again if the server restarted or was replaced."""
+    found = "" if measured is None else await measured
+    if isinstance(found, Polls) and found.servers == [canary]:
+        return found
+    if isinstance(found, str) and _is_inconclusive(found):
+        return found
+    return await measure_alone(canary, incumbent, policy)
+
+
+def _is_inconclusive(reason: str) -> bool:
+    return reason.startswith(Finding.INCONCLUSIVE.value)
+
+
+async def measure_alone(server: FleetServer, incumbent: str, policy: RolloutPolicy) -> Polls | str:
     """Count until one server's tau is known to within half of `max_loss`, or time is up.
 
     Return the counts, or the reason why they cannot be measured.
     """
-    window, polls = await Window.open([server]), _Polls([server])
+    window, polls = await Window.open([server]), Polls([server])
+    if not window.began_with(server, incumbent):
+        return f"it does not serve {incumbent}"
     deadline_s = time.monotonic() + policy.window_timeout_s
     while True:
         await asyncio.sleep(policy.poll_s)
@@ -474,7 +500,7 @@ async def _compare(
     canary: FleetServer,
     candidate: str,
     control: Sequence[FleetServer],
-    before: _Polls | None,
+    before: Polls | None,
     policy: RolloutPolicy,
 ) -> tuple[Finding, str]:
     """Compare both groups' counts over the same time; return the finding and the reason.
@@ -482,7 +508,7 @@ async def _compare(
     `before` contains counts from before the swap, and replaces a control group.
     """
     window = await Window.open([canary, *control])
-    ours, theirs = _Polls([canary]), before or _Polls(control)
+    ours, theirs = Polls([canary]), before or Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s
     # If every poll were tested, an equal draft would be found worse sooner or later, so the groups
     # are compared again only once the number of polls has doubled. With a poll every 5 s, this is
@@ -536,7 +562,7 @@ def _are_one(targets: set[str | None]) -> bool:
 
 
 def _look(
-    ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool
+    ours: Polls, theirs: Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool
 ) -> tuple[Finding, str]:
     by_domain = ours.has_domains and theirs.has_domains
     canary, control = (

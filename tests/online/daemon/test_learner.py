@@ -22,11 +22,12 @@ from benchmarks.soak import poison
 from redraft.files.artifact import verify
 from redraft.files.folder import fingerprint
 from redraft.files.lock import AlreadyOwnedError, own
-from redraft.online.daemon import control
+from redraft.online.daemon import control, rollouts
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import choose_judging
 from redraft.online.daemon.learner import run
 from redraft.online.daemon.state import Event, load
+from redraft.online.fleet import rollout
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome
@@ -106,6 +107,34 @@ def test_a_better_draft_reaches_every_server(world, records):
     assert verdict.domains["code"].gain > 0
     ways = ["idle", "training", "judging", "publishing", "canary", "rolling", "idle"]
     assert [phase for phase in phases(world) if phase != "idle"][:5] == ways[1:-1]
+
+
+def test_a_single_server_is_measured_once_while_the_candidate_is_judged(
+    random_target, noisy_draft, tmp_path, records, monkeypatch
+):
+    world = World.make(tmp_path, random_target, noisy_draft, servers=1)
+    measure, measured, again = rollout.measure_alone, [], []
+
+    async def note(*args):
+        measured.append(phases(world)[-1])
+        return await measure(*args)
+
+    async def note_again(*args):
+        again.append(phases(world)[-1])
+        return await measure(*args)
+
+    monkeypatch.setattr(rollouts, "measure_alone", note)
+    monkeypatch.setattr(rollout, "measure_alone", note_again)
+
+    async def script(task):
+        ship(world.spool, records[:300])
+        await promoted(world, task)
+
+    play(world, script)
+    assert set(measured) == {"judging"}
+    assert again == []
+    (passed,) = [entry for entry in world.entries("state") if entry.phase == "rolling"]
+    assert "itself before" in passed.reason
 
 
 def test_the_gate_judges_with_the_servers_draft_tokens_and_sampling_method(world, records):

@@ -47,7 +47,7 @@ RARER_KILLS = [
     # it counts, but the state does not say so
     "after 1 redraft.online.learning.buffer:Buffer.commit_trained",
     "before 3 redraft.files.artifact:_flush",  # while publishing
-    "before 1 redraft.online.daemon.cycle:try_canary",
+    "before 1 redraft.online.daemon.rollouts:try_canary",
     "before 1 redraft.online.daemon.cycle:roll_waves",
     "before 2 redraft.online.fleet.registry:Registry._point_current_at",  # while promoting
 ]

@@ -18,11 +18,13 @@ from waiting import in_event_loop, until
 from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate, estimate_gain
 from redraft.online.fleet.rollout import (
+    MIN_POLLS,
     Finding,
     RolloutPolicy,
     decide,
     estimate_loss,
     estimate_loss_by_domain,
+    measure_alone,
     roll_waves,
     try_canary,
 )
@@ -106,6 +108,48 @@ async def test_a_lone_server_is_measured_until_a_domain_can_be_compared():
     async with running(FakeServer(Traffic(drafts_per_reading=12), easy_share=0.5)) as servers:
         outcome = await try_canary(servers, NEW, OLD, policy)
     assert outcome.passed, outcome.reason
+
+
+@in_event_loop
+async def test_a_lone_server_measured_before_its_canary_swaps_at_once():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        measured = asyncio.ensure_future(measure_alone(servers[0], OLD, QUICK))
+        await measured
+        fake.asked.clear()
+        outcome = await try_canary(servers, NEW, OLD, QUICK, measured)
+        assert outcome.passed, outcome.reason
+        assert read_taus(outcome) == (2.5, 2.0)
+    first_swap = fake.asked.index("/redraft/swap")
+    assert fake.asked[:first_swap].count("/redraft/status") < MIN_POLLS
+
+
+@in_event_loop
+async def test_a_measurement_of_another_server_is_not_used():
+    fakes = [FakeServer(Traffic()), FakeServer(Traffic())]
+    async with running(*fakes) as servers:
+        measured = asyncio.ensure_future(measure_alone(servers[1], OLD, QUICK))
+        await measured
+        fakes[0].asked.clear()
+        outcome = await try_canary(servers[:1], NEW, OLD, QUICK, measured)
+        assert outcome.passed, outcome.reason
+    first_swap = fakes[0].asked.index("/redraft/swap")
+    assert fakes[0].asked[:first_swap].count("/redraft/status") >= MIN_POLLS
+
+
+@in_event_loop
+async def test_a_lone_server_that_restarted_while_it_was_measured_is_measured_again():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        measured = asyncio.ensure_future(
+            measure_alone(servers[0], OLD, replace(QUICK, poll_s=0.2, min_drafts=10**9))
+        )
+        await until(lambda: fake.asked)
+        await fake.restart()
+        outcome = await try_canary(servers, NEW, OLD, QUICK, measured)
+        assert outcome.passed, outcome.reason
+        elsewhere = asyncio.ensure_future(measure_alone(servers[0], OLD, QUICK))
+        assert await elsewhere == f"it does not serve {OLD}"
 
 
 @in_event_loop
