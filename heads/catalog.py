@@ -115,7 +115,15 @@ FAMILIES: tuple[Family, ...] = (
             optimizer="muon",
             lr=5e-4,
             loop={"steps": 20000, "sequence_length": 2048},
-            new_online={"optimizer": "muon", "lr": 2e-3, "warmup_steps": 5, "replay_per_step": 4},
+            # Candidates of 16 steps: the first one is far better than a new head.
+            new_online={
+                "optimizer": "muon",
+                "lr": 2e-3,
+                "warmup_steps": 5,
+                "replay_per_step": 4,
+                "records_per_candidate": 64,
+                "patience": 6,
+            },
         ),
     ),
     Family(

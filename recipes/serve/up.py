@@ -81,6 +81,7 @@ MOST_IDS = 16384 if ENGINE_IS_CPU else 32000
 SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
 NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
 MICRO_BATCHES = 4  # per step on a shared device: the learner can pause between them
+HELD_OUT = 64  # per domain; on a CPU, scoring two drafts on 64 requests takes as long as 5 steps
 LOOK_S = 1.0  # between two looks at the parts
 SERVER_STOP_S = 45  # running answers get 30 s, then their records are written
 LEARNER_STOP_S = 120  # enough to write a checkpoint
@@ -331,6 +332,7 @@ def render_settings(plan: Plan, draft: DraftSource, page_port: int) -> str:
     lines = [] if plan.draft else list_training(draft)
     lines += [f"accumulation = {MICRO_BATCHES}"] if plan.place.shares else []
     training = "\n".join(lines)
+    judging = "" if plan.place.gpu else f"[judging]\nheld_out_per_domain = {HELD_OUT}\n"
     buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
     return f"""# redraft learner --print-config explains every setting. redraft up reads this file when it starts.
 target = {render_value(plan.target)}
@@ -347,7 +349,7 @@ shares_device = {render_value(plan.place.shares)}
 max_bytes = {buffer_bytes}
 [page]
 port = {page_port}
-{SHORT_ROLLOUT if plan.cfg.pace == "auto" else ""}[training]
+{SHORT_ROLLOUT if plan.cfg.pace == "auto" else ""}{judging}[training]
 {training}
 """
 

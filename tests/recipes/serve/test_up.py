@@ -67,6 +67,7 @@ from redraft.online.journal import (
     SwapEntry,
     to_stderr,
 )
+from redraft.online.learning.config import Judging
 from redraft.recipes.serve import up, up_folder, up_parts
 from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.up_config import UpConfig
@@ -632,6 +633,9 @@ def test_a_learner_on_the_servers_device_leaves_it_time(target, tmp_path):
         (folder / "learner.toml").write_text(up.render_settings(placed, plan.draft, 0))
         cfg = load_config(folder / "learner.toml")
         assert (cfg.fleet.shares_device, cfg.training.accumulation > 1) == (shares, shares)
+        assert (cfg.judging.held_out_per_domain < Judging().held_out_per_domain) == (gpus == [])
+        # A domain with fewer requests is not judged separately.
+        assert cfg.judging.held_out_per_domain > 2 * cfg.gate.min_domain_requests
         _, given = split_at(up.serve_command(placed, learns=True), "--")
         assert ("--enable-server-load-tracking" in given) == shares
         assert ("--gpu-memory-utilization" in given) == (gpus == ["0"])
