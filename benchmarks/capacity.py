@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,8 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    write_whole(cfg.page, fill_tables(cfg.page.read_text(), cfg.tables))
+    chosen = {name: TABLES[name] for name in cfg.tables}
+    write_whole(cfg.page, fill_tables(cfg.page.read_text(), chosen))
 
 
 ROWS, TARGETS = (8192, 32768, 131072), ("llama-3.1-8b", "llama-3.3-70b")
@@ -116,7 +117,7 @@ def fleet(tokens_per_s: float, fraction: float) -> Iterator[str]:
     return fleet_table(cfg, all_costs(cfg))
 
 
-TABLES = {
+TABLES: Mapping[str, Callable[[], Iterable[str]]] = {
     "token": lambda: token_table(all_costs(FleetPlanConfig())),
     "thousand": lambda: fleet(1000, 1.0),
     "traffic": lambda: traffic_table(Traffic()),
@@ -125,13 +126,13 @@ TABLES = {
 }
 
 
-def fill_tables(page: str, names: Collection[str]) -> str:
+def fill_tables(page: str, tables: Mapping[str, Callable[[], Iterable[str]]]) -> str:
     """Return the page with these tables recomputed."""
 
     def table(match: re.Match[str]) -> str:
-        if match[2] not in names:
+        if match[2] not in tables:
             return match[0]
-        return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[3]}"
+        return f"{match[1]}\n" + "\n".join(tables[match[2]]()) + f"\n{match[3]}"
 
     return re.sub(r"(<!-- table (\w+) -->).*?(<!-- end -->)", table, page, flags=re.DOTALL)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.capacity import Config, count_long_row, fill_tables
+from benchmarks.capacity import TABLES, Config, count_long_row, fill_tables
 from redraft.distill.plan.counted_step import count_flops
 from redraft.heads.catalog import FamilyName
 from redraft.online.learning.config import Training
@@ -37,8 +37,8 @@ SMALL = Traffic(prompt_tokens=20, output_tokens=10)
 
 @pytest.mark.slow
 def test_the_page_holds_what_is_counted_now() -> None:
-    names = Config(page=PAGE).tables
-    assert fill_tables(PAGE.read_text(), names) == PAGE.read_text(), (
+    tables = {name: TABLES[name] for name in Config(page=PAGE).tables}
+    assert fill_tables(PAGE.read_text(), tables) == PAGE.read_text(), (
         "python -m benchmarks.capacity docs/capacity.md"
     )
 
