@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import altair as alt
 
@@ -17,7 +17,22 @@ TAU = "tokens per target step"
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """The online demo's charts, by element id on the page."""
-    return {"live": to_spec(_live(report["timeline"])), "versions": to_spec(_versions(report))}
+    learned = [row for row in report["versions"] if row["origin"] in ("offline on A", "learned")]
+    # The first version has been served since the traffic changed.
+    served = [
+        {**row, "minutes": row["minutes"] or 0.0}
+        for row in learned
+        if row["minutes"] is not None or row["origin"] != "learned"
+    ]
+    ceiling = report["tau"]["b_offline"]
+    about = f"records of {report['domains'][1]} learned from"
+    return {
+        "live": to_spec(_live(report["timeline"])),
+        "versions": to_spec(draw_versions(learned, "records", about, ceiling)),
+        "minutes": to_spec(
+            draw_versions(served, "minutes", "minutes since the traffic changed", ceiling)
+        ),
+    }
 
 
 def _live(timeline: Mapping[str, Any]) -> alt.LayerChart:
@@ -53,30 +68,29 @@ def _live(timeline: Mapping[str, Any]) -> alt.LayerChart:
     return (points + lines + rules).properties(width="container", height=PANEL_HEIGHT)
 
 
-def _versions(report: Mapping[str, Any]) -> alt.LayerChart:
-    """tau of every learned version on test prompts of the new domain.
-
-    The draft distilled offline is the ceiling.
-    """
-    learned = [row for row in report["versions"] if row["origin"] in ("offline on A", "learned")]
-    base = alt.Chart(alt.Data(values=learned)).encode(
-        x=alt.X(
-            "records:Q",
-            title=f"records of {report['domains'][1]} learned from",
-            axis=alt.Axis(grid=False),
-        ),
+def draw_versions(
+    versions: Sequence[Mapping[str, Any]],
+    x: Literal["records", "minutes"],
+    title: str,
+    ceiling: float | None,
+) -> alt.LayerChart:
+    """tau of every version by records or minutes; the draft trained offline is the ceiling."""
+    base = alt.Chart(alt.Data(values=list(versions))).encode(
+        x=alt.X(f"{x}:Q", title=title, axis=alt.Axis(grid=False)),
         y=alt.Y("tau:Q", title=TAU, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
         tooltip=[
             alt.Tooltip("version:N"),
             alt.Tooltip("tau:Q", title=TAU, format=".3f"),
             alt.Tooltip("records:Q", title="records learned from"),
+            alt.Tooltip("minutes:Q", title="minutes until served", format=".1f"),
         ],
     )
     labels = base.mark_text(baseline="bottom", dy=-10, color="currentColor").encode(
         text=alt.Text("tau:Q", format=".2f")
     )
-    ceiling = [{"tau": report["tau"]["b_offline"], "label": "trained offline on the same answers"}]
-    rule = alt.Chart(alt.Data(values=ceiling)).encode(y="tau:Q")
+    label = "trained offline on the same answers"
+    offline = [] if ceiling is None else [{"tau": ceiling, "label": label}]
+    rule = alt.Chart(alt.Data(values=offline)).encode(y="tau:Q")
     return (
         base.mark_line(strokeWidth=2.5, color="var(--ours)")
         + base.mark_point(size=90, filled=True, opacity=1, color="var(--ours)")

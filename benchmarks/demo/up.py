@@ -14,7 +14,7 @@ Nothing is measured while a version is rolled out. In the middle, SIGKILL ends a
 the same command continues. Then the workloads of `benchmarks.workloads` compare it with a plain
 `vllm serve`, whose blocks run while the learner is paused: `never_slower`. At the end, the command starts again with
 `--draft head`, to measure the head without counted answers, and the answers are compared with the
-target's.
+target's. A head is trained offline on the same records, and compared with every version.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_outputs import compare_with_target, spread
 from benchmarks.demo.online_stage import count_kv_bytes, make_scene, to_torch
+from benchmarks.demo.up_versions import compare_versions, draw_learning
 from benchmarks.workloads import list_workloads
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
@@ -169,7 +170,11 @@ def main(cfg: Config) -> None:
     report["outputs"] = compare_with_target(spread(texts, cfg.checked_answers), target, exact)
     report["lossless"] = report["outputs"]["lossless"]
     report["duration_s"] = round(time.perf_counter() - began_s, 1)
-    page = write_page(cfg.output, report, TEMPLATE, lambda report: {"speed": draw(report)})
+
+    def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+        return {"speed": draw(report), **draw_learning(report["learning"])}
+
+    page = write_page(cfg.output, report, TEMPLATE, charts)
     print(summarise(report["up"]))
     print(f"report: {page}")
 
@@ -400,6 +405,7 @@ class Play:
             ],
             "kill_s": self.restarts_s,
             "delays": account(journal),
+            "learning": compare_versions(self.learner, journal, zero_s),
         }
 
 

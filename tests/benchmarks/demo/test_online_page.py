@@ -109,9 +109,21 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
             "tokens_per_s": {"0.0": [1.0], "1.0": [0.97]},
         },
         "versions": [
-            {"version": "v000001", "origin": "offline on A", "records": 0, "tau": 1.2},
-            {"version": "v000002", "origin": "learned", "records": 300, "tau": 1.8},
-            {"version": "v000003", "origin": "offline on B", "records": 0, "tau": 2.0},
+            {
+                "version": "v000001",
+                "origin": "offline on A",
+                "records": 0,
+                "tau": 1.2,
+                "minutes": None,
+            },
+            {"version": "v000002", "origin": "learned", "records": 300, "tau": 1.8, "minutes": 4.5},
+            {
+                "version": "v000003",
+                "origin": "offline on B",
+                "records": 0,
+                "tau": 2.0,
+                "minutes": None,
+            },
         ],
         "timeline": {
             "acceptance": [
@@ -239,7 +251,7 @@ def test_the_charts_of_the_online_demo_render_without_an_error_or_a_request(
     page = write(tmp_path, make_online_report())
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     dom, console, asked = open_in_chromium(page, tmp_path, *flags)
-    for chart in ("live", "versions"):
+    for chart in ("live", "versions", "minutes"):
         drawn = re.search(rf'id="{chart}".*?</svg>', dom, re.DOTALL)
         assert drawn, f"{chart} is not drawn"
         assert len(re.findall("<path", drawn[0])) >= 2, f"{chart} is empty"

@@ -26,6 +26,7 @@ from waiting import in_event_loop, until
 
 from benchmarks.demo import up
 from benchmarks.demo.up import Config, Pair, Play, draw, estimate, find_gain, summarise
+from benchmarks.demo.up_versions import draw_learning
 from redraft.engine.machine import environment
 from redraft.engine.prompts import Prompt
 from redraft.eval.report.page import write_page
@@ -95,12 +96,19 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
         "passed_gate": 3, "delays": make_delays(),
         "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in pairs],
         "swaps": [{"s": 130.0, "version": "v000002", "outcome": "swapped"}],
+        "learning": {
+            "versions": [
+                {"version": "v000001", "records": 0, "minutes": 0.0, "requests": 64, "tau": 1.01},
+                {"version": "v000002", "records": 64, "minutes": 2.2, "requests": 64, "tau": 1.71},
+            ],
+            "tau_offline": 1.85, "gain_offline": [0.08, 0.21], "steps": 16, "minutes_to_adapt": 2.2,
+        },
         "up": {**speeds, **seen, "speed_last_by_clients": clients, "restart_s": 30.0, "pace": "pace auto: 3 " "tokens"},
     }  # fmt: skip
 
     def read_page() -> str:
         def charts(report: Any) -> Any:
-            return {"speed": draw(report)}
+            return {"speed": draw(report), **draw_learning(report["learning"])}
 
         return write_page(tmp_path, report, up.TEMPLATE, charts).read_text()
 
@@ -112,12 +120,15 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
     assert "faster from 120 s on" in summarise(report["up"])
     assert "1.07× (95% interval 0.98× to 1.20×)" in page
     assert "81%, 82%" in page
+    assert "reaches <em>1.85</em>" in page
+    assert "90% of that were served after 2.2 minutes" in page
     assert summarise(report["up"]).endswith(
         "agents beside plain vLLM: tokens/s 1.07x [0.98, 1.20], time to the first token 1.02x [0.99, "
         "1.05], 0 failed"
     )
     assert "no gain is shown" in summarise({**report["up"], "time_to_gain_s": None})
     assert summarise(report["up"]).startswith("2 versions were promoted\n")
+    report["learning"] |= {"tau_offline": None, "minutes_to_adapt": None}
     report["up"]["promoted"] = 0
     assert summarise(report["up"]).startswith("No version was promoted yet\n")
     assert "<h1>No version was promoted: " in read_page()
@@ -229,6 +240,9 @@ def test_one_command_serves_learns_and_continues_after_a_kill(
     assert math.isfinite(report["up"]["head_alone"]["ratio"])
     assert report["up"]["promoted"] >= 0
     assert report["up"]["explored_share"] <= 0.02
+    versions = report["learning"]["versions"]
+    assert len(versions) == report["up"]["promoted"] + 1
+    assert (report["learning"]["tau_offline"] is not None) == (len(versions) > 1)
     beside = report["up"]["never_slower"]
     assert [*beside] == ["questions", "agents", "retrieval", "batch-8", "batch-16"]
     for found in beside.values():
