@@ -1,0 +1,249 @@
+"""How many of the records of an online training step should be replayed?
+
+$ python -m benchmarks.studies.replay outputs/demo-up/up                  # after `make demo-up`, an hour
+$ python -m benchmarks.studies.replay outputs/demo-online --steps 16      # two domains, forgetting included
+
+    buffer of a learner that has stopped ─► new records in order of arrival ─┐
+                                        └─► records drawn again ─────────────┴─► steps ─► held-out requests
+
+Every setting begins at the first version and takes as many steps of as many records, so all cost the
+same; with fewer replayed records, a step has more new ones. The head is judged on the learner's
+held-out requests, by domain: replay is meant to keep what earlier traffic taught. The gain in tau
+over the learner's own setting has a 95% interval over requests and seeds. The same command continues
+after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from benchmarks.results import write_results
+from benchmarks.time_to_tau.bench import describe, spell
+from benchmarks.time_to_tau.curves import Curve, estimate
+from redraft.distill.train.run_config import require_least
+from redraft.engine.counts import AcceptanceCounts
+from redraft.files.artifact import write_whole
+from redraft.files.progress import Progress
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.daemon.judging import Judge
+from redraft.online.daemon.opening import opened
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import DRAFT, Candidate
+from redraft.online.learning.scoring import Request, RequestScore
+from redraft.online.records.record import Record
+
+SHARES = (0.0, 0.25, 0.5, 0.75)
+"""Replayed records of a step, as shares."""
+
+ALL = "all"
+"""Name of all domains together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder with the learner.toml and the buffer of a learner that has stopped."""
+    steps: int = 32
+    """Steps of each training."""
+    seeds: int = 3
+    """Trainings of each setting."""
+    output: Path = Path("outputs/replay")
+    """Folder for table.json."""
+
+    def __post_init__(self) -> None:
+        require_least(self, "", steps=1, seeds=1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The records of a step."""
+
+    new: int
+    replayed: int
+
+    def __str__(self) -> str:
+        return f"{self.new} new, {self.replayed} replayed"
+
+
+Scores = Mapping[Request, RequestScore]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The file with the scores of a finished training, for a study that was killed."""
+
+    path: Path
+    steps: int
+    seqs: Sequence[int]
+
+    def read(self) -> Scores | None:
+        """Return the scores; None without a training of as many steps, on the same requests."""
+        if not self.path.is_file():
+            return None
+        found = json.loads(self.path.read_text())
+        if (found["steps"], found["seqs"]) != (self.steps, list(self.seqs)):
+            return None
+        return {
+            (server, request): RequestScore(
+                domain, AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
+            )
+            for server, request, domain, drafts, accepted in found["requests"]
+        }
+
+    def write(self, scores: Scores) -> None:
+        requests = [
+            [
+                *request,
+                score.domain,
+                float(score.counts.num_drafts),
+                float(score.counts.num_accepted),
+            ]
+            for request, score in scores.items()
+        ]
+        content = {"steps": self.steps, "seqs": list(self.seqs), "requests": requests}
+        write_whole(self.path, json.dumps(content))
+
+
+def main(cfg: Config) -> None:
+    """Train, judge, and write the table after each seed.
+
+    Raises:
+        ValueError: the buffer has too few records for the steps.
+        AlreadyOwnedError: the learner is running.
+    """
+    learner = load_config(cfg.folder / "learner.toml")
+    scores: dict[Setting, list[Scores]] = {setting: [] for setting in list_settings(learner)}
+    with opened(learner) as (_, registry, buffer):
+        candidate = Candidate(learner.training, learner.draft.family, learner.target)
+        judge = Judge(learner, registry, buffer, candidate)
+        first, seqs = registry.path(registry.promoted()[0]), judge.select_requests()
+        for seed in range(cfg.seeds):
+            for setting, found in scores.items():
+                name = f"{setting}, seed {seed}"
+                kept = Kept(cfg.output / f"{name}.json", cfg.steps, seqs)
+                done = kept.read()
+                if done is None:
+                    steps = list_steps(buffer, learner, setting, cfg.steps, seed)
+                    done = train(candidate, judge, first, steps, seqs, name)
+                    kept.write(done)
+                found.append(done)
+            rows = make_table(scores, own_setting(learner))
+            write_results(cfg.output / "table.json", {"steps": cfg.steps, "rows": rows})
+    for row in rows:
+        print(describe_row(row))
+
+
+def own_setting(learner: LearnerConfig) -> Setting:
+    return Setting(learner.training.fresh_per_step, learner.training.replay_per_step)
+
+
+def list_settings(learner: LearnerConfig) -> list[Setting]:
+    """The learner's own setting, then those with other shares of as many records."""
+    own = own_setting(learner)
+    total = own.new + own.replayed
+    others = [Setting(total - round(share * total), round(share * total)) for share in SHARES]
+    return list(dict.fromkeys([own, *others]))
+
+
+def list_steps(
+    buffer: Buffer, learner: LearnerConfig, setting: Setting, steps: int, seed: int
+) -> Iterator[list[Record]]:
+    """Yield the records of every step, as `Trainer.step` chooses them.
+
+    Raises:
+        ValueError: the buffer has too few records.
+    """
+    through = 0
+    for step in range(steps):
+        fresh = buffer.fresh(through, setting.new)
+        if len(fresh) < setting.new:
+            raise ValueError(
+                f"the buffer has records for {step} steps of {setting.new} new ones: pass "
+                f"--steps {step}"
+            )
+        replayed = buffer.replay(
+            setting.replayed,
+            [],
+            through=through,
+            now_s=fresh[-1].record.time_s,
+            seed=seed * 1_000_003 + through,
+            policy=learner.replay,
+        )
+        yield [*(stored.record for stored in fresh), *replayed]
+        through = fresh[-1].seq
+
+
+def train(
+    candidate: Candidate,
+    judge: Judge,
+    first: Path,
+    steps: Iterator[list[Record]],
+    seqs: Sequence[int],
+    title: str,
+) -> Scores:
+    """Train from the first version, and return the scores on the held-out requests."""
+    candidate.begin(first)
+    for step, records in enumerate(Progress(steps, desc=title, unit="step")):
+        candidate.step(records, step)
+    with tempfile.TemporaryDirectory() as folder:
+        candidate.write(Path(folder))
+        return judge.score(Path(folder) / DRAFT, seqs)
+
+
+# ------------------------------------------------------------------------------------------------------
+# the table
+
+
+def make_table(scores: Mapping[Setting, Sequence[Scores]], own: Setting) -> list[dict[str, Any]]:
+    """Return tau of each setting, and its gain over the learner's own, by domain."""
+    domains = [ALL, *dict.fromkeys(score.domain for score in scores[own][0].values())]
+    rows = []
+    for setting, found in scores.items():
+        row: dict[str, Any] = {"setting": str(setting), "tau": {}, "gain": {}}
+        for domain in domains:
+            ours, theirs = (
+                [make_curve(one, domain) for one in runs] for runs in (found, scores[own])
+            )
+            row["tau"][domain] = describe(estimate(find_tau, ours))
+            if setting != own:
+                row["gain"][domain] = describe(estimate(find_gain, ours, theirs))
+        rows.append(row)
+    return rows
+
+
+def make_curve(scores: Scores, domain: str) -> Curve:
+    """One mark, with a question for each request of the domain."""
+    chosen = [score.counts for score in scores.values() if domain in (ALL, score.domain)]
+    counts = [[counts.num_accepted, counts.num_drafts] for counts in chosen]
+    accepted_Q, drafts_Q = np.array(counts, float).T
+    return Curve(np.zeros(1), np.zeros(1), accepted_Q[None], drafts_Q[None])
+
+
+def find_tau(curve: Curve) -> float:
+    return float(curve.taus[-1])
+
+
+def find_gain(ours: Curve, theirs: Curve) -> float:
+    return find_tau(ours) - find_tau(theirs)
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    parts = []
+    for domain, tau in row["tau"].items():
+        gain = f", gain {spell(row['gain'][domain])}" if row["gain"] else ""
+        parts.append(f"{domain} {spell(tau)}{gain}")
+    return f"{row['setting']:24} {'; '.join(parts)}"
+
+
+if __name__ == "__main__":
+    from redraft.recipes.cli.run import run_recipe
+
+    run_recipe(main, Config, __doc__)
