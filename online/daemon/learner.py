@@ -459,7 +459,6 @@ class Learner:
             if is_dry:
                 return await asyncio.to_thread(reach.preview, tenant)
             forgotten = await reach.forget(tenant)
-        self.trainer.forget(stored_name(tenant))
         self.cycle.judge.forget()
         return forgotten
 
