@@ -73,8 +73,8 @@ class Config:
     runs that occur in only one conversation are omitted.
     """
     verify_cost: float = 0.05
-    """Cost of verifying one more token, in target steps of one request. At batch size n, a token is
-    drafted if its acceptance probability is at least n times this cost.
+    """Cost of verifying one more token, in target steps of one request. A token is drafted while it
+    raises the expected number of tokens per time (`Retrieval.propose`).
     """
 
     def __post_init__(self) -> None:
@@ -130,9 +130,14 @@ class Retrieval:
 
         Live counts propose only text of this `owner`, and none if `owner` is None. A request's own
         text is always used.
+
+        The draft ends at the greatest expected number of tokens per cost, if all requests of the
+        step draft as many: with probability p that a token and all before it are right, it is
+        drafted if p / row >= E / (1 + d row). `row` is the cost of verifying one token for every
+        request, and E - 1 the expected number of accepted tokens among the d drafted so far.
         """
-        # Every request in the step waits for this row, so a busy server drafts only likely tokens.
-        floor = min(1.0, self.config.verify_cost * num_requests)
+        row = min(1.0, self.config.verify_cost * num_requests)
+        expected = cost = 1.0
         # The machine's byte order is assumed to be little-endian.
         last_bytes = TOKEN_BYTES * self.config.max_run
         last = ids[-self.config.max_run :].tobytes()
@@ -142,8 +147,10 @@ class Retrieval:
             found = self._in_request(text), self._in_answers(last, owner)
             token, its = max(found, key=itemgetter(1))
             probability *= its
-            if token < 0 or probability < (floor if drafted else max(floor, self.least_first)):
+            least = 0.0 if drafted else self.least_first
+            if token < 0 or probability < least or probability * cost < row * expected:
                 break
+            expected, cost = expected + probability, cost + row
             drafted.append(token)
             text += chr(token + 1)
             last = (last + token.to_bytes(TOKEN_BYTES, "little"))[-last_bytes:]

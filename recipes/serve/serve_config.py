@@ -67,8 +67,8 @@ class ServeConfig:
     """
     verify_cost: float | None = None
     """For counted answers: cost of verifying one more token, as a fraction of a target step for one
-    request. A token is proposed if its probability is at least this cost times the number of
-    requests in the step. Default: the value given to `redraft data count`, otherwise 0.05.
+    request. Tokens are proposed while they raise the expected speed at this cost. Default: the
+    value given to `redraft data count`, otherwise 0.05.
     """
     token_file: Path | None = None
     """File with the bearer token that protects /redraft/... By default, the token is read from the

@@ -6,7 +6,7 @@ run.
 The input numbers of a step have 64 bits each. Floats are float64, so that products of probabilities
 equal those on the host to the last bit:
 
-    floor | least_first | oldest epoch | by length of a run in the request [N + 1] |
+    row | least_first | oldest epoch | by length of a run in the request [N + 1] |
     by kind of a run in the answers | (owner, hash of the owner) [B]
 """
 
@@ -73,12 +73,13 @@ def follow_chains(
     owner = tl.load(owners + 2 * batch)
     start = tl.load(owners + 2 * batch + 1).to(tl.uint64, bitcast=True)
     oldest = tl.load(numbers + 2)
-    floor = tl.load(numbers).to(tl.float64, bitcast=True)
-    least = tl.maximum(floor, tl.load(numbers + 1).to(tl.float64, bitcast=True))
+    row = tl.load(numbers).to(tl.float64, bitcast=True)  # as in `Retrieval.propose`
+    least = tl.load(numbers + 1).to(tl.float64, bitcast=True)
     # A request whose prompt has not been read completely has no new token, and gets no draft.
     limit = tl.minimum(tl.cast(most, tl.int64), longest_text - length)
     limit = tl.where(tl.load(num_sampled + batch) > 0, limit, 0)
     count, product = length - length, tl.full([], 1.0, tl.float64)
+    expected, cost = product, product
     is_open = limit > 0
     while is_open:
         tl.debug_barrier()  # the tokens after `length` were written by one thread
@@ -98,7 +99,9 @@ def follow_chains(
         probability = tl.where(is_counted, its, probability)
         is_found = is_counted | (run > 0)
         product *= probability
-        is_open = is_found & (product >= tl.where(count == 0, least, floor))
+        is_open = is_found & (product >= tl.where(count == 0, least, 0.0))
+        is_open = is_open & (product * cost >= row * expected)
+        expected, cost = expected + product, cost + row
         if is_open:
             tl.store(draft + count, token)
             tl.store(confidences + batch * K + count, probability.to(tl.float32))

@@ -1,7 +1,7 @@
 """A draft's runs in device memory, and the chains that a step drafts from them.
 
     counts on the host ─► changed slots ─┐
-    owners, floor, probabilities ────────┴─► one asynchronous copy per step ─► table ─► follow_chains
+    owners, costs, probabilities ────────┴─► one asynchronous copy per step ─► table ─► follow_chains
 
 The copy and the kernel run on the same stream, so no chain reads a partly written slot.
 
@@ -112,6 +112,7 @@ class DeviceRuns:
             NUM_PROBES=self.num_probes,
             IS_LIVE=self.live is not None,
             BLOCK=BLOCK,
+            enable_fp_fusion=False,  # sums of products as on the host, to the last bit
         )
         return Chains(tokens_BK, counts_B, confidences_BK)
 
@@ -128,11 +129,11 @@ class DeviceRuns:
 
     def _list_numbers(self, num_requests: int, owners: Sequence[bytes | None]) -> NDArray[np.int64]:
         draft = self.draft
-        floors = [min(1.0, draft.config.verify_cost * num_requests), draft.least_first]
+        limits = [min(1.0, draft.config.verify_cost * num_requests), draft.least_first]
         probabilities = [*draft.run_probability, *self._list_kinds()]
         return np.concatenate(
             [
-                np.array(floors, np.float64).view(np.int64),
+                np.array(limits, np.float64).view(np.int64),
                 np.array([self.live.oldest if self.live else 0]),
                 np.array(probabilities, np.float64).view(np.int64),
                 np.array([self._find_owner(owner) for owner in owners], np.uint64)

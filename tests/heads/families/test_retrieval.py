@@ -294,6 +294,22 @@ def test_the_more_probable_of_request_and_answers_is_drafted_while_it_pays() -> 
     assert list(draft.blocks([1, 5, 6], 2, 2, 1)) == [[6], [7]]
 
 
+def test_a_draft_has_the_length_of_most_expected_tokens_per_time() -> None:
+    rng = np.random.default_rng(0)
+    lengths = set()
+    for _ in range(200):
+        each = rng.uniform(0.2, 1, 8)
+        entries = {(token,): (token + 1, float(p)) for token, p in enumerate(each)}
+        cost, num_requests = float(rng.uniform(0.01, 0.2)), int(rng.integers(1, 5))
+        draft = Retrieval(Config(max_run=1, verify_cost=cost), entries, [0.0, 0.0])
+        expected_D = 1 + np.cumsum([0.0, *np.cumprod(each)])
+        speed_D = expected_D / (1 + cost * num_requests * np.arange(len(expected_D)))
+        drafted = draft.propose(make_ids([0]), len(each), num_requests)
+        assert len(drafted) == np.argmax(speed_D)
+        lengths.add(len(drafted))
+    assert lengths == set(range(9))
+
+
 def test_a_folder_gives_the_draft_back(tmp_path: Path) -> None:
     draft = count_answers(
         [make_text([1, 2], [3, 4, 3, 4, 5])] * 3, Config(max_run=4, verify_cost=0.1)
