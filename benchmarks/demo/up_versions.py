@@ -101,7 +101,6 @@ def train_ceiling(
     for step in Progress(range(steps), desc="a head trained offline", unit="step"):
         records = buffer.replay(
             training.fresh_per_step + training.replay_per_step,
-            [],
             through=through,
             now_s=time.time(),
             seed=step,

@@ -171,7 +171,6 @@ def list_steps(
             )
         replayed = buffer.replay(
             setting.replayed,
-            [],
             through=through,
             now_s=fresh[-1].record.time_s,
             seed=seed * 1_000_003 + through,
