@@ -176,7 +176,7 @@ def describe_layout(accelerator: Accelerator) -> str:
 
 
 def require_whole_matrices(optimizer: str, accelerator: Accelerator) -> None:
-    """Raise ValueError if Muon is to train matrices that ranks or DeepSpeed split."""
+    """Raise ValueError if Muon would train matrices that ranks or DeepSpeed split."""
     if optimizer == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
             f"muon needs whole matrices, but {describe_layout(accelerator)} shard them: launch "

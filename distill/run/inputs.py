@@ -17,7 +17,6 @@ from redraft.distill.data.conversations import (
     split_held_out,
     split_key,
 )
-from redraft.distill.data.day import choose_day
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
@@ -36,7 +35,7 @@ from redraft.distill.train.run_folder import TOKENS, RunFolder
 from redraft.engine.hardware import Machine, this_machine
 from redraft.engine.head_size import require_model_heads
 from redraft.eval.forecast.greedy import SignalFunction
-from redraft.files.checkpoint import load_causal_lm, refuse_quantised
+from redraft.files.checkpoint import load_causal_lm, refuse_quantised, require_finite
 from redraft.files.served_target import require_served_alike, visible_length
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.logits import LogitRule
@@ -80,17 +79,6 @@ def load_target(
     return model.to(device).requires_grad_(False).eval()
 
 
-def require_finite(model: torch.nn.Module, name: str) -> None:
-    """Raise ValueError, with the weight's name, if any weight of a model is NaN or infinite."""
-    for weight, values in model.named_parameters():
-        if values.is_meta or not values.is_floating_point():
-            continue
-        # In parts, because the comparison makes a boolean tensor.
-        flat = values.detach().flatten()
-        if not all(bool(part.isfinite().all()) for part in torch.split(flat, 1 << 26)):
-            raise ValueError(f"{name} has non-finite values in {weight}: download it again")
-
-
 def load_data(
     data: Data, target: TargetFolder, loop: Loop, run: RunFolder, *, is_head: bool = True
 ) -> LoadedData:
@@ -103,8 +91,7 @@ def load_data(
     Raises:
         ValueError: the source is empty, or nothing in it can be trained on.
     """
-    day = choose_day(data.date, "--data.date") if data.date else run.date
-    tokenizer, ends = target.tokenizer, target.end_ids
+    day, tokenizer, ends = run.date, target.tokenizer, target.end_ids
     length = visible_length(target.text_config, loop.sequence_length, is_head=is_head)
     # A shared cache also keeps the tokens of other settings. A run's folder keeps only the latest.
     root = data.cache or run.folder / TOKENS

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from redraft.distill.data.vocabulary import choose_size, frequent_ids
-from redraft.distill.run.inputs import live_signal, require_finite
+from redraft.distill.run.inputs import live_signal
 from redraft.distill.signal.parts import (
     is_whole,
     last_layers,
@@ -25,6 +25,7 @@ from redraft.distill.signal.parts import (
 )
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.run_config import HeadConfig, StandaloneConfig
+from redraft.files.checkpoint import require_finite
 from redraft.files.progress import Progress
 from redraft.files.windows import target_window
 from redraft.heads.draft import Batch, TargetSignal

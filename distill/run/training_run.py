@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.vocabulary import choose_size
 from redraft.distill.launch.ranks import leave, require_whole_matrices
 from redraft.distill.plan.held import DraftSize, sketch_draft
@@ -61,7 +62,7 @@ from redraft.files.windows import View, require_speculators, target_window, trai
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.family import Family, Training
-from redraft.heads.nn.causal_lm import decoder_layers, final_norm, require_shared_passes
+from redraft.heads.nn.causal_lm import require_parts
 from redraft.heads.options import Windows
 from redraft.heads.provenance import read_provenance
 from redraft.heads.target import LoadedTarget
@@ -101,11 +102,11 @@ class Run:
             cfg = replace(cfg, start_from=fetch_model(cfg.start_from))  # a hub name, or a folder
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
-        # 1. Flags against each other and against the target, before anything is joined, written or
-        #    loaded.
+        # 1. Check the flags against the target, before anything is joined, written or loaded.
         machine, files, sketch = refuse(family, cfg, machine)
         self.shape = files.text_config
-        # 2. The ranks, the memory, the folder: a run that is too large creates none.
+        # 2. Set up the ranks, the memory check and the folder. A run that is too large creates no
+        # folder.
         self.accelerator = make_accelerator(
             cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine
         )
@@ -126,12 +127,23 @@ class Run:
                 command=plan_command(family, cfg),
             )
         self.folder = RunFolder.open(
-            cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite
+            cfg.output,
+            asdict(cfg),
+            self.accelerator,
+            overwrite=cfg.overwrite,
+            date=choose_day(cfg.data.date, "--data.date"),
         )
         # 3. Open the target, which may be converted, and the data.
         rewritten = self._rewrite(files) if sketch is None else None
         model = load_target(rewritten or files, cfg.signal, self.accelerator.device)
-        self._require_parts(model)
+        if isinstance(cfg, HeadConfig):  # before the data is tokenised
+            starts_as_target = cfg.start_from is None and cfg.init not in ("random", "native")
+            require_parts(
+                model,
+                layers=family.reads == "layers" or starts_as_target,
+                norm=starts_as_target,
+                shared_passes=cfg.loop.context_parallel > 1 and cfg.signal.kind == "model",
+            )
         self.target = LoadedTarget(files=files, model=model, rewritten=rewritten)
         self.data = load_data(cfg.data, files, cfg.loop, self.folder, is_head=family.is_head)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
@@ -143,19 +155,6 @@ class Run:
             }
         )
         torch.manual_seed(cfg.loop.seed)
-
-    def _require_parts(self, model: Any) -> None:
-        """Refuse a target without the parts that a head reads, before the data is tokenised."""
-        cfg = self.cfg
-        if not isinstance(cfg, HeadConfig):
-            return
-        starts_as_target = cfg.start_from is None and cfg.init not in ("random", "native")
-        if cfg.loop.context_parallel > 1 and cfg.signal.kind == "model":
-            require_shared_passes(model)
-        if self.family.reads == "layers" or starts_as_target:
-            decoder_layers(model)
-        if starts_as_target:
-            final_norm(model)
 
     def _rewrite(self, files: TargetFolder) -> TargetFolder:
         folder, source = self.folder.folder / "target", files.fetch_and_check()
@@ -377,8 +376,8 @@ def refuse(
     """Check the flags against each other, the family and the target's config.
 
     Returns the machine (by default, this one as far as accelerate may use it), the opened target,
-    and an untrained draft for it without memory for its weights. For a target to rewrite the draft
-    is None, because its layer follows from the new layout.
+    and an untrained draft for it without memory for its weights. If the target must be
+    converted, the draft is None, because its layer depends on the new layout.
 
     Raises:
         FileNotFoundError: there is no such target.
@@ -397,7 +396,7 @@ def refuse(
         target.fetch_and_check()
     model_class(target.config)
     length, shape = cfg.loop.sequence_length, target.text_config
-    # The user did not choose the default: a longer row then contains several short conversations.
+    # The user did not choose this length. A longer row then contains several short conversations.
     if length != row.loop.get("sequence_length", Loop.sequence_length):
         require_positions(shape, length, "--loop.sequence-length", cfg.target)
     if isinstance(cfg, StandaloneConfig):

@@ -39,7 +39,7 @@ def require_least(config: Any, group: str = "", **least: int) -> None:
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
-    """Raise ValueError if the draft tokens exceed the head's draft steps, or these vLLM's limit."""
+    """Raise ValueError if draft tokens exceed the head's draft steps, or the steps vLLM's limit."""
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(
             f"the head has {num_steps} draft steps, but vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
@@ -319,8 +319,8 @@ class TrainConfig:
         # The training processes occupy the GPU memory until they exit.
         if self.signal.shard and self.prove.engine:
             raise ValueError(
-                "a sharded target leaves no memory for vLLM: add --prove.no-engine, and then run "
-                "redraft eval"
+                "a sharded target leaves no memory for vLLM: add --prove.no-engine, and run redraft "
+                "eval afterwards"
             )
 
 

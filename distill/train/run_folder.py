@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from redraft.distill.data.day import choose_day
 from redraft.files.artifact import find_foreign, naming, publish, verify, write_whole
 from redraft.files.lock import NO_LOCKS, describe_missing
 from redraft.files.replaced import (
@@ -95,29 +96,38 @@ def _find_foreign(folder: Path) -> Path | None:
 class RunFolder:
     """A run's folder. Every rank opens it once, but only the main process writes to it."""
 
-    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+    def __init__(
+        self, folder: Path, accelerator: Accelerator, date: datetime.date | None = None
+    ) -> None:
         self.folder, self.accelerator = folder, accelerator
         self.config: dict[str, Any] = {}
         # Of the run's first start, for chat templates that write the date.
-        self.date = datetime.date.today()
+        self.date = date or choose_day()
         self.metrics: list[dict[str, Any]] = []
         self.inputs: dict[str, str] = {}
         self._replaces = False
 
     @classmethod
     def open(
-        cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, overwrite: bool
+        cls,
+        folder: Path,
+        config: dict[str, Any],
+        accelerator: Accelerator,
+        *,
+        overwrite: bool,
+        date: datetime.date | None = None,
     ) -> RunFolder:
         """Open the run in `folder`: a new run, or the existing one if it has this config.
 
         With `overwrite`, it is a new run, which replaces an earlier run when `begin` is called.
+        `date` is that of a new run, by default today.
 
         Raises:
             ValueError: the folder contains a different run and `overwrite` is not set; the folder
                 contains files that the run would replace although it reads them or did not write
                 them; or not all ranks see the folder.
         """
-        run = cls(folder, accelerator)
+        run = cls(folder, accelerator, date)
         # Convert it to the form in which it will be read back, with lists for tuples and text for
         # paths, so that equal configs compare equal.
         run.config = json.loads(json.dumps(config, default=str))

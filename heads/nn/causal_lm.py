@@ -96,6 +96,19 @@ def final_norm(model: Any) -> nn.Module:
     return cast(nn.Module, found)
 
 
+def require_parts(model: Any, *, layers: bool, norm: bool, shared_passes: bool) -> None:
+    """Refuse a causal LM without the parts that a head reads.
+
+    Raises as `decoder_layers`, `final_norm` and `require_shared_passes`.
+    """
+    if shared_passes:
+        require_shared_passes(model)
+    if layers:
+        decoder_layers(model)
+    if norm:
+        final_norm(model)
+
+
 @torch.no_grad()
 def find_rule(model: Any) -> LogitRule:
     """Return the rule for a causal LM's logits.

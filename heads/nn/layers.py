@@ -28,7 +28,7 @@ class Rotary:
 
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
-        # Llama's class serves a Qwen3 layer too: both rotate alike.
+        # Llama's class also serves Qwen3 layers, because both rotate in the same way.
         config = LlamaConfig(
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,

@@ -132,6 +132,17 @@ def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str 
     return loaded
 
 
+def require_finite(model: torch.nn.Module, name: str) -> None:
+    """Raise ValueError, with the weight's name, if any weight of a model is NaN or infinite."""
+    for weight, values in model.named_parameters():
+        if values.is_meta or not values.is_floating_point():
+            continue
+        # In parts, because the comparison makes a boolean tensor.
+        flat = values.detach().flatten()
+        if not all(bool(part.isfinite().all()) for part in torch.split(flat, 1 << 26)):
+            raise ValueError(f"{name} has non-finite values in {weight}: download it again")
+
+
 CONFIG_ERRORS = (
     OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError,
 )  # fmt: skip
