@@ -225,13 +225,13 @@ class Run:
     # train
 
     def train(self, draft: Any) -> tuple[Any, TrainingCost]:
-        """Train `draft`; returns a draft with the trained weights, and the cost.
+        """Train `draft`. Return a draft with the trained weights, and the cost.
 
-        `distill.train.loop.train` does the work. The returned draft is whole even if the ranks
-        sharded it during training; on all but the main process it is None.
+        `distill.train.loop.train` does the work. The returned draft is complete even if the ranks
+        sharded it during training. On all but the main process, it is None.
         """
         cfg, folder = self.cfg, self.folder
-        # Before `Distillation`, which may shard the draft in place.
+        # Do this before `Distillation`, which may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
         if cfg.gradient_checkpointing:
             draft.recomputes = True
@@ -253,7 +253,7 @@ class Run:
         weights = distillation.weights()
         if whole is not None:
             whole.load_state_dict(weights)
-        # The accelerator would save this one into the checkpoints of a later training.
+        # Otherwise, the accelerator would save this one into the checkpoints of a later training.
         distillation.close()
         return whole, cost
 
