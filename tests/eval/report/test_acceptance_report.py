@@ -414,7 +414,7 @@ def test_a_renamed_draft_is_compared_even_beside_ngrams() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"max_tokens": 31}, {"ngram": {"min": 2}}, {"draft_sample_method": "probabilistic"}]
+    "changed", [{"max_tokens": 31}, {"top_k": 5}, {"draft_sample_method": "probabilistic"}]
 )
 def test_a_baseline_with_other_settings_is_refused(changed: dict[str, Any]) -> None:
     baseline = make_report()
