@@ -235,7 +235,7 @@ nav = [
 
 [project.theme]
 font = false
-features = ["content.code.copy", "navigation.top", "toc.follow"]
+features = ["content.code.copy", "navigation.footer", "navigation.top", "toc.follow"]
 
 # The pictures follow the system's colours, so the pages do too, without a switch. The first
 # palette stands for the other two; without it, the first visit would decide for good.
