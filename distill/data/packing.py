@@ -76,8 +76,8 @@ class PackedDataset:
             raise ValueError(
                 f"{len(self.rows)} rows of {self.sequence_length} tokens do not fill one batch of "
                 f"{batch_size} on "
-                f"{num_ranks} process{'es' * (num_ranks > 1)}: give more data, a smaller batch or "
-                "shorter rows"
+                f"{num_ranks} process{'es' * (num_ranks > 1)}: give more data, or a smaller "
+                "--loop.batch-size or --loop.sequence-length"
             )
         return batches
 

@@ -5,6 +5,8 @@ This module loads no web server, because every command reads the settings.
 
 from dataclasses import dataclass
 
+from redraft.files.settings import require_port
+
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
@@ -19,3 +21,6 @@ class Page:
     of your proxy. IP addresses, names without a dot, and names below .svc, .cluster.local,
     .internal and .localhost are always accepted.
     """
+
+    def __post_init__(self) -> None:
+        require_port("page.port", self.port)

@@ -154,6 +154,10 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
             refuses a value.
         SystemExit: 2 from tyro for arguments it cannot read; 0 after `--help` and `--print-config`.
     """
+    for argument in args:
+        # Weights and reports cannot be written under such a name: say so before the work.
+        if any("\ud800" <= char <= "\udfff" for char in argument):
+            raise ValueError(f"{argument} is not UTF-8: rename the file or folder")
     import tyro  # a tenth of a second, too long for `redraft --help`
 
     from redraft.recipes.cli.config_file import read_config, render_config

@@ -18,6 +18,7 @@ import tyro
 
 from redraft.engine.sampling import read_defaults
 from redraft.files.folder import fingerprint
+from redraft.files.settings import require_port
 from redraft.online.fleet.server import require_address
 from redraft.online.records.guard import Guard
 from redraft.online.traffic.front import FrontConfig, serve
@@ -47,6 +48,8 @@ class TapCommandConfig(TapConfig, FrontConfig):
         # check.
         TapConfig.__post_init__(self)
         FrontConfig.__post_init__(self)
+        require_port("--port", self.port)
+        require_port("--admin-port", self.admin_port)
 
 
 def main(cfg: TapCommandConfig) -> None:

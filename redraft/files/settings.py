@@ -144,6 +144,12 @@ def read_field_docs(config_type: type) -> dict[str, str]:
     return docs
 
 
+def require_port(setting: str, port: int) -> None:
+    """Raise ValueError if no server can have this port; 0 is any or none."""
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"{setting} is {port}: a port is a number up to 65535")
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """Read the tables of a TOML file.
 

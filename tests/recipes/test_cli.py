@@ -527,6 +527,14 @@ def test_no_word_in_an_error_steers_the_terminal(capsys):
     assert capsys.readouterr().err == "redraft: the server says \\x1b]0;title\\x07 and \\x9b2J\n"
 
 
+def test_a_name_that_is_not_utf_8_is_refused_before_the_work(capsys):
+    assert dispatch(["data", "caf\udce9.jsonl", "--target", "t"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "redraft: caf\\udce9.jsonl is not UTF-8: rename the file or folder\n"
+    )
+
+
 def test_a_real_full_disk_is_one_line(capsys):
     assert run_guarded(disk_full) == 2
     assert capsys.readouterr().err == f"redraft: {os.strerror(errno.ENOSPC)}\n"

@@ -25,6 +25,7 @@ from redraft.online.fleet.server import (
     make_client,
     trusted_certificates,
 )
+from redraft.online.page.config import Page
 from redraft.online.records.guard import Guard
 from redraft.online.traffic import upstream
 from redraft.online.traffic.server_check import ServerCheck
@@ -139,6 +140,17 @@ def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
     for each in ask:
         with pytest.raises(ValueError, match="--uds"):
             each()
+
+
+@pytest.mark.parametrize("port", [-1, 1 << 16, 99999])
+def test_a_port_that_no_server_can_have_is_refused_by_its_setting(port, tmp_path):
+    given = {"upstream": "http://a:1", "target": tmp_path, "spool": tmp_path}
+    with pytest.raises(ValueError, match=f"--port is {port}"):
+        tap.TapCommandConfig(**given, port=port)
+    with pytest.raises(ValueError, match=f"--admin-port is {port}"):
+        tap.TapCommandConfig(**given, admin_port=port)
+    with pytest.raises(ValueError, match=f"page.port is {port}"):
+        Page(port=port)
 
 
 def test_a_spool_that_cannot_be_made_is_refused_before_anything_is_served(tmp_path):
