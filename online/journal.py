@@ -142,6 +142,9 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     requests: int = 0
     paused_s: float | None = None  # Part of the judging that was a pause for running requests.
     domains: dict[Label, DomainGain] = {}
+    contexts: dict[
+        Label, DomainGain
+    ] = {}  # by length of the context, such as "1,024 to 2,047 tokens"
     reason: Reason = ""
 
 

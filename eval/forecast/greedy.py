@@ -21,6 +21,7 @@ from torch import Tensor
 from redraft.engine.counts import (
     AcceptanceCounts,
     add_by_context,
+    cut_blocks,
     simulate_blocks,
     split_by_context,
     tau,
@@ -73,8 +74,8 @@ class PromptForecast:
     num_rows: int
     counts: AcceptanceCounts
     by_context: Mapping[int, AcceptanceCounts] = field(default_factory=dict)
-    """The counts by context length (`split_by_context`). Empty for an engine that does not draft up
-    to the end.
+    """The counts by context length (`split_by_context`). Every step counts as a draft, also one in
+    which an engine that stops at the longest answer has nothing to draft.
     """
 
 
@@ -379,6 +380,7 @@ def forecast_prompt(
     # prefill's, which no block drafts.
     rows = slice(max(start - 1, 0), start - 1 + num_output)
     match_TK = match_BTK[0, start : start + num_output - 1].cpu().double().numpy()
+    accept_TK, _ = cut_blocks(match_TK, num_output, max_tokens)
     return PromptForecast(
         domain=continuation.prompt.domain,
         num_output_tokens=num_output,
@@ -386,9 +388,7 @@ def forecast_prompt(
         alpha_greedy_sum=float(compared[0].alpha_greedy_BT[0, rows].sum()),
         num_rows=int(compared[0].mask_BT[0, rows].sum()),
         counts=simulate_blocks(match_TK, num_output, max_tokens),
-        by_context={}
-        if max_tokens is not None
-        else dict(split_by_context(match_TK, num_output, len(prompt_ids))),
+        by_context=dict(split_by_context(accept_TK, num_output, len(prompt_ids))),
     )
 
 

@@ -124,12 +124,15 @@ class Account:
         self, verdict: Verdict, candidate: str, incumbent: str, paused_s: float | None = None
     ) -> None:
         gain = verdict.overall
-        domains = {
-            name[:MAX_LABEL_CHARS]: DomainGain(
-                gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests
-            )
-            for name, one in verdict.domains.items()
-        }
+        domains, contexts = (
+            {
+                name[:MAX_LABEL_CHARS]: DomainGain(
+                    gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests
+                )
+                for name, one in parts.items()
+            }
+            for parts in (verdict.domains, verdict.contexts)
+        )
         self.journal.write(
             GateEntry(
                 verdict=verdict.decision.value,
@@ -143,6 +146,7 @@ class Account:
                 requests=gain.num_requests if gain else 0,
                 paused_s=paused_s,
                 domains=domains,
+                contexts=contexts,
                 reason=verdict.reason,
             )
         )

@@ -25,6 +25,7 @@ from redraft.online.learning.scoring import (
     Request,
     RequestScore,
     list_rows,
+    pair_contexts,
     pair_scores,
     score_segment,
     sum_segments,
@@ -63,7 +64,8 @@ class Judge:
         seqs, theirs = self._score_served(self.registry.path(incumbent))
         ours = self.score(draft, seqs)
         candidate, served, domains, modes = pair_scores(ours, theirs, self.buffer.refresh_names())
-        return judge(candidate, served, domains, self.cfg.gate, look, modes)
+        contexts = pair_contexts(ours, theirs)
+        return judge(candidate, served, domains, self.cfg.gate, look, modes, contexts)
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """A version's scores on the held-out records after sequence number `after`.

@@ -16,10 +16,12 @@ Domains are a second check on a candidate that gains overall. Each look uses the
 The evidence of a rare domain hardly grows. A bound that widened with the number of looks would soon
 block every candidate, whatever its gain.
 
+Ranges of context lengths are a third one. Only a proven loss in one counts against a candidate.
+
 N = requests
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -27,11 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.counts import AcceptanceCounts, name_context
 from redraft.eval.intervals import estimate_gain
 from redraft.online.learning.evidence import OTHER
 
 Array = NDArray[np.float64]
+Parts = Mapping[int, tuple[Sequence[AcceptanceCounts], Sequence[AcceptanceCounts]]]
+"""Counts of the candidate and the incumbent, by length of the context (`split_by_context`)."""
 
 
 class Decision(Enum):
@@ -55,7 +59,8 @@ class Policy:
     """Maximum loss of tau in any judged domain. A candidate is promoted only if the lower
     confidence bound of each domain is within it. Over ten looks, a candidate that loses exactly
     this much in a domain of 20 to 100 requests passes in 8% to 27% of the cases, and one that loses
-    twice as much in none (`benchmarks/decisions.py`).
+    twice as much in none (`benchmarks/decisions.py`). A candidate that is proven to lose more than
+    this in a range of context lengths is rejected as well.
     """
     confidence: float = 0.95
     """Confidence that no candidate without a gain is promoted, for all candidates since the last
@@ -113,6 +118,8 @@ class Verdict:
     reason: str
     overall: Gain | None
     domains: dict[str, Gain]
+    contexts: dict[str, Gain]
+    """By length of the context, in ascending order."""
 
 
 def judge(
@@ -122,11 +129,14 @@ def judge(
     policy: Policy,
     look: int = 1,
     modes: Sequence[str] = (),
+    contexts: Parts | None = None,
 ) -> Verdict:
     """Judge a candidate; row i of each sequence belongs to the same held-out request.
 
     If there are several thinking `modes`, they are judged in the same way as domains. Each request
-    is then in two groups.
+    is then in two groups. `contexts` has parts of the same counts. A proven loss in one of several
+    ranges of lengths rejects the candidate. A missing proof does not hold it up, because there are
+    many ranges with few requests each.
 
     `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict
     without enough requests (`overall` is None) does not count as a look.
@@ -168,9 +178,22 @@ def judge(
                 judged[name] = _gain(counts_N4[rows_N], policy.confidence, policy.confidence)
             else:
                 unjudged.append(f"{name} ({rows_N.sum()})")
-    decision, why = _decide(overall, judged, policy)
+    by_context = _judge_contexts(contexts or {}, policy)
+    decision, why = _decide(overall, judged, by_context, policy)
     note = f"; not judged by themselves: {', '.join(unjudged)}" if unjudged else ""
-    return _verdict(decision, f"{why}{note}", overall, judged)
+    return _verdict(decision, f"{why}{note}", overall, judged, by_context)
+
+
+def _judge_contexts(contexts: Parts, policy: Policy) -> dict[str, Gain]:
+    """The gain by length of the context; empty if all blocks begin in one range of lengths."""
+    found = {}
+    for power, sides in sorted(contexts.items()) if len(contexts) > 1 else ():
+        counts_N4, usable_N = _pair_counts(*sides)
+        if usable_N.sum() >= policy.min_domain_requests:
+            found[name_context(power)] = _gain(
+                counts_N4[usable_N], policy.confidence, policy.confidence
+            )
+    return found
 
 
 def find_loss(
@@ -220,12 +243,16 @@ def _pair_counts(
     return counts_N4, (counts_N4[:, [0, 2]] > 0).all(1)
 
 
-def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[Decision, str]:
+def _decide(
+    overall: Gain, domains: dict[str, Gain], contexts: dict[str, Gain], policy: Policy
+) -> tuple[Decision, str]:
     loss = policy.max_domain_loss
+    parts = [(f"domain {name}", gain) for name, gain in domains.items()]
+    parts += [(f"in contexts of {name}, it", gain) for name, gain in contexts.items()]
     # A proven loss is rejected first. Only afterwards may missing evidence leave the verdict open.
-    for name, gain in domains.items():
+    for name, gain in parts:
         if gain.upper < -loss:
-            return Decision.REJECT, f"domain {name} loses more than {loss}: {gain}"
+            return Decision.REJECT, f"{name} loses more than {loss}: {gain}"
     if overall.upper <= policy.min_gain:
         return Decision.REJECT, f"gain is not above {policy.min_gain}: {overall}"
     if overall.lower <= policy.min_gain:
@@ -276,10 +303,12 @@ def _verdict(
     reason: str,
     overall: Gain | None = None,
     domains: dict[str, Gain] | None = None,
+    contexts: dict[str, Gain] | None = None,
 ) -> Verdict:
     return Verdict(
         decision=decision,
         reason=f"{decision.value}: {reason}",
         overall=overall,
         domains=domains or {},
+        contexts=contexts or {},
     )

@@ -14,7 +14,7 @@ engine's counts.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.distill.data.modes import name_mode
-from redraft.engine.counts import AcceptanceCounts, expected_blocks
+from redraft.engine.counts import AcceptanceCounts, add_by_context, split_by_context
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.heads.family import Reads
@@ -41,8 +41,16 @@ Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]
 NO_MASS = -1e4  # Logarithm of a probability that is 0 in float32.
 
+ByContext = dict[int, AcceptanceCounts]
+"""Counts by the length of the context in which a block begins, keyed as by `split_by_context`."""
 
-def score(
+
+def score(draft: Draft, records: Sequence[Record], **settings: Any) -> list[AcceptanceCounts]:
+    """The sums of `score_by_context`, which has the same settings."""
+    return [_sum(found) for found in score_by_context(draft, records, **settings)]
+
+
+def score_by_context(
     draft: Draft,
     records: Sequence[Record],
     *,
@@ -51,7 +59,7 @@ def score(
     sequence_length: int,
     reads: Reads = "nothing",
     needed_states: int = 0,
-) -> list[AcceptanceCounts]:
+) -> list[ByContext]:
     """Return the expected numbers of drafts and accepted draft tokens for every record.
 
     They are the numbers that `draft` would have if it drafted for the record's request.
@@ -62,13 +70,12 @@ def score(
     """
     scored = []
     for record in records:
+        by_context = {}
         batch = _make_batch(record, sequence_length, reads, needed_states)
-        rows_R, accepted_JR = np.zeros(0, np.int64), np.zeros((num_speculative_tokens, 0))
         if batch is not None:
-            rows_R, accepted_JR = score_rows(
-                draft, batch, record.sampling, method, num_speculative_tokens
-            )
-        scored.append(walk_stretches(rows_R, accepted_JR))
+            rows = score_rows(draft, batch, record.sampling, method, num_speculative_tokens)
+            by_context = walk_stretches(*rows, int(batch.position_ids_BT[0, 0]))
+        scored.append(by_context)
     return scored
 
 
@@ -126,6 +133,8 @@ class RequestScore:
     mode: str = ""
     """`name_mode` of the template arguments."""
     tenant: str = ""
+    by_context: ByContext = field(default_factory=dict)
+    """The parts of `counts`."""
 
 
 def score_requests(
@@ -140,9 +149,10 @@ def score_requests(
 
 def score_segment(draft: Draft, record: Record, **settings: Any) -> tuple[Request, RequestScore]:
     """The request of a record, and the score of this segment of it."""
-    (counts,) = score(draft, [record], **settings)
+    (by_context,) = score_by_context(draft, [record], **settings)
     mode = name_mode(unpack_arguments(record.template_arguments))
-    scored = RequestScore(record.domain, counts, record.target, mode, record.tenant)
+    whole = _sum(by_context)
+    scored = RequestScore(record.domain, whole, record.target, mode, record.tenant, by_context)
     return (record.server_id, record.request_id), scored
 
 
@@ -154,8 +164,12 @@ def sum_segments(segments: Iterable[tuple[Request, RequestScore]]) -> dict[Reque
         # long one.
         before = found.get(key)
         if before is not None:
-            counts = before.counts + segment.counts
-            segment = replace(segment, domain=before.domain, counts=counts)
+            segment = replace(
+                segment,
+                domain=before.domain,
+                counts=before.counts + segment.counts,
+                by_context=add_by_context([before.by_context, segment.by_context]),
+            )
         found[key] = segment
     return found
 
@@ -172,15 +186,45 @@ def pair_scores(
     finite: the served draft is known to be finite, so the record must be the cause. A request whose
     score is non-finite only for the candidate is kept, as evidence against the candidate.
     """
-    compared = [
-        key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)
-    ]
+    compared = _list_compared(candidate, incumbent)
     return (
         [candidate[key].counts for key in compared],
         [incumbent[key].counts for key in compared],
         [(names or {}).get(incumbent[key].domain, OTHER) for key in compared],
         name_modes([incumbent[key] for key in compared]),
     )
+
+
+def _list_compared(
+    candidate: Mapping[Request, RequestScore], incumbent: Mapping[Request, RequestScore]
+) -> list[Request]:
+    return [
+        key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)
+    ]
+
+
+def pair_contexts(
+    candidate: Mapping[Request, RequestScore], incumbent: Mapping[Request, RequestScore]
+) -> dict[int, tuple[list[AcceptanceCounts], list[AcceptanceCounts]]]:
+    """The counts of `pair_scores`, for candidate and incumbent, by length of the context.
+
+    As with modes, a range that only one of several tenants reaches is left out.
+    """
+    compared = _list_compared(candidate, incumbent)
+    wanted = min(2, count_tenants([incumbent[key].tenant for key in compared]))
+    found = {}
+    for power in sorted({power for key in compared for power in incumbent[key].by_context}):
+        keys = [
+            key
+            for key in compared
+            if all(power in side[key].by_context for side in (candidate, incumbent))
+        ]
+        if len({incumbent[key].tenant for key in keys}) >= wanted:
+            ours, theirs = (
+                [side[key].by_context[power] for key in keys] for side in (candidate, incumbent)
+            )
+            found[power] = ours, theirs
+    return found
 
 
 def name_modes(scores: Sequence[RequestScore]) -> list[str]:
@@ -260,36 +304,43 @@ def _alpha_by_row(
     return alphas
 
 
-def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
+def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array, position: int = 0) -> ByContext:
     """Return the expected drafts and accepted tokens over all stretches of consecutive rows.
 
-    A block that would extend beyond its stretch is left out.
+    A block that would extend beyond its stretch is left out. `position` is that of row 0.
     """
-    # One token more, because `expected_blocks` also counts the prefill's token, after which the
-    # first block begins.
-    walked = [
-        expected_blocks(accept_TK, len(accept_TK) + 1)
-        for accept_TK in _list_blocks(rows_R, accepted_JR)
-    ]
-    return AcceptanceCounts(
-        num_drafts=sum(counts.num_steps for counts in walked),
-        num_accepted=sum(counts.num_accepted for counts in walked),
+    # One token more, because `split_by_context` also counts the prefill's token, after which the
+    # first block begins. This token is the first row of the stretch.
+    walked = add_by_context(
+        split_by_context(accept_TK, len(accept_TK) + 1, position + row)
+        for row, accept_TK in _list_blocks(rows_R, accepted_JR)
     )
+    return {
+        power: AcceptanceCounts(num_drafts=counts.num_drafts, num_accepted=counts.num_accepted)
+        for power, counts in walked.items()
+    }
 
 
-def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[Array]:
-    """List the values in each stretch by block, [T, K].
+def _sum(by_context: ByContext) -> AcceptanceCounts:
+    return sum(by_context.values(), AcceptanceCounts.zero())
+
+
+def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[tuple[int, Array]]:
+    """List the first row of each stretch, and its values by block, [T, K].
 
     Token j of a block that begins at row r is in row r + j.
     """
     tables = []
     # E.g. with rows 3, 4, 5, 9 and J = 2, blocks begin at rows 3 and 4, and no block fits into the
     # stretch of row 9.
-    for stretch_JR in np.split(values_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1):
+    begins = np.flatnonzero(np.diff(rows_R) != 1) + 1
+    firsts = rows_R[np.append(0, begins)] if len(rows_R) else [0]
+    for first, stretch_JR in zip(firsts, np.split(values_JR, begins, axis=1), strict=True):
         num_blocks = max(0, stretch_JR.shape[1] - len(stretch_JR) + 1)
         # Turn diagonals into rows: token j of block t is at [j, t + j] before, and at [t, j]
         # afterwards.
-        tables.append(
-            np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1)
+        table_TK = np.stack(
+            [row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1
         )
+        tables.append((int(first), table_TK))
     return tables

@@ -173,7 +173,7 @@ def split_by_context(
     powers_T = 2 ** np.floor(np.log2(lengths_T)).astype(int)
     return {
         int(power): _sum_blocks(begins_T * (powers_T == power), reach_TK, drafted_T)
-        for power in np.unique(powers_T[begins_T > 0])
+        for power in np.unique(powers_T[begins_T != 0])  # also if it is not a number
     }
 
 
@@ -206,9 +206,14 @@ def describe_contexts(by_context: Mapping[int, AcceptanceCounts]) -> list[dict[s
     ]
 
 
+def name_context(power: int) -> str:
+    """Name the range of context lengths of a key of `split_by_context`."""
+    return f"{power:,} to {2 * power - 1:,} tokens"
+
+
 def format_contexts(by_context: Mapping[int, AcceptanceCounts]) -> str:
     parts = [
-        f"{counts.tau:.2f} at {power:,} to {2 * power - 1:,} tokens ({counts.num_drafts:,.0f} drafts)"
+        f"{counts.tau:.2f} at {name_context(power)} ({counts.num_drafts:,.0f} drafts)"
         for power, counts in by_context.items()
     ]
     return f"tau {', '.join(parts)}"
@@ -307,6 +312,22 @@ def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], ND
     return begins_T[:num_rows], reach_TK
 
 
+def cut_blocks(
+    match_TK: ArrayLike, num_output_tokens: int, max_tokens: int | None
+) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
+    """(acceptance of each drafted token, [T, K]; number of tokens drafted after row t, [T]).
+
+    The arguments are those of `simulate_blocks`.
+    """
+    accept_TK = np.asarray(match_TK, np.float64)
+    num_rows, k = accept_TK.shape
+    rows_T, room_T = np.arange(num_rows), np.full(num_rows, k)
+    if max_tokens is not None:
+        room_T = np.clip(max_tokens - 2 - rows_T, 0, k)
+        accept_TK = accept_TK * (np.arange(k) < num_output_tokens - 2 - rows_T[:, None])
+    return accept_TK, room_T
+
+
 def simulate_blocks(
     match_TK: ArrayLike, num_output_tokens: int, max_tokens: int | None = None
 ) -> AcceptanceCounts:
@@ -318,12 +339,7 @@ def simulate_blocks(
     llama.cpp, which drafts only up to the second-last token of such an answer, and does not count
     the end token or anything after it. vLLM drafts and counts beyond the end.
     """
-    accept_TK = np.asarray(match_TK, np.float64)
-    num_rows, k = accept_TK.shape
-    rows_T, room_T = np.arange(num_rows), np.full(num_rows, k)
-    if max_tokens is not None:
-        room_T = np.clip(max_tokens - 2 - rows_T, 0, k)
-        accept_TK = accept_TK * (np.arange(k) < num_output_tokens - 2 - rows_T[:, None])
+    accept_TK, room_T = cut_blocks(match_TK, num_output_tokens, max_tokens)
     walked = expected_blocks(accept_TK, num_output_tokens, (room_T > 0).astype(np.float64))
     begins_T, _ = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
     # Zeros and ones are exact in float64, so `round` changes only the type.

@@ -41,7 +41,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "buffer": {"records": 5, "bytes": 1000, "held_out": 1, "dropped": {"evicted": 2}, "oldest_s": 3.0, "lag_s": 1.5},
     "training": {"step": 3, "loss": 0.5, "alpha": 0.6, "alpha_greedy": 0.5, "tokens_per_s": 100.0, "records_seen": 8},
     "gate": {"verdict": "promote", "candidate": "step-3", "incumbent": "v000002", "gain": 0.3, "low": 0.2, "high": 0.4,
-             "domains": {"my code": {"gain": 0.3, "low": 0.1, "high": 0.5, "requests": 30}}, "reason": "promote: a, b"},
+             "domains": {"my code": {"gain": 0.3, "low": 0.1, "high": 0.5, "requests": 30}},
+             "contexts": {"64 to 127 tokens": {"gain": 0.3, "low": 0.1, "high": 0.5, "requests": 30}},
+             "reason": "promote: a, b"},
     "swap": {"server": "http://a:1", "version": "v000003", "from_version": "v000002", "outcome": "swapped",
              "duration_ms": 81.5},
     "state": {"phase": "canary", "candidate": "v000003", "reason": "why"},
@@ -73,7 +75,7 @@ def test_every_kind_reads_back_as_it_was_written(tmp_path: Path, kind: Any):
     assert written.time_s == 12.5
     for name, value in EXAMPLES[kind].items():
         got = getattr(written, name)
-        assert got == value or name == "domains"
+        assert got == value or name in ("domains", "contexts")
 
 
 def test_the_phases_are_the_learners():
@@ -306,3 +308,4 @@ def test_the_gates_numbers_come_back_by_domain(tmp_path: Path):
     entry = Journal(tmp_path).write(GateEntry(**EXAMPLES["gate"]))
     assert isinstance(entry, GateEntry)
     assert entry.domains["my code"].low == 0.1
+    assert entry.contexts["64 to 127 tokens"].requests == 30

@@ -157,10 +157,10 @@ function showGates(place, gates) {
   if (!gates.length) return place.replaceChildren(none("No candidate has been judged yet."));
   const bounds = gates.flatMap(gate => [gate.low ?? 0, gate.high ?? 0]);
   const scale = [Math.min(-.1, ...bounds), Math.max(.1, ...bounds)];
-  place.replaceChildren(table(["when", "verdict", "candidate", intervalAxis(scale), "gain", "by domain, and reason"], gates.map(gate => {
+  place.replaceChildren(table(["when", "verdict", "candidate", intervalAxis(scale), "gain", "by domain and context, and reason"], gates.map(gate => {
     const tone = TONES[gate.verdict], known = gate.gain !== null;
     const numbers = known ? `${signed(gate.gain)} [${signed(gate.low)}, ${signed(gate.high)}]` : "–";
-    const chips = Object.entries(gate.domains).map(([name, {gain, low, high, requests}]) =>
+    const chips = [...Object.entries(gate.domains), ...Object.entries(gate.contexts)].map(([name, {gain, low, high, requests}]) =>
       h("span", {title: `[${signed(low)}, ${signed(high)}] over ${requests} requests`}, `${name || "no domain"} ${signed(gain)}`));
     return h("tr", {}, when(gate.time_s), h("td", {class: "tight"}, badge(gate.verdict, tone)),
       h("td", {class: "tight"}, version(gate.candidate), h("span", {class: "note"}, ` against ${version(gate.incumbent)}`)),

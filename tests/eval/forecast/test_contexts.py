@@ -11,9 +11,11 @@ import pytest
 from redraft.engine.counts import (
     AcceptanceCounts,
     add_by_context,
+    cut_blocks,
     describe_contexts,
     expected_blocks,
     format_contexts,
+    simulate_blocks,
     split_by_context,
 )
 from redraft.engine.parity.run import Block, Dump, EngineRun
@@ -60,6 +62,21 @@ def test_contexts_add_up_to_the_forecast_of_a_long_row() -> None:
     parts = split_by_context(accept_TK, 200, 100, drafted_T).values()
     for name in ("num_steps", "num_drafts", "num_accepted"):
         assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 90, 200])
+def test_contexts_of_an_engine_that_drafts_to_the_end_have_its_accepted_tokens(
+    max_tokens: int | None,
+) -> None:
+    for seed in range(20):
+        matches_TK, num_output, num_prompt = draw_matches(seed)
+        whole = simulate_blocks(matches_TK, num_output, max_tokens)
+        accept_TK, room_T = cut_blocks(matches_TK, num_output, max_tokens)
+        parts = split_by_context(accept_TK, num_output, num_prompt).values()
+        assert sum(part.num_accepted for part in parts) == whole.num_accepted
+        steps = sum(part.num_steps for part in parts)
+        assert steps == max(num_output - 1 - whole.num_accepted, 0) or max_tokens is None
+        assert (room_T[: num_output - 1] > 0).all() or max_tokens == 90
 
 
 def test_the_engines_blocks_are_counted_in_the_same_contexts() -> None:

@@ -130,6 +130,10 @@ def test_acceptance_is_counted_by_steps():
 # --- judging
 
 
+def walk(*rows):
+    return sum(walk_stretches(*rows).values(), AcceptanceCounts.zero())
+
+
 @given(st.lists(st.booleans(), min_size=3, max_size=40), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k):
@@ -139,14 +143,14 @@ def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k)
     matches.
     """
     padded = matches + [False] * k
-    scored = walk_stretches(np.arange(len(padded)), np.tile(np.array(padded, float), (k, 1)))
+    scored = walk(np.arange(len(padded)), np.tile(np.array(padded, float), (k, 1)))
     table = torch.tensor([padded[t : t + k] for t in range(len(padded) - k + 1)])
     walked = simulate_blocks(table, len(table) + 1)
     assert (scored.num_drafts, scored.num_accepted) == (walked.num_drafts, walked.num_accepted)
 
 
 def test_blocks_are_expected_over_all_ways_to_get_there():
-    scored = walk_stretches(np.arange(3), np.array([[0.5, 0.25, 0.8]]))
+    scored = walk(np.arange(3), np.array([[0.5, 0.25, 0.8]]))
     # Row 0 begins a block; row 1 if it was refused (0.5); row 2 if row 0 was accepted, or row 1
     # refused.
     starts = [1.0, 0.5, 0.5 + 0.5 * 0.75]
@@ -154,13 +158,35 @@ def test_blocks_are_expected_over_all_ways_to_get_there():
     assert scored.num_accepted == pytest.approx(np.dot(starts, [0.5, 0.25, 0.8]))
 
 
+def test_blocks_are_split_by_the_length_of_their_context():
+    rng = np.random.default_rng(0)
+    rows_R = np.array([*range(5, 20), *range(30, 36)])
+    accepted_JR = rng.random((2, len(rows_R)))
+    found = walk_stretches(rows_R, accepted_JR, 10)
+    # Row r is at position r + 10, so a block that begins there has r + 11 tokens before it.
+    assert found.keys() == {16, 32}
+    brute = {16: [0.0, 0.0], 32: [0.0, 0.0]}
+    for begin, end in ((0, 15), (15, 21)):
+        chance = {begin: 1.0}
+        for at in range(begin, end - 1):
+            both = accepted_JR[0, at] * accepted_JR[1, at + 1]
+            one = accepted_JR[0, at] - both
+            for skip, share in ((1, 1 - accepted_JR[0, at]), (2, one), (3, both)):
+                chance[at + skip] = chance.get(at + skip, 0.0) + chance[at] * share
+            part = brute[16 if rows_R[at] + 11 < 32 else 32]
+            part[0] += chance[at]
+            part[1] += chance[at] * (one + 2 * both)
+    for power, counts in found.items():
+        assert (counts.num_drafts, counts.num_accepted) == pytest.approx(tuple(brute[power]))
+
+
 def test_a_gap_in_the_rows_begins_a_new_walk():
-    whole = walk_stretches(np.array([4, 5, 9, 10]), np.ones((2, 4)))
+    whole = walk(np.array([4, 5, 9, 10]), np.ones((2, 4)))
     assert (whole.num_drafts, whole.num_accepted) == (2, 4)
 
 
 def test_the_later_tokens_of_a_block_have_probabilities_of_their_own():
-    scored = walk_stretches(np.arange(3), np.array([[0.5, 0.4, 0.0], [0.0, 0.25, 0.8]]))
+    scored = walk(np.arange(3), np.array([[0.5, 0.4, 0.0], [0.0, 0.25, 0.8]]))
     # Blocks begin at row 0, and at row 1 if its first token was refused.
     assert scored.num_drafts == pytest.approx(1 + 0.5)
     assert scored.num_accepted == pytest.approx((0.5 + 0.5 * 0.25) + 0.5 * (0.4 + 0.4 * 0.8))
@@ -227,9 +253,14 @@ def test_the_target_itself_is_always_accepted_and_segments_of_a_request_are_adde
     found = score_requests(
         target, iter(records), num_speculative_tokens=3, method="greedy", sequence_length=64
     )
+    (one,) = found.values()
     assert found == {
-        ("boot", records[0].request_id): RequestScore("code", whole, records[0].target)
+        ("boot", records[0].request_id): RequestScore(
+            "code", whole, records[0].target, by_context=one.by_context
+        )
     }
+    assert sum(one.by_context.values(), AcceptanceCounts.zero()) == whole
+    assert {power < 64 for power in one.by_context} == {True}
 
 
 # --- settings

@@ -27,6 +27,7 @@ from redraft.online.learning.scoring import (
     RequestScore,
     _make_batch,
     hold_to_text,
+    pair_contexts,
     pair_scores,
     score_rows,
 )
@@ -137,6 +138,32 @@ def test_the_gate_judges_thinking_modes_as_it_judges_domains() -> None:
     assert judge(*paired, Policy(), 1).decision is Decision.PROMOTE  # over all requests it gains
     of_one_mode = judge(*paired, Policy(), 1, ["thinking"] * len(names))
     assert of_one_mode.domains.keys() == {"all"}
+
+
+def make_parts(tenant: str, accepted: dict[int, float]) -> RequestScore:
+    parts = {
+        power: AcceptanceCounts(num_drafts=10, num_accepted=value)
+        for power, value in accepted.items()
+    }
+    whole = sum(parts.values(), AcceptanceCounts.zero())
+    return RequestScore("", whole, tenant=tenant, by_context=parts)
+
+
+def test_contexts_are_paired_by_request_and_one_tenants_alone_are_left_out() -> None:
+    incumbent = {("boot", f"a{i}"): make_parts("a", {64: i, 128: 2}) for i in range(20)}
+    incumbent |= {("boot", f"b{i}"): make_parts("b", {64: 3, 256: 4}) for i in range(20)}
+    candidate = {
+        key: make_parts(one.tenant, {p: c.num_accepted + 1 for p, c in one.by_context.items()})
+        for key, one in incumbent.items()
+    }
+    candidate["boot", "a0"] = make_parts("a", {128: 7})  # without a block at 64
+    del candidate["boot", "a1"]  # its records expired
+    ((power, (ours, theirs)),) = pair_contexts(candidate, incumbent).items()
+    assert power == 64  # tenant a alone has 128, b alone 256
+    assert [one.num_accepted for one in theirs] == [*range(2, 20), *[3] * 20]
+    assert [one.num_accepted for one in ours] == [*range(3, 21), *[4] * 20]
+    alone = {key: score for key, score in incumbent.items() if score.tenant == "a"}
+    assert pair_contexts(candidate, alone).keys() == {64, 128}
 
 
 @pytest.mark.parametrize(

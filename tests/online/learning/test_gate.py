@@ -273,3 +273,38 @@ def test_domains_that_nobody_vouches_for_block_no_candidate() -> None:
     assert verdict.decision is Decision.PROMOTE
     assert set(verdict.domains) == {"code"}
     assert verdict.reason.endswith(": other (40)")
+
+
+def test_a_proven_loss_at_long_contexts_rejects_a_candidate_that_gains() -> None:
+    candidate, incumbent = make_scored([1.0] * 90), make_scored([0.5] * 90)
+    domains = ["chat"] * 90
+    worse, better = make_scored([0.2] * 30), make_scored([0.6] * 30)
+    contexts = {8192: (worse, better), 1024: (candidate, incumbent)}
+    verdict = judge(candidate, incumbent, domains, LENIENT, contexts=contexts)
+    assert verdict.decision is Decision.REJECT
+    assert "in contexts of 8,192 to 16,383 tokens, it loses more than 0.1" in verdict.reason
+    assert list(verdict.contexts) == ["1,024 to 2,047 tokens", "8,192 to 16,383 tokens"]
+    assert verdict.contexts["8,192 to 16,383 tokens"].value == pytest.approx(-0.4)
+    assert verdict.domains.keys() == {"chat"}
+
+
+@pytest.mark.parametrize("long", [[0.2] * 9, [0.2, 1.4] * 8], ids=["few", "not proven"])
+def test_a_loss_at_long_contexts_that_is_not_proven_holds_no_candidate_up(
+    long: list[float],
+) -> None:
+    candidate, incumbent = make_scored([1.0] * 90), make_scored([0.5] * 90)
+    contexts = {
+        1024: (candidate, incumbent),
+        8192: (make_scored(long), make_scored([0.85] * len(long))),
+    }
+    verdict = judge(candidate, incumbent, ["chat"] * 90, LENIENT, contexts=contexts)
+    assert verdict.decision is Decision.PROMOTE
+    assert ("8,192 to 16,383 tokens" in verdict.contexts) == (len(long) > 10)
+
+
+def test_one_range_of_contexts_is_no_group_of_its_own() -> None:
+    candidate, incumbent = make_scored([1.0] * 90), make_scored([0.5] * 90)
+    contexts = {1024: (candidate, incumbent)}
+    verdict = judge(candidate, incumbent, ["chat"] * 90, LENIENT, contexts=contexts)
+    assert verdict.decision is Decision.PROMOTE
+    assert verdict.contexts == {}
