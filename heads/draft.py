@@ -186,12 +186,18 @@ class DraftStep:
     """
 
     hidden_BTD: Tensor
-    """Input of the draft's output head, after the draft's final norm if it has one."""
+    """Input of the draft's output head, after the draft's final norm if it has one. With
+    `place_BT`, it has only some rows, [B, A, D], as have the bias's code and the confidence.
+    """
     head_WD: Tensor
     shift: int
     mask_BT: Tensor
     """bool, the rows to train: x[t + 1 + shift] is a label and belongs to the same document as row
     t.
+    """
+    place_BT: Tensor | None = None
+    """int64, the index of row t in the flattened `hidden_BTD`; -1 for rows that it does not have,
+    which are masked. None if it has all of them, in order.
     """
     weight: float = 1.0
     draft_ids_W: Tensor | None = None
@@ -211,6 +217,14 @@ class DraftStep:
     alpha by binary cross-entropy, masked and weighted like the divergence.
     """
 
+    def places(self, rows_N: Tensor) -> Tensor:
+        """The indices in `hidden_BTD` of rows of the flattened batch, [N]."""
+        return rows_N if self.place_BT is None else self.place_BT.flatten()[rows_N]
+
+    def states(self, rows_N: Tensor) -> Tensor:
+        """`hidden_BTD` at rows of the flattened batch, [N, D]."""
+        return self.hidden_BTD.flatten(0, 1)[self.places(rows_N)]
+
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the draft's logits at `rows_N` of the flattened batch, [N, W].
 
@@ -219,12 +233,13 @@ class DraftStep:
         # The dtypes may differ: autocast casts hidden states to a narrower dtype, and a frozen head
         # may have a narrower dtype than a trained layer.
         dtype = dtype or self.head_WD.dtype
-        logits_NW = self.hidden_BTD.flatten(0, 1)[rows_N].to(dtype) @ self.head_WD.to(dtype).T
+        logits_NW = self.states(rows_N).to(dtype) @ self.head_WD.to(dtype).T
         # The bias costs R / D of the product above: 1/16 for rank 256 and hidden size 4,096.
         if self.bias is not None:
             logits_NW = (
                 logits_NW
-                + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
+                + self.bias.code_BTR.flatten(0, 1)[self.places(rows_N)].to(dtype)
+                @ self.bias.head_WR.to(dtype).T
             )
         return self.rule.apply(logits_NW)
 

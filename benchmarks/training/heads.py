@@ -173,7 +173,7 @@ def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> T
         loss = loss + step.weight * F.kl_div(log_q_MV, log_p_MV, reduction="sum", log_target=True)
         if step.confidence_BT is not None:
             alpha_M = torch.minimum(log_p_MV, log_q_MV).detach().exp().sum(-1).clamp(max=1)
-            sure_M = step.confidence_BT.flatten()[rows_M]
+            sure_M = step.confidence_BT.flatten()[step.places(rows_M)]
             loss = loss + step.weight * F.binary_cross_entropy_with_logits(
                 sure_M, alpha_M, reduction="sum"
             )

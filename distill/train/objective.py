@@ -51,7 +51,7 @@ def distill_loss(
     ]
     drafts = [
         DraftRows(
-            hidden_MD=step.rule.scaled(step.hidden_BTD.flatten(0, 1)[row.place_M]),
+            hidden_MD=step.rule.scaled(step.states(row.place_M)),
             head_WD=step.head_WD,
             target_row_M=row.target_row_M,
             weight_M=scale
@@ -60,7 +60,7 @@ def distill_loss(
             bias=None
             if step.bias is None
             else (
-                step.rule.scaled(step.bias.code_BTR.flatten(0, 1)[row.place_M]),
+                step.rule.scaled(step.bias.code_BTR.flatten(0, 1)[step.places(row.place_M)]),
                 step.bias.head_WR,
             ),
             cap=step.rule.cap,
@@ -86,7 +86,7 @@ def distill_loss(
         if step.confidence_BT is not None:
             # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from alpha,
             # not the other way round. It is clamped because a sum of rounded minima may exceed 1.
-            confidence_M = step.confidence_BT.flatten()[place_M].to(alpha_M.dtype)
+            confidence_M = step.confidence_BT.flatten()[step.places(place_M)].to(alpha_M.dtype)
             loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
                 confidence_M, alpha_M.clamp(0, 1), reduction="sum"
             )

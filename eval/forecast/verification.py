@@ -139,6 +139,6 @@ def _verify_step(
         odds_N = read_log_odds(step.logits(draft_rows_N), temperature)
         logit_N = ESTIMATOR_SLOPE * odds_N + ESTIMATOR_BIAS
     else:
-        logit_N = step.confidence_BT.flatten()[draft_rows_N]
+        logit_N = step.confidence_BT.flatten()[step.places(draft_rows_N)]
     found = (greedy_N, ratio_N, rates.alpha, rates.alpha_greedy, logit_N.float().sigmoid())
     return torch.stack(found) * has_row_N

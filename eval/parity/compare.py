@@ -221,7 +221,7 @@ def _trained(
         logits=logits,
         draft_ids_W=None if ids_W is None else ids_W.cpu(),
         confidence=[
-            float(step.confidence_BT[0, row].sigmoid())
+            float(step.confidence_BT.flatten()[step.places(torch.tensor([row]))].sigmoid())
             for step, row in rows
             if step.confidence_BT is not None
         ],
@@ -287,7 +287,7 @@ def _block(
     to the cache earlier, so they are not part of the pass.
     """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
-    last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
+    last = [step.states(torch.tensor([row]))[0] for step in steps[:num_drafted]]
     # Slot 0 is the prefix's last token, at position row + 1.
     at_N = row + 1 + draft.config.first_slot + torch.arange(num_drafted)
     slots = Pass(ids_N=None, positions_N=at_N, feature_ND=None, hidden_ND=torch.stack(last).cpu())

@@ -181,31 +181,34 @@ class DFlash(nn.Module):
         rows_BA, is_anchor_BT = choose_anchors(batch, limit, has_ranks=has_ranks())
         first = self.config.first_slot
         hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, first + num_tokens)
-        # 2. One slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share
-        # a row.
-        at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
-        # Losses and metrics read rows of the batch, so write a block's slot into the row before its
-        # anchor, and mask all other rows.
-        empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
+        # 2. One slot of all blocks becomes a draft step. Losses and metrics read rows of the batch: a
+        # block belongs to the row before its anchor, and no two blocks share a row. In training, a
+        # long row has few anchors, so the steps have states for the rows of these alone.
+        places_BA = torch.arange(rows_BA.numel(), device=rows_BA.device).view_as(rows_BA)
+        place_BT = torch.full_like(batch.input_ids_BT, -1).scatter(1, rows_BA, places_BA)
         return [
             self._draft_step(
-                batch,
-                empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]),
-                k + 1,
-                is_anchor_BT,
+                batch, hidden_BASD[:, :, first + k], k + 1, rows_BA, is_anchor_BT, place_BT
             )
             for k in range(num_tokens)
         ]
 
     def _draft_step(
-        self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor
+        self,
+        batch: Batch,
+        hidden_BAD: Tensor,
+        shift: int,
+        rows_BA: Tensor,
+        is_anchor_BT: Tensor,
+        place_BT: Tensor,
     ) -> DraftStep:
         """Make the step for draft token number `shift`, counted from 1."""
         return DraftStep(
-            hidden_BTD=hidden_BTD,
+            hidden_BTD=hidden_BAD,
             head_WD=self._head_WD,
             shift=shift,
             mask_BT=label_rows(batch, shift) & is_anchor_BT,
+            place_BT=place_BT,
             weight=math.exp(-(shift - 1) / self.config.gamma),
             draft_ids_W=self._draft_ids_W,
             rule=self.shape.rule,

@@ -102,20 +102,19 @@ class DSpark(DFlash):
         )
 
     def _draft_step(
-        self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor
+        self, batch: Batch, hidden_BAD: Tensor, shift: int, rows_BA: Tensor, *places: Tensor
     ) -> DraftStep:
         # Row t belongs to the anchor t + 1, so x[t + shift] is the token before the one to predict.
         # For the first token (shift 1), it is the anchor itself. Rows at the end wrap around and
         # have no label.
-        code_BTR = self.markov_head.markov_w1(batch.input_ids_BT.roll(-shift, dims=1)).to(
-            hidden_BTD.dtype
-        )
+        ids_BA = batch.input_ids_BT.roll(-shift, dims=1).gather(1, rows_BA)
+        code_BAR = self.markov_head.markov_w1(ids_BA).to(hidden_BAD.dtype)
         return replace(
-            super()._draft_step(batch, hidden_BTD, shift, is_anchor_BT),
-            bias=Bias(code_BTR=code_BTR, head_WR=self.markov_head.markov_w2.weight),
+            super()._draft_step(batch, hidden_BAD, shift, rows_BA, *places),
+            bias=Bias(code_BTR=code_BAR, head_WR=self.markov_head.markov_w2.weight),
             confidence_BT=None
             if self.confidence_head is None
-            else self.confidence_head(hidden_BTD, code_BTR),
+            else self.confidence_head(hidden_BAD, code_BAR),
         )
 
     def _served(self) -> dict[str, Any]:

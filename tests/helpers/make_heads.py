@@ -153,6 +153,25 @@ def assert_training_equals_decoding(head: Any, model: Any, num_steps: int) -> No
             torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
 
 
+def spread(step: DraftStep) -> DraftStep:
+    """The step with a state, a code and a confidence for every row; 0 for rows without any."""
+    place_BT = step.place_BT
+    if place_BT is None:
+        return step
+
+    def whole(part: Tensor) -> Tensor:
+        rows_BT = part.flatten(0, 1)[place_BT]
+        return rows_BT.where((place_BT >= 0).view(*place_BT.shape, *[1] * (rows_BT.ndim - 2)), 0)
+
+    return replace(
+        step,
+        hidden_BTD=whole(step.hidden_BTD),
+        place_BT=None,
+        bias=None if step.bias is None else replace(step.bias, code_BTR=whole(step.bias.code_BTR)),
+        confidence_BT=None if step.confidence_BT is None else whole(step.confidence_BT),
+    )
+
+
 @torch.no_grad()
 def assert_packed_equals_unpacked(head: Any, model: Any) -> None:
     """Every labelled row of two documents packed with padding is the row of the document alone."""
@@ -163,7 +182,7 @@ def assert_packed_equals_unpacked(head: Any, model: Any) -> None:
     for document in documents:
         alone = make_batch([[document]])
         alone_steps = head.draft_steps(alone, make_signal(model, alone, head.aux_layer_ids))
-        for step, alone_step in zip(steps, alone_steps, strict=True):
+        for step, alone_step in zip(map(spread, steps), map(spread, alone_steps), strict=True):
             window = slice(start, start + len(document))
             mask_T = step.mask_BT[0, window]
             torch.testing.assert_close(mask_T, alone_step.mask_BT[0])
@@ -183,7 +202,9 @@ def assert_every_parameter_learns(head: Any, model: Any) -> None:
     every_row = torch.arange(batch.input_ids_BT.numel())
     loss = sum((s.logits(every_row).logsumexp(-1) * s.mask_BT.flatten()).sum() for s in steps)
     loss = loss + sum(
-        (s.confidence_BT * s.mask_BT).sum() for s in steps if s.confidence_BT is not None
+        (s.confidence_BT * s.mask_BT).sum()
+        for s in map(spread, steps)
+        if s.confidence_BT is not None
     )
     loss.backward()
     without = [name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from make_heads import make_signal, make_target
+from make_heads import make_signal, make_target, spread
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -343,7 +343,7 @@ def test_a_block_that_sees_its_anchor_reads_one_row_more_and_no_other_block_does
         head.sees_anchor = sees_anchor
         aux_BTLD = signal.aux_BTLD if change is None else signal.aux_BTLD + change
         steps = head.draft_steps(world.batch, replace(signal, aux_BTLD=aux_BTLD))
-        return torch.stack([step.hidden_BTD for step in steps])[:, 0]
+        return torch.stack([spread(step).hidden_BTD for step in steps])[:, 0]
 
     # The block of row 9 has the anchor 10. Row 11 is unknown to it in any case.
     for row, seen in ((9, (True, True)), (10, (False, True)), (11, (False, False))):

@@ -10,21 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from make_families import DRAFT_IDS, MASK, VARIANTS, make_variant
+from make_families import DRAFT_IDS, MASK, OPTIONS, VARIANTS, make_variant
 from make_heads import (
     HIDDEN,
     VOCAB,
     make_batch,
     make_ids,
+    make_random,
     make_signal,
+    make_target,
     signal_of_prefix,
+    spread,
 )
 from make_tokenizers import make_byte_tokenizer
 from reference_decoder import propose
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.train.objective import distill_loss
 from redraft.files.target_folder import TargetFolder
+from redraft.heads.catalog import find_family
 from redraft.heads.families.dflash import DFlash, choose_anchors
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.masks import choose_mask_token
@@ -94,7 +100,7 @@ def test_every_slot_is_that_of_a_loop_over_queries_and_keys(variant: str) -> Non
     signal = make_signal(model, batch, head.aux_layer_ids)
     with torch.no_grad():
         feature_TD = head.feature(signal)[0]
-        steps = head.draft_steps(batch, signal)
+        steps = [*map(spread, head.draft_steps(batch, signal))]
     start = 0
     for document in documents:
         for anchor in range(1, len(document) - 1):
@@ -146,7 +152,7 @@ def test_training_takes_some_anchors_and_a_forecast_all() -> None:
     assert trained[0].mask_BT.sum(1).tolist() == [4, 4]
     assert forecast[0].mask_BT.sum(1).tolist() == [18, 16]
     assert not (trained[0].mask_BT & ~forecast[0].mask_BT).any()
-    for one, other in zip(trained, forecast, strict=True):
+    for one, other in zip(map(spread, trained), map(spread, forecast), strict=True):
         mask_BT = one.mask_BT
         torch.testing.assert_close(
             one.hidden_BTD[mask_BT], other.hidden_BTD[mask_BT], atol=1e-5, rtol=1e-4
@@ -294,3 +300,28 @@ def test_the_mask_token_is_an_unused_row_or_a_padding_token_that_ends_no_answer(
         tokenizer.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=r"--head\.mask-token-id"):
             choose_mask_token(TargetFolder.open(tmp_path), size)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_the_steps_of_a_long_row_have_its_anchors_alone_and_the_same_gradients(name: str) -> None:
+    family, model = find_family(name), make_target().double()
+    config = family.options_class()(**{**OPTIONS[name], "num_anchors": 6})
+    torch.manual_seed(0)
+    head: Any = make_random(family.draft_class()(config, Target.from_model(model)).double())
+    batch = make_batch([[make_ids(70)], [make_ids(30), make_ids(25, seed=3)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    gradients = []
+    for whole in (False, True):
+        head.zero_grad()
+        steps = head.draft_steps(batch, signal)
+        for step in steps:
+            assert step.hidden_BTD.shape[:2] == (2, 6)
+            assert step.confidence_BT is None or step.confidence_BT.shape == (2, 6)
+            assert step.bias is None or step.bias.code_BTR.shape[:2] == (2, 6)
+        steps = [*map(spread, steps)] if whole else steps
+        assert (steps[0].hidden_BTD.shape[1] == 70) is whole
+        result = distill_loss(steps, batch, signal, Divergence(), 0.3)
+        result.loss.backward()
+        assert result.sums_S3[0, 2] == 12
+        gradients.append([result.loss.detach(), *(p.grad.clone() for p in head.parameters())])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)

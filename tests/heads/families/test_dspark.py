@@ -23,6 +23,7 @@ from make_heads import (
     make_target,
     q_of,
     signal_of_prefix,
+    spread,
 )
 from reference_decoder import propose
 from safetensors.torch import load_file
@@ -73,8 +74,8 @@ def labelled(step: DraftStep) -> list[tuple[int, int]]:
 def test_bias_and_confidence_are_those_by_hand(variant: str) -> None:
     head, _, batch, signal = make_wide(variant)
     with torch.no_grad():
-        steps = head.draft_steps(batch, signal)
-        plain = DFlash.draft_steps(head, batch, signal)  # the same blocks
+        steps = [*map(spread, head.draft_steps(batch, signal))]
+        plain = [*map(spread, DFlash.draft_steps(head, batch, signal))]  # the same blocks
     w1_VR, w2_WR = (
         head.markov_head.markov_w1.weight.detach(),
         head.markov_head.markov_w2.weight.detach(),
@@ -137,7 +138,8 @@ def test_the_anchors_slot_proposes_the_first_token_in_one_layout_only() -> None:
     signal = make_signal(model, batch, ahead.aux_layer_ids)
     with torch.no_grad():
         # blocks of three slots: three tokens, or two
-        three, two = ahead.draft_steps(batch, signal, 3), filled.draft_steps(batch, signal, 2)
+        three = [*map(spread, ahead.draft_steps(batch, signal, 3))]
+        two = [*map(spread, filled.draft_steps(batch, signal, 2))]
     assert (ahead.max_tokens, filled.max_tokens) == (3, 3)
     for k in (0, 1):
         mask_BT = three[k + 1].mask_BT
@@ -154,7 +156,7 @@ def naive_loss(steps: list[DraftStep], signal: TargetSignal, scale: float) -> Te
     total = torch.zeros((), dtype=torch.float64)
     target = signal.distribution
     assert isinstance(target, ExactTarget)
-    for step in steps:
+    for step in map(spread, steps):
         for b, t in labelled(step):
             p_V = (target.head_VD @ target.hidden_BTD[b, t + step.shift]).softmax(-1)
             log_q_W = step.logits(torch.tensor([b * step.mask_BT.shape[1] + t]))[0].log_softmax(-1)
@@ -191,7 +193,7 @@ def test_the_loss_is_the_divergence_and_the_cross_entropy_of_the_confidence(vari
 def test_the_label_of_the_confidence_is_one_minus_tv() -> None:
     """TV is the divergence here, so both are known from the loss without a confidence."""
     head, _, batch, signal = make_wide("from the anchor")
-    step = head.draft_steps(batch, signal)[0]
+    step = spread(head.draft_steps(batch, signal)[0])
     result = distill_loss([step], batch, signal, Divergence(name="total_variation"), 1.0)
     without = distill_loss(
         [replace(step, confidence_BT=None)], batch, signal, Divergence(name="total_variation"), 1.0

@@ -24,6 +24,7 @@ from make_heads import (
     make_random,
     make_signal,
     make_target,
+    spread,
 )
 from safetensors.torch import load_file
 from torch import Tensor
@@ -166,7 +167,7 @@ def assert_same_logits(head: Any, theirs: Any, model: Any) -> None:
     signal = make_signal(model, batch, head.aux_layer_ids)
     anchors, logits_ASW, confidence_AS = their_logits(theirs, batch, signal)
     with torch.no_grad():
-        steps = head.draft_steps(batch, signal)
+        steps = [*map(spread, head.draft_steps(batch, signal))]
     num_compared = 0
     for k, step in enumerate(steps):
         ours_TW = step.logits(torch.arange(batch.input_ids_BT.shape[1]))

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 from make_families import MASK, make_variant
-from make_heads import make_batch, make_ids, make_random, make_signal
+from make_heads import make_batch, make_ids, make_random, make_signal, spread
 from safetensors.torch import load_file, save_file
 from test_dflash import rms
 from torch import Tensor
@@ -106,7 +106,7 @@ def test_every_slot_of_a_windowed_block_is_that_of_a_loop(
     signal = make_signal(model, batch, head.aux_layer_ids)
     with torch.no_grad():
         feature_TD = head.feature(signal)[0]
-        steps = head.draft_steps(batch, signal)
+        steps = [*map(spread, head.draft_steps(batch, signal))]
     start, first, num_compared = 0, head.config.first_slot, 0
     for document in documents:
         for anchor in range(1, len(document) - 1):
@@ -141,7 +141,9 @@ def changed_rows(head: Any, model: Any, at: int) -> list[list[int]]:
     changed = replace(signal, distribution=replace(exact, hidden_BTD=hidden_BTD), aux_BTLD=aux_BTLD)
     with torch.no_grad():
         steps = zip(
-            head.draft_steps(batch, signal, 3), head.draft_steps(batch, changed, 3), strict=True
+            map(spread, head.draft_steps(batch, signal, 3)),
+            map(spread, head.draft_steps(batch, changed, 3)),
+            strict=True,
         )
         differences = [(a.hidden_BTD - b.hidden_BTD).abs().amax(-1)[0] for a, b in steps]
     return [(difference_T > 1e-6).nonzero().flatten().tolist() for difference_T in differences]
@@ -409,7 +411,7 @@ def test_no_earlier_state_of_the_target_changes_a_windowed_draft(
         aux_BTLD = signal.aux_BTLD.clone()
         aux_BTLD[:, :first] += 1
         with torch.no_grad():
-            one, other = (head.draft_steps(batch, each)[0].hidden_BTD[0, row]
+            one, other = (spread(head.draft_steps(batch, each)[0]).hidden_BTD[0, row]
                           for each in (signal, replace(signal, aux_BTLD=aux_BTLD)))  # fmt: skip
         is_changed.append(not torch.allclose(one, other, atol=1e-7))
     assert is_changed[0] is False

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from make_families import make_variant
-from make_heads import HIDDEN
+from make_heads import HIDDEN, spread
 from recorded_heads import make_head, make_record, with_states
 
 from benchmarks.soak import poison
@@ -87,7 +87,7 @@ def test_a_row_without_the_states_that_a_windowed_head_reads_does_not_train(
     for asked, is_exact in ((needed, True), (0, False)):
         found = compute(head, segment, asked)
         differs = False
-        for k, (one, wanted) in enumerate(zip(found, whole, strict=True)):
+        for k, (one, wanted) in enumerate(zip(map(spread, found), map(spread, whole), strict=True)):
             (rows_N,) = one.mask_BT[0].nonzero(as_tuple=True)
             assert rows_N.max() + one.shift == TOKENS - 2 - begin
             if asked:  # each label of the segment, from the first with enough states on
